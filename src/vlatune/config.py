@@ -1,0 +1,174 @@
+"""A whole run as frozen dataclasses: every setting, its default, and its check.
+
+`RunConfig` is what `vlatune train` needs to know and nothing else. The sentence under a field is its
+`--help` text. `validate()` runs on the driver before Ray starts, and says value, place, expectation and
+remedy. How flags, files and recipes become a `RunConfig` is the business of `flags.py`.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+POLICY_TYPES = ("pi05",)
+TRAIN_WAYS = ("heads", "expert", "full")
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    root: tuple[str, ...] = ()
+    """Folder or URL of a LeRobot dataset; give the flag again for several."""
+    repo_id: str | None = None
+    """Hub repository of the dataset, used when no root is given."""
+    revision: str | None = None
+    """Revision of the hub repository."""
+    episodes: tuple[int, ...] | None = None
+    """Episodes to use, as [0,1,2]; all when left out."""
+    eval_split: float = 0.1
+    """Share of the episodes held out of training, for `vlatune eval`; 0 trains on all."""
+    tolerance_s: float = 1e-4
+    """How far a frame's time may lie from its row's timestamp."""
+    run_length: int = 32
+    """Neighbouring frames that are decoded together; longer runs decode faster, shorter ones mix better."""
+    window_rows: int = 128
+    """Samples of a lane that are mixed with each other before they are used."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    path: str | None = None
+    """Folder or hub repository of the base model, in LeRobot's pretrained_model layout."""
+    type: str = "pi05"
+    """Kind of policy: pi05."""
+    revision: str | None = None
+    """Revision of the hub repository."""
+    train: str = "expert"
+    """What is trained: heads (projections), expert (action expert and heads) or full."""
+    dtype: str | None = None
+    """float32 or bfloat16 for the weights; what the base model says when left out."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 2.5e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.01
+    """AdamW's weight decay."""
+    grad_clip_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    num_warmup_steps: int = 1000
+    """Optimizer steps of linear warm-up; shortened in proportion when the run is shorter than the decay."""
+    num_decay_steps: int = 30_000
+    """Optimizer steps after which the cosine has reached its floor."""
+    decay_lr: float = 2.5e-6
+    """The floor."""
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    num_cpus: int | None = None
+    """CPUs of the local cluster that is started; all cores when left out. RAY_ADDRESS joins a running one instead."""
+    object_store_bytes: int = 512 * 1024 * 1024
+    """Shared memory of the local cluster's object store."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    recipe: str | None = None
+    """Name of a complete config to start from; `vlatune train --help` lists them."""
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    rename_map: dict[str, str] = field(default_factory=dict)
+    """Dataset's feature name -> policy's feature name, as {"observation.images.top": "observation.images.base_0_rgb"}."""
+    output_dir: str | None = None
+    """Run folder; runs/<job_name> when left out."""
+    job_name: str = "train"
+    """Name of the run."""
+    steps: int = 3000
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Samples per worker and micro-step."""
+    grad_accum: int = 1
+    """Micro-steps per optimizer step."""
+    num_workers: int = 1
+    """Training workers, one per GPU where there are GPUs."""
+    seed: int = 1000
+    """Decides the order of samples, the noise and the initial weights of what is new."""
+    log_freq: int = 10
+    """Optimizer steps between two lines of metrics.jsonl."""
+    save_freq: int = 500
+    """Optimizer steps between two checkpoints; 0 keeps only the last."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints stay."""
+    resume: bool = False
+    """Continue the run in output_dir from its newest checkpoint."""
+    log_samples: bool = False
+    """Write the sample ids of every optimizer step to samples.jsonl."""
+    max_restarts: int = 3
+    """How often a run restarts by itself after a worker died."""
+    max_spilled_bytes: int = 0
+    """A run whose object store has spilled more than this ends with an error."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step, over all workers and micro-steps."""
+        return self.batch_size * self.grad_accum * self.num_workers
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) if self.output_dir else Path("runs") / self.job_name
+
+
+def validate(config: RunConfig) -> None:
+    """Refuse what cannot work, before anything is started or loaded."""
+    at_least = {"steps": 1, "batch_size": 1, "grad_accum": 1, "num_workers": 1, "log_freq": 1, "save_freq": 0}
+    at_least |= {"keep_checkpoints": 1, "max_restarts": 0, "max_spilled_bytes": 0, "seed": 0}
+    for name, least in at_least.items():
+        _require(getattr(config, name) >= least, f"--{name}={getattr(config, name)}: must be {least} or more")
+    for name, least in {"run_length": 1, "window_rows": 1}.items():
+        value = getattr(config.dataset, name)
+        _require(value >= least, f"--dataset.{name}={value}: must be {least} or more")
+    split = config.dataset.eval_split
+    _require(0.0 <= split < 1.0, f"--dataset.eval_split={split}: must be at least 0 and below 1")
+    _require(
+        bool(config.dataset.root or config.dataset.repo_id),
+        "no dataset: name one with --dataset.root=FOLDER (or --dataset.repo_id=NAME), or make one with `vlatune make-dataset DIR`",
+    )
+    _require(
+        config.policy.path is not None,
+        "no base model: name one with --policy.path=FOLDER_OR_REPO, e.g. --policy.path=lerobot/pi05_base",
+    )
+    _one_of("--policy.type", config.policy.type, POLICY_TYPES)
+    _one_of("--policy.train", config.policy.train, TRAIN_WAYS)
+    if config.policy.dtype is not None:
+        _one_of("--policy.dtype", config.policy.dtype, ("float32", "bfloat16"))
+    _require(config.optimizer.lr > 0, f"--optimizer.lr={config.optimizer.lr}: must be above 0")
+    store = config.ray.object_store_bytes
+    least_store = 80 * 1024 * 1024  # Ray refuses to start a store below 75 MiB
+    _require(store >= least_store, f"--ray.object_store_bytes={store}: must be {least_store} or more")
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """Plain JSON values; `flags.config_from_dict` reads them back."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{flag}={value}: must be one of {', '.join(choices)}")
