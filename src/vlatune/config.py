@@ -31,7 +31,7 @@ class DatasetConfig:
     """How far a frame's time may lie from its row's timestamp."""
     run_length: int = 32
     """Neighbouring frames that are decoded together; longer runs decode faster, shorter ones mix better."""
-    window_rows: int = 128
+    window_rows: int = 32
     """Samples of a lane that are mixed with each other before they are used."""
 
 
@@ -129,6 +129,28 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) if self.output_dir else Path("runs") / self.job_name
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    checkpoint: str | None = None
+    """Name of the checkpoint in RUN/checkpoints; the newest when left out."""
+    max_samples: int = 256
+    """Samples of the held-out episodes that are looked at, spread evenly."""
+    batch_size: int = 32
+    """Samples per forward pass; it changes the speed, not the result."""
+    seed: int = 0
+    """Decides the noise of the validation loss."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    output_dir: str = "runs/demo"
+    """Folder for the dataset, the base model and the run."""
+    steps: int | None = None
+    """Optimizer steps; what the recipe tiny says when left out."""
+    seed: int = 0
+    """Decides the dataset, the initial weights and the order of samples."""
 
 
 def validate(config: RunConfig) -> None:

@@ -1,0 +1,45 @@
+# Every target starts from nothing and can be run again. On a fresh machine: `make demo`, `make test`.
+# More arguments: make test ARGS="-k order", make demo ARGS="--steps=100", make bench NAME=feed.
+VENV := .venv/bin
+NAME ?= reader
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench lock clean
+
+help:
+	@echo "make setup   build .venv from requirements.lock"
+	@echo "make demo    make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report"
+	@echo "make test    run the tests"
+	@echo "make lint    check style, format and types"
+	@echo "make bench   run one benchmark, NAME=reader"
+	@echo "make lock    compile requirements.lock from pyproject.toml"
+	@echo "make clean   remove .venv and the caches; runs stay"
+
+setup:
+	@sh scripts/setup.sh
+
+demo: setup
+	@$(VENV)/vlatune demo $(ARGS)
+
+test: setup
+	@$(VENV)/python -m pytest $(ARGS)
+
+lint: setup
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+	@$(VENV)/basedpyright
+
+bench: setup
+	@$(VENV)/vlatune bench $(NAME) $(ARGS)
+
+# Pins stay as they are where pyproject.toml still allows them; ARGS=--upgrade moves them.
+lock:
+	@uv=$$(sh scripts/find_uv.sh "$$(sh scripts/find_python.sh --any)") && \
+	"$$uv" pip compile pyproject.toml --quiet --universal --python-version 3.12 \
+		--extra s3 --extra gcs --extra trackers --extra dev \
+		--generate-hashes --no-emit-index-url --no-header -o requirements.lock $(ARGS)
+
+clean:
+	@rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis build dist
+	@find benchmarks scripts src tests -name __pycache__ -type d -prune -exec rm -rf {} +

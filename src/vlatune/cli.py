@@ -1,0 +1,241 @@
+"""The command line: `vlatune COMMAND [operands] [--flag=value ...]`.
+
+A command is a config class, which gives its flags and its help, and a function that calls one other function with
+what was parsed. Those functions are imported when they are called, so that help and mistakes in flags answer at once.
+However a command ends, the terminal gets one line and an exit code (`_explain`), never a bare traceback.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vlatune import __version__
+from vlatune.config import DemoConfig, EvalConfig, RunConfig
+from vlatune.flags import MissingOperandError, parse_command
+from vlatune.names import did_you_mean
+
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+MAX_FOREIGN_TEXT = 300
+
+
+@dataclass(frozen=True)
+class Command:
+    description: str
+    flags: Callable[[], type]
+    """The config class; a function, so that it is imported only when needed."""
+    call: Callable[..., None]
+    """Takes the config, then the operands."""
+    operands: tuple[str, ...] = ()
+    run_dir: Callable[..., Path] | None = None
+    """The run folder, out of the same arguments: where a traceback belongs."""
+
+    def usage(self, name: str) -> str:
+        return " ".join(["vlatune", name, *self.operands, *(["[--flag=value ...]"] if fields(self.flags()) else [])])
+
+
+@dataclass(frozen=True)
+class NoFlags:
+    """For a command that has none."""
+
+
+def demo(options: DemoConfig) -> None:
+    from vlatune.demo import run_demo
+
+    run_demo(options)
+
+
+def make_dataset(spec: Any, folder: str) -> None:
+    from vlatune.dataset import synthetic
+
+    def show(episode_index: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if episode_index + 1 == spec.episodes else ""
+            print(f"\rvlatune: episode {episode_index + 1} of {spec.episodes}", end=end, file=sys.stderr, flush=True)
+
+    synthetic.make_dataset(Path(folder), spec, on_episode=show)
+    print(f"{folder}: {spec.episodes} episodes")
+
+
+def train(config: RunConfig) -> None:
+    from vlatune.train import launch
+
+    launch.train(config)
+
+
+def evaluate(options: EvalConfig, run_dir: str) -> None:
+    from vlatune.train.evaluate import evaluate_run
+
+    print(json.dumps(evaluate_run(Path(run_dir), options), indent=2))
+
+
+def report(_: NoFlags, run_dir: str) -> None:
+    from vlatune.report.html import write_report
+
+    print(write_report(Path(run_dir)))
+
+
+def _synthetic_spec() -> type:
+    from vlatune.dataset.synthetic import SyntheticSpec
+
+    return SyntheticSpec
+
+
+COMMANDS = {
+    "demo": Command(
+        "make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report",
+        flags=lambda: DemoConfig,
+        call=demo,
+        run_dir=lambda options: Path(options.output_dir),
+    ),
+    "make-dataset": Command(
+        "synthesise a LeRobot dataset, with each frame's id burned into its pixels",
+        flags=_synthetic_spec,
+        call=make_dataset,
+        operands=("DIR",),
+    ),
+    "train": Command(
+        "fine-tune a policy on a dataset",
+        flags=lambda: RunConfig,
+        call=train,
+        run_dir=lambda config: config.run_dir,
+    ),
+    "eval": Command(
+        "validation loss and open-loop action error on a run's held-out episodes",
+        flags=lambda: EvalConfig,
+        call=evaluate,
+        operands=("RUN",),
+        run_dir=lambda _, run_dir: Path(run_dir),
+    ),
+    "report": Command(
+        "write RUN/report.html anew",
+        flags=lambda: NoFlags,
+        call=report,
+        operands=("RUN",),
+        run_dir=lambda _, run_dir: Path(run_dir),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line, understood."""
+
+    call: Callable[[], None]
+    run_dir: Path | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, 1 (the world), 2 (the user's input) or 130 (Ctrl-C)."""
+    run_dir = None
+    try:
+        job = _make_job(list(sys.argv[1:] if argv is None else argv))
+        run_dir = job.run_dir
+        job.call()
+    except BrokenPipeError:  # `vlatune train --help | head`; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("VLATUNE_TRACEBACK") == "1":
+            traceback.print_exception(error)
+        text, code = _explain(error, run_dir)
+        print(f"vlatune: {text}", file=sys.stderr)
+        return code
+    return OK
+
+
+def _make_job(words: list[str]) -> Job:
+    match words:
+        case []:
+            raise ValueError("COMMAND is missing; usage: vlatune COMMAND; `vlatune --help` lists the commands")
+        case ["--version" | "-V", *_]:
+            return Job(partial(print, f"vlatune {__version__}", flush=True))
+        case ["--help" | "-h", *_]:
+            return Job(partial(print, _help(), flush=True))
+        case [name, *_] if name not in COMMANDS:
+            hint = did_you_mean(name, COMMANDS) or "; `vlatune --help` lists the commands"
+            raise ValueError(f"unknown command '{name}'{hint}")
+        case [name, *rest] if "--help" in rest or "-h" in rest:
+            return Job(partial(print, _command_help(name), flush=True))
+    return _make_command_job(words[0], words[1:])
+
+
+def _make_command_job(name: str, words: list[str]) -> Job:
+    command = COMMANDS[name]
+    try:
+        config, operands = parse_command(words, command.flags(), operands=command.operands)
+    except MissingOperandError as error:
+        raise ValueError(f"{error}; usage: {command.usage(name)}") from None
+    run_dir = command.run_dir(config, *operands) if command.run_dir else None
+    return Job(partial(command.call, config, *operands), run_dir)
+
+
+def _help() -> str:
+    from vlatune.flag_help import table
+
+    commands = table({name: command.description for name, command in COMMANDS.items()})
+    return (
+        f"usage: vlatune COMMAND [--flag=value ...]\n\n{commands}\n\n`vlatune COMMAND --help` lists a command's flags."
+    )
+
+
+def _command_help(name: str) -> str:
+    from vlatune.flag_help import help_text, table
+    from vlatune.recipes import RECIPES
+
+    command = COMMANDS[name]
+    cls = command.flags()
+    parts = [f"usage: {command.usage(name)}", f"{command.description[0].upper()}{command.description[1:]}."]
+    if fields(cls):
+        parts.append(help_text(cls))
+    if any(field.name == "recipe" for field in fields(cls)):
+        parts.append("recipes:\n" + table({one: recipe.description for one, recipe in RECIPES.items()}))
+    return "\n\n".join(parts)
+
+
+def _explain(error: BaseException, run_dir: Path | None) -> tuple[str, int]:
+    """One line about how a command ended, and its exit code.
+
+    A ValueError, RuntimeError or OSError that vlatune's own code raised is a message to the user and complete in
+    itself. What a library raised is cut short here and kept whole in a file.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    code = MISUSED if isinstance(error, ValueError) else FAILED
+    if isinstance(error, (ValueError, RuntimeError, OSError)) and _raised_by_us(error):
+        return f"error: {' '.join(str(error).split())}", code
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"error: {error.filename}: {error.strerror}", code
+    text = " ".join(str(error).split())
+    short = text if len(text) <= MAX_FOREIGN_TEXT else f"{text[:MAX_FOREIGN_TEXT]}..."
+    kept = _write_traceback(error, run_dir)
+    return f"error: {type(error).__name__}: {short} (traceback in {kept})", code
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(__file__).parent in Path(frames[-1].filename).parents
+
+
+def _write_traceback(error: BaseException, run_dir: Path | None) -> Path:
+    """RUN/logs/traceback.txt where the run folder exists, else a temporary file."""
+    text = "".join(traceback.format_exception(error))
+    if run_dir and run_dir.is_dir():
+        path = run_dir / "logs" / "traceback.txt"
+        path.parent.mkdir(exist_ok=True)
+    else:
+        handle, name = tempfile.mkstemp(prefix="vlatune-traceback-", suffix=".txt")
+        os.close(handle)
+        path = Path(name)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""A unit of work -> rows: parquet values joined with decoded frames, written once into a block's buffers.
+
+A unit is some frames of one episode, in rising order. Each camera's mp4 is opened once per unit. Nothing
+here knows of Ray, torch or the policy: `ReadSpec` says what is wanted, `Unit` says where it lies, and
+`read_into` fills rows of columns that `allocate` made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlatune.batch import SLOT, TASK, Columns
+from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.storage import Root
+from vlatune.dataset.tables import read_columns
+from vlatune.dataset.video import VideoPlace, decode_into
+from vlatune.dataset.windows import window_frames
+
+INDEX_COLUMNS = ("index", "episode_index", "frame_index", "timestamp", "task_index")
+
+
+@dataclass(frozen=True)
+class CameraSpec:
+    name: str
+    kind: str
+    """`video` or `image`."""
+    height: int
+    width: int
+    """Size of the delivered picture."""
+    offsets: tuple[int, ...] | None = None
+    """Frames around each row to deliver, as a second axis; only the row's own when None."""
+
+
+@dataclass(frozen=True)
+class VectorSpec:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ReadSpec:
+    """What to read from one dataset."""
+
+    root: Root
+    dataset_index: int
+    tolerance_s: float
+    cameras: tuple[CameraSpec, ...]
+    vectors: tuple[VectorSpec, ...]
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Some frames of one episode, with all that is needed to find them."""
+
+    dataset_index: int
+    episode_index: int
+    length: int
+    from_row: int
+    data_path: str
+    data_offset: int
+    videos: tuple[tuple[str, str, float], ...]
+    """(camera, file, the episode's start in it in seconds)."""
+    frames: np.ndarray
+    slots: np.ndarray
+    """Where each row belongs in the consumer's order."""
+
+
+def make_unit(
+    meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarray, slots: np.ndarray
+) -> Unit:
+    """The unit for `frames` of the episode at `position` of the dataset's table."""
+    episodes = meta.episodes
+    videos = tuple(
+        (camera.name, meta.video_path(position, camera.name), float(episodes.videos[camera.name].from_s[position]))
+        for camera in spec.cameras
+        if camera.kind == "video"
+    )
+    return Unit(
+        dataset_index=spec.dataset_index,
+        episode_index=int(episodes.index[position]),
+        length=int(episodes.length[position]),
+        from_row=int(episodes.from_row[position]),
+        data_path=meta.data_path(position),
+        data_offset=int(episodes.data_offset[position]),
+        videos=videos,
+        frames=frames,
+        slots=slots,
+    )
+
+
+def allocate(spec: ReadSpec, rows: int) -> Columns:
+    """Buffers for `rows` rows. Pictures start black: a letterbox writes only its inside."""
+    columns: Columns = {}
+    for camera in spec.cameras:
+        window = () if camera.offsets is None else (len(camera.offsets),)
+        columns[camera.name] = np.zeros((rows, *window, 3, camera.height, camera.width), dtype=np.uint8)
+        if camera.offsets is not None:
+            columns[f"{camera.name}_is_pad"] = np.empty((rows, len(camera.offsets)), dtype=bool)
+    for vector in spec.vectors:
+        window = () if vector.offsets is None else (len(vector.offsets),)
+        columns[vector.name] = np.empty((rows, *window, *vector.shape), dtype=vector.dtype)
+        if vector.offsets is not None:
+            columns[f"{vector.name}_is_pad"] = np.empty((rows, len(vector.offsets)), dtype=bool)
+    for name in ("dataset_index", "index", "episode_index", "frame_index", "task_index", SLOT):
+        columns[name] = np.empty(rows, dtype=np.int64)
+    columns["timestamp"] = np.empty(rows, dtype=np.float32)
+    columns[TASK] = np.empty(rows, dtype=object)
+    return columns
+
+
+def read_into(spec: ReadSpec, unit: Unit, columns: Columns, at: int) -> None:
+    """Fill rows [at, at + len(unit.frames)) of the buffers."""
+    rows = slice(at, at + len(unit.frames))
+    names = [*INDEX_COLUMNS, *(vector.name for vector in spec.vectors)]
+    names += [camera.name for camera in spec.cameras if camera.kind == "image"]
+    table = read_columns(spec.root, unit.data_path, names)
+    _check_rows(spec, unit, table)
+    own = unit.data_offset + unit.frames
+    columns["dataset_index"][rows] = unit.dataset_index
+    columns[SLOT][rows] = unit.slots
+    for name in INDEX_COLUMNS:
+        columns[name][rows] = table[name][own]
+    columns[TASK][rows] = _tasks(spec, unit, table["task_index"][own])
+    for vector in spec.vectors:
+        _read_vector(vector, unit, table[vector.name], columns, rows)
+    timestamps = table["timestamp"][unit.data_offset : unit.data_offset + unit.length].astype(np.float64)
+    for camera in spec.cameras:
+        _read_camera(spec, camera, unit, timestamps, columns, rows)
+
+
+def read_unit(spec: ReadSpec, unit: Unit) -> Columns:
+    """One unit in buffers of its own."""
+    columns = allocate(spec, len(unit.frames))
+    read_into(spec, unit, columns, 0)
+    return columns
+
+
+def _check_rows(spec: ReadSpec, unit: Unit, table: dict[str, np.ndarray]) -> None:
+    end = unit.data_offset + unit.length
+    where = f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}"
+    if end > len(table["index"]):
+        raise ValueError(f"{where}: has {len(table['index'])} rows, but meta/episodes places the episode at rows {unit.data_offset} to {end}")
+    first = (int(table["episode_index"][unit.data_offset]), int(table["frame_index"][unit.data_offset]))
+    if first != (unit.episode_index, 0) or int(table["index"][unit.data_offset]) != unit.from_row:
+        raise ValueError(
+            f"{where}: row {unit.data_offset} is episode {first[0]}, frame {first[1]}, index {table['index'][unit.data_offset]}; "
+            f"expected episode {unit.episode_index}, frame 0, index {unit.from_row}; meta and data disagree"
+        )
+
+
+def _tasks(spec: ReadSpec, unit: Unit, task_index: np.ndarray) -> Sequence[str]:
+    bad = task_index[(task_index < 0) | (task_index >= len(spec.tasks))]
+    if len(bad):
+        raise ValueError(
+            f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}: task_index {bad[0]} "
+            f"has no sentence; meta/tasks lists {len(spec.tasks)}"
+        )
+    return [spec.tasks[position] for position in task_index]
+
+
+def _read_vector(vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice) -> None:
+    if values.shape[1:] != vector.shape and values.size // len(values) != int(np.prod(vector.shape)):
+        raise ValueError(
+            f"{unit.data_path}: column '{vector.name}' has rows of shape {values.shape[1:]}, meta/info.json says {vector.shape}"
+        )
+    values = values.reshape(len(values), *vector.shape)
+    if vector.offsets is None:
+        columns[vector.name][rows] = values[unit.data_offset + unit.frames]
+        return
+    frames_NT, is_pad_NT = window_frames(unit.frames, vector.offsets, unit.length)
+    columns[vector.name][rows] = values[unit.data_offset + frames_NT]
+    columns[f"{vector.name}_is_pad"][rows] = is_pad_NT
+
+
+def _read_camera(
+    spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, columns: Columns, rows: slice
+) -> None:
+    out = columns[camera.name][rows]
+    if camera.offsets is None:
+        _read_frames(spec, camera, unit, timestamps, unit.frames, out)
+        return
+    frames_NT, is_pad_NT = window_frames(unit.frames, camera.offsets, unit.length)
+    distinct, where = np.unique(frames_NT, return_inverse=True)
+    decoded = np.zeros((len(distinct), *out.shape[2:]), dtype=np.uint8)
+    _read_frames(spec, camera, unit, timestamps, distinct, decoded)
+    out[:] = decoded[where.reshape(frames_NT.shape)]
+    columns[f"{camera.name}_is_pad"][rows] = is_pad_NT
+
+
+def _read_frames(
+    spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, frames: np.ndarray, out: np.ndarray
+) -> None:
+    file, from_s = next((file, from_s) for name, file, from_s in unit.videos if name == camera.name)
+    wanted_s = (from_s + timestamps[frames]).tolist()
+    place = VideoPlace(spec.root.url, unit.episode_index, camera.name, file)
+    if spec.root.is_local:
+        decode_into(spec.root.join(file), wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
+        return
+    with spec.root.open(file) as opened:
+        decode_into(opened, wanted_s, out, tolerance_s=spec.tolerance_s, place=place)

@@ -1,0 +1,108 @@
+"""[ray] The byte budget of the object store, and the meter that watches it.
+
+The budget is arithmetic over the store's size, a row's size and the number of workers and readers. The meter
+reads the raylets' own counters; they only grow, so it keeps differences from its start. A meter that cannot
+measure raises: a zero that was never measured is worse than an error.
+"""
+
+import threading
+from dataclasses import dataclass
+
+STORE_SHARE = 0.5
+"""Of the store that the pipelines of all workers may plan to fill; Ray's limits are soft and overshoot by up to 1.9 x."""
+MAX_BLOCK_BYTES = 16 * 1024 * 1024
+"""Large enough that Ray's cost per block is below 3 % of decoding it, small enough that many fit a small store."""
+MAX_BLOCK_ROWS = 256
+SAMPLE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How one worker's pipeline is held to its share of the store."""
+
+    block_rows: int
+    block_bytes: int
+    readers: int
+    limit_bytes: int
+
+    def reason(self, store_bytes: int, num_workers: int) -> str:
+        return (
+            f"blocks of {self.block_rows} rows ({self.block_bytes / 1e6:.1f} MB), {self.readers} readers and at most "
+            f"{self.limit_bytes / 1e6:.0f} MB in flight per worker: {STORE_SHARE:.0%} of a store of {store_bytes / 1e6:.0f} MB "
+            f"over {num_workers} worker{'s' if num_workers > 1 else ''}"
+        )
+
+
+def plan_budget(*, store_bytes: int, row_bytes: int, num_workers: int, num_cpus: int) -> Budget:
+    """Blocks small enough that every reader may hold two and the consumer four within the worker's share."""
+    readers = max(1, num_cpus // num_workers)
+    share_bytes = int(store_bytes * STORE_SHARE / num_workers)
+    wanted = min(MAX_BLOCK_BYTES, share_bytes // (2 * readers + 4))
+    block_rows = min(MAX_BLOCK_ROWS, wanted // row_bytes)
+    if block_rows < 1:
+        raise ValueError(
+            f"a sample of {row_bytes / 1e6:.1f} MB does not fit the object store of {store_bytes / 1e6:.0f} MB with {num_workers} workers "
+            f"and {readers} readers each; raise --ray.object_store_bytes to {row_bytes * (2 * readers + 4) * num_workers / STORE_SHARE:.0f} or more"
+        )
+    return Budget(int(block_rows), int(block_rows * row_bytes), readers, share_bytes)
+
+
+@dataclass(frozen=True)
+class StoreCounters:
+    spilled_bytes: int
+    fallback_bytes: int
+    used_bytes: int
+
+
+def read_counters() -> StoreCounters:
+    """Cluster-wide counters of the object stores, from the raylets."""
+    import ray
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    try:
+        state = get_state_from_address(ray.get_runtime_context().gcs_address)
+        stats = get_memory_info_reply(state).store_stats
+    except Exception as error:
+        raise RuntimeError(f"the object store's counters cannot be read ({error}); without them a spill would go unseen") from error
+    return StoreCounters(stats.spilled_bytes_total, stats.object_store_bytes_fallback, stats.object_store_bytes_used)
+
+
+class SpillMeter:
+    """Samples the counters on a thread; `latest()` and `peak_bytes` are free to read."""
+
+    def __init__(self) -> None:
+        self._start = read_counters()
+        self._latest = self._start
+        self.peak_bytes = self._start.used_bytes
+        self._failure: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="spill-meter", daemon=True)
+        self._thread.start()
+
+    def latest(self) -> StoreCounters:
+        """Spilled and fallback bytes since the meter's start, and bytes in use."""
+        if self._failure is not None:
+            raise RuntimeError(f"the spill meter stopped: {self._failure}")
+        now, start = self._latest, self._start
+        return StoreCounters(
+            now.spilled_bytes - start.spilled_bytes, now.fallback_bytes - start.fallback_bytes, now.used_bytes
+        )
+
+    def close(self) -> StoreCounters:
+        """A last exact reading."""
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        return self.latest()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLE_EVERY_S):
+            try:
+                self._sample()
+            except Exception as error:  # kept for the next reader; a thread must not die unseen
+                self._failure = error
+                return
+
+    def _sample(self) -> None:
+        self._latest = read_counters()
+        self.peak_bytes = max(self.peak_bytes, self._latest.used_bytes)

@@ -1,0 +1,135 @@
+"""What a policy must offer, and how it is bound to a dataset. No torch at import: specs are read on the driver.
+
+A policy is an adapter object (see `registry.py`) with three parts:
+`read_spec` (the folder's config, no weights), `make_transforms` (CPU side, the same list for training and
+evaluation), and `load_module` (the torch module whose `forward(batch)` is the loss on the device).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from vlatune.batch import ACTION, STATE
+
+if TYPE_CHECKING:
+    import torch
+
+    from vlatune.dataset.meta import DatasetMeta
+    from vlatune.pipeline.transforms import Transform
+
+STATS_OF_MODE = {"QUANTILES": ("q01", "q99"), "MIN_MAX": ("min", "max"), "MEAN_STD": ("mean", "std")}
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What the base model's folder says, before any weight is read."""
+
+    type: str
+    folder: str
+    cameras: tuple[str, ...]
+    image_hw: tuple[int, int]
+    horizon: int
+    max_state_dim: int
+    max_action_dim: int
+    normalisation: Mapping[str, str]
+    """STATE and ACTION -> QUANTILES, MIN_MAX, MEAN_STD or IDENTITY."""
+    tokenizer_file: str
+    pad_id: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A policy's inputs matched with a dataset's features."""
+
+    cameras: tuple[tuple[str, str], ...]
+    """(dataset's name, policy's name) of every camera that is delivered."""
+    missing_cameras: tuple[str, ...]
+    """The policy's cameras that the dataset lacks: they are masked, as LeRobot does."""
+    state_dim: int
+    action_dim: int
+    action_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What decides the noise of flow matching."""
+
+    seed: int
+    epoch: int
+
+
+class PolicyModule(Protocol):
+    """The torch side; a real `nn.Module`."""
+
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Mean loss of the batch, 0-d, on the device; no host sync."""
+        ...
+
+    def predict(self, batch: Mapping[str, torch.Tensor], noise_BTP: torch.Tensor) -> torch.Tensor:
+        """Action chunks (B, T, A), still normalised."""
+        ...
+
+
+class PolicyAdapter(Protocol):
+    def read_spec(self, folder: Path) -> PolicySpec: ...
+
+    def make_transforms(
+        self, spec: PolicySpec, binding: Binding, stats: Mapping[str, Mapping[str, np.ndarray]], draw: Draw
+    ) -> tuple[Transform, ...]: ...
+
+    def load_module(self, spec: PolicySpec, binding: Binding, *, train: str, dtype: str | None) -> torch.nn.Module: ...
+
+
+def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:
+    """Match cameras by name after `rename_map`, check dims; every mismatch is named with its remedy."""
+    for name in rename_map:
+        if name not in meta.features:
+            close = difflib.get_close_matches(name, meta.features, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(meta.cameras)}"
+            raise ValueError(f"--rename_map: dataset '{meta.root.url}' has no feature '{name}'{hint}")
+    renamed = {name: rename_map.get(name, name) for name in meta.cameras}
+    delivered = tuple((name, target) for name, target in renamed.items() if target in spec.cameras)
+    if not delivered:
+        raise ValueError(
+            f"none of the dataset's cameras ({', '.join(meta.cameras)}) is one that the policy knows "
+            f"({', '.join(spec.cameras)}); map them with --rename_map='{{\"{(meta.cameras or ('camera',))[0]}\": \"{spec.cameras[0]}\"}}'"
+        )
+    names = {target for _, target in delivered}
+    return Binding(
+        cameras=delivered,
+        missing_cameras=tuple(camera for camera in spec.cameras if camera not in names),
+        state_dim=_check_width(meta, STATE, spec.max_state_dim),
+        action_dim=_check_width(meta, ACTION, spec.max_action_dim),
+        action_names=_names(meta),
+    )
+
+
+def _check_width(meta: DatasetMeta, key: str, most: int) -> int:
+    if key not in meta.features:
+        close = difflib.get_close_matches(key, meta.features, n=1, cutoff=0.4)
+        hint = f"; '{close[0]}' may be it" if close else ""
+        raise ValueError(f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; it has {', '.join(meta.features)}")
+    width = meta.features[key].shape[0]
+    if width > most:
+        raise ValueError(f"dataset '{meta.root.url}': '{key}' has {width} dims, the policy takes {most} at most")
+    return width
+
+
+def _names(meta: DatasetMeta) -> tuple[str, ...]:
+    feature = meta.features[ACTION]
+    if feature.names and len(feature.names) == feature.shape[0]:
+        return feature.names
+    return tuple(f"action_{position}" for position in range(feature.shape[0]))
+
+
+def stats_needed(spec: PolicySpec) -> dict[str, Sequence[str]]:
+    """Feature -> names of the statistics that the policy's normalisation uses."""
+    modes = {STATE: spec.normalisation.get("STATE", "IDENTITY"), ACTION: spec.normalisation.get("ACTION", "IDENTITY")}
+    return {key: STATS_OF_MODE[mode] for key, mode in modes.items() if mode != "IDENTITY"}

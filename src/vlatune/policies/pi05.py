@@ -1,0 +1,127 @@
+"""PI0.5, the side without torch: what its folder says, and what happens to samples on the CPU.
+
+Reads LeRobot's `config.json` and processor files as plain JSON: no class that they name is imported.
+The torch side is `pi05_module.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.pipeline.transforms import (
+    DrawFlow,
+    Normalise,
+    PadActions,
+    Rename,
+    Select,
+    StatePrompt,
+    Tokenise,
+    Transform,
+)
+from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, PolicySpec
+
+if TYPE_CHECKING:
+    import torch
+
+PREPROCESSOR = "policy_preprocessor.json"
+
+
+class Pi05Adapter:
+    def read_spec(self, folder: Path) -> PolicySpec:
+        config = _read_json(folder, "config.json")
+        if config.get("type") != "pi05":
+            raise ValueError(f"policy '{folder}': config.json says type '{config.get('type')}', expected 'pi05'; set --policy.type")
+        if config.get("use_relative_actions"):
+            raise ValueError(f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions")
+        tokenizer_file = _find_tokenizer(folder)
+        visual = [key for key, feature in config["input_features"].items() if feature["type"] == "VISUAL"]
+        return PolicySpec(
+            type="pi05",
+            folder=str(folder),
+            cameras=tuple(visual),
+            image_hw=(int(config["image_resolution"][0]), int(config["image_resolution"][1])),
+            horizon=int(config["chunk_size"]),
+            max_state_dim=int(config["max_state_dim"]),
+            max_action_dim=int(config["max_action_dim"]),
+            normalisation=dict(config["normalization_mapping"]),
+            tokenizer_file=str(tokenizer_file),
+            pad_id=_pad_id(tokenizer_file),
+            max_tokens=int(config["tokenizer_max_length"]),
+        )
+
+    def make_transforms(
+        self, spec: PolicySpec, binding: Binding, stats: Mapping[str, Mapping[str, np.ndarray]], draw: Draw
+    ) -> tuple[Transform, ...]:
+        """Rename, normalise, prompt, tokenise, pad, draw: LeRobot's processors in LeRobot's order."""
+        cameras = tuple(target for _, target in binding.cameras)
+        flow = DrawFlow(seed=draw.seed, epoch=draw.epoch, horizon=spec.horizon, dims=spec.max_action_dim)
+        return (
+            Rename(dict(binding.cameras)),
+            *make_normalisers(spec, stats),
+            StatePrompt(),
+            Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
+            PadActions(spec.max_action_dim),
+            flow,
+            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
+        )
+
+    def load_module(self, spec: PolicySpec, binding: Binding, *, train: str, dtype: str | None) -> torch.nn.Module:
+        from vlatune.policies.pi05_module import load_pi05
+
+        return load_pi05(spec, binding, train=train, dtype=dtype)
+
+
+def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarray]]) -> list[Normalise]:
+    """State and action normalisers, in this order, as the policy's config asks."""
+    made = []
+    for key, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
+        mode = spec.normalisation.get(kind, "IDENTITY")
+        if mode != "IDENTITY":
+            low, high = (stats[key][name] for name in STATS_OF_MODE[mode])
+            made.append(Normalise(key, mode, low, high))
+    return made
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((folder / name).read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder") from error
+    except ValueError as error:
+        raise ValueError(f"policy '{folder}': {name} is not readable JSON ({error})") from error
+
+
+def _find_tokenizer(folder: Path) -> Path:
+    """The tokenizer.json that the preprocessor names: a folder of its own, one beside it, or a hub repository."""
+    steps = _read_json(folder, PREPROCESSOR)["steps"]
+    names = [s["config"].get("tokenizer_name") for s in steps if s.get("registry_name") == "tokenizer_processor"]
+    if not names or not names[0]:
+        raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
+    named = Path(names[0])
+    for candidate in (named, folder / named.name, folder / "tokenizer"):
+        if (candidate / "tokenizer.json").exists():
+            return candidate / "tokenizer.json"
+    if named.is_absolute():
+        raise ValueError(f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{named}', which is not there")
+    from vlatune.policies.hub import fetch_file
+
+    fetch_file(names[0], "tokenizer_config.json")
+    return fetch_file(names[0], "tokenizer.json")
+
+
+def _pad_id(tokenizer_file: Path) -> int:
+    """The id of the padding token; 0 in every Gemma tokenizer, but the file knows."""
+    config = _read_json(tokenizer_file.parent, "tokenizer_config.json")
+    token = config.get("pad_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    added = json.loads(tokenizer_file.read_bytes()).get("added_tokens", [])
+    found = [entry["id"] for entry in added if entry["content"] == token]
+    if not found:
+        raise ValueError(f"tokenizer '{tokenizer_file.parent}': its pad token {token!r} is not in tokenizer.json")
+    return int(found[0])

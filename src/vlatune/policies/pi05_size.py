@@ -1,0 +1,164 @@
+"""LeRobot's PI0.5 at other sizes than the two it knows.
+
+LeRobot's `PI05Policy` takes its widths from two named variants and writes the vocabulary and the vision tower's shape
+into its constructor. Inside `building_at(size)` the same, unchanged classes are built at `size`: only the configs that
+they are given differ. A `pretrained_model` folder of such a model carries its size in SIZE_FILE beside config.json.
+
+Fixed by LeRobot's attention code and therefore no fields: 8 query heads, 1 key/value head, and one depth and one
+head_dim for language model and action expert.
+"""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lerobot.policies.pi05 import modeling_pi05
+
+SIZE_FILE = "vlatune_size.json"
+
+NUM_HEADS = 8
+NUM_KV_HEADS = 1
+
+# One builder at a time: the names of a module belong to the whole process.
+_building = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Pi05Size:
+    """Every number that decides a parameter's shape; the defaults are the published PI0.5."""
+
+    width: int = 2048
+    """Hidden size of the language model, and what the vision tower is projected to."""
+    depth: int = 18
+    """Layers of the language model and of the action expert."""
+    mlp_dim: int = 16_384
+    """Hidden size of the language model's MLP."""
+    head_dim: int = 256
+    """Size of one attention head, in both."""
+    expert_width: int = 1024
+    """Hidden size of the action expert; even, for its time embedding."""
+    expert_mlp_dim: int = 4096
+    """Hidden size of the action expert's MLP."""
+    vision_width: int = 1152
+    """Hidden size of the vision tower; a multiple of vision_heads."""
+    vision_depth: int = 27
+    """Layers of the vision tower."""
+    vision_mlp_dim: int = 4304
+    """Hidden size of the vision tower's MLP."""
+    vision_heads: int = 16
+    """Attention heads of the vision tower."""
+    patch_size: int = 14
+    """Pixels on a side of one image token."""
+    vocab_size: int = 257_152
+    """Rows of the token embedding."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            _require(isinstance(value, int) and value >= 1, f"{field.name}={value!r}: must be an integer above 0")
+        _require(self.vision_width % self.vision_heads == 0, f"vision_width={self.vision_width}: must be a multiple of vision_heads={self.vision_heads}")
+        for name in ("head_dim", "expert_width"):
+            value = getattr(self, name)
+            _require(value % 2 == 0, f"{name}={value}: must be even (its position code pairs sines with cosines)")
+
+    def to_json(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Pi05Size":
+        names = {field.name for field in dataclasses.fields(cls)}
+        if values.keys() != names:
+            unknown, missing = sorted(values.keys() - names), sorted(names - values.keys())
+            raise ValueError(f"a PI0.5 size needs exactly {sorted(names)}; unknown: {unknown}, missing: {missing}")
+        return cls(**values)
+
+
+@contextmanager
+def building_at(size: Pi05Size) -> Iterator[None]:
+    """While active, LeRobot's PI05Policy is constructed at this size, by from_pretrained too.
+
+    Other threads that want a size wait; one that constructs a PI05Policy outside `building_at` meanwhile would get it.
+    """
+    with _building:
+        replaced = {
+            "get_gemma_config": _gemma_config_at(size),
+            "PaliGemmaForConditionalGenerationWithPiGemma": _paligemma_at(size),
+            "PiGemmaForCausalLM": _expert_at(size),
+        }
+        originals = {name: getattr(modeling_pi05, name) for name in replaced}
+        try:
+            for name, replacement in replaced.items():
+                setattr(modeling_pi05, name, replacement)
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(modeling_pi05, name, original)
+
+
+def read_size(folder: Path) -> Pi05Size | None:
+    """The size that lies in a pretrained_model folder, or None: then the model is of standard size."""
+    path = folder / SIZE_FILE
+    if not path.exists():
+        return None
+    try:
+        return Pi05Size.from_json(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def write_size(folder: Path, size: Pi05Size) -> None:
+    (folder / SIZE_FILE).write_text(json.dumps(size.to_json(), indent=2) + "\n")
+
+
+def _gemma_config_at(size: Pi05Size):
+    # PI05Config's two variant names stay what they are by default and serve as the names of the two roles.
+    by_variant = {
+        "gemma_2b": (size.width, size.mlp_dim),
+        "gemma_300m": (size.expert_width, size.expert_mlp_dim),
+    }
+
+    def get_gemma_config(variant: str) -> modeling_pi05.GemmaConfig:
+        width, mlp_dim = by_variant[variant]
+        return modeling_pi05.GemmaConfig(width, size.depth, mlp_dim, NUM_HEADS, NUM_KV_HEADS, size.head_dim)
+
+    return get_gemma_config
+
+
+def _paligemma_at(size: Pi05Size):
+    original = modeling_pi05.PaliGemmaForConditionalGenerationWithPiGemma
+
+    def make_paligemma(config: Any):
+        config._vocab_size = size.vocab_size
+        config.image_token_index = size.vocab_size
+        config.text_config.vocab_size = size.vocab_size
+        config.hidden_size = config.projection_dim = size.width
+        vision = config.vision_config
+        vision.projection_dim = size.width
+        vision.hidden_size = size.vision_width
+        vision.num_hidden_layers = size.vision_depth
+        vision.num_attention_heads = size.vision_heads
+        vision.intermediate_size = size.vision_mlp_dim
+        vision.patch_size = size.patch_size
+        return original(config=config)
+
+    return make_paligemma
+
+
+def _expert_at(size: Pi05Size):
+    original = modeling_pi05.PiGemmaForCausalLM
+
+    def make_expert(config: Any):
+        config.vocab_size = size.vocab_size
+        return original(config=config)
+
+    return make_expert
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"PI0.5 size: {message}")

@@ -1,0 +1,198 @@
+"""A small PI0.5 that trains from scratch on a CPU in minutes: the base model of the demo and of the tests.
+
+`make_small_pi05` writes a LeRobot `pretrained_model` folder: LeRobot's own classes, config and processors, at the size
+`small_size` and with a tokenizer made here, so that nothing is fetched from a hub. The same arguments give the same
+bytes, but for the tokenizer's absolute path in policy_preprocessor.json.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.pi05 import PI05Config, PI05Policy
+from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
+from lerobot.processor import (
+    AbsoluteActionsProcessorStep,
+    RelativeActionsProcessorStep,
+    TokenizerProcessorStep,
+    make_default_policy_processor_steps,
+    make_policy_processor_pipelines,
+)
+from lerobot.utils.constants import ACTION, OBS_STATE
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from vlatune.policies.pi05_size import Pi05Size, building_at, write_size
+
+TOKENIZER_FOLDER = "tokenizer"
+NUM_STATE_BINS = 256  # PI0.5 writes each state value into the prompt as one of these
+
+
+def small_size(vocab_size: int) -> Pi05Size:
+    return Pi05Size(
+        width=96,
+        depth=3,
+        mlp_dim=192,
+        head_dim=32,
+        expert_width=96,
+        expert_mlp_dim=192,
+        vision_width=96,
+        vision_depth=2,
+        vision_mlp_dim=192,
+        vision_heads=4,
+        patch_size=8,
+        vocab_size=vocab_size,
+    )
+
+
+def make_small_pi05(
+    folder: Path,
+    *,
+    cameras: Sequence[str],
+    state_dim: int,
+    action_dim: int,
+    horizon: int,
+    image_size: int,
+    tasks: Sequence[str],
+    seed: int = 0,
+) -> Path:
+    """Write the base model's folder and return it; `cameras` are feature names such as observation.images.top."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(tasks)
+    tokenizer_folder = folder.resolve() / TOKENIZER_FOLDER
+    tokenizer.save_pretrained(tokenizer_folder)
+
+    config = PI05Config(
+        chunk_size=horizon,
+        n_action_steps=horizon,
+        image_resolution=(image_size, image_size),
+        tokenizer_max_length=_prompt_length(tokenizer, tasks, state_dim),
+        input_features=_input_features(cameras, state_dim, image_size),
+        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (action_dim,))},
+        device="cpu",
+        push_to_hub=False,
+    )
+    size = small_size(vocab_size=_round_up(len(tokenizer), 64))
+    with building_at(size), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = PI05Policy(config)
+        init_for_scratch(policy)
+    policy.save_pretrained(folder)
+    write_size(folder, size)
+    for pipeline in _make_processors(config, tokenizer_folder):
+        pipeline.save_pretrained(folder)
+    return folder
+
+
+def make_prompt(task: str, state_bins: Sequence[int]) -> str:
+    """The prompt that LeRobot's PI0.5 processor writes."""
+    return f"Task: {task}, State: {' '.join(map(str, state_bins))};\nAction: "
+
+
+def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that knows every state bin and every word of `tasks` as one token, and spells the rest in bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2**16,  # never reached: training ends when every word of the prompts is one token
+        min_frequency=1,
+        special_tokens=["<pad>", "<eos>", "<bos>"],  # ids 0, 1, 2 as in PaliGemma
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    prompts = [make_prompt(task, range(NUM_STATE_BINS)) for task in sorted(set(tasks))]
+    tokenizer.train_from_iterator(prompts or [make_prompt("", range(NUM_STATE_BINS))], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="right"
+    )
+
+
+def init_for_scratch(policy: PI05Policy) -> None:
+    """Weights from which training starts well, drawn from torch's global generator.
+
+    The published PI0.5 grew out of trained parts, and its constructor does not care how its parts start. Here
+    - every token enters the language model at unit scale, so that the layers refine it instead of drowning it;
+    - queries and keys are large enough for attention to tell tokens apart at once;
+    - image tokens know their place by a smooth code of it;
+    - the expert's gates are open: the constructor leaves them near zero, which hides the prefix from the actions.
+    """
+    model = policy.model.paligemma_with_expert
+    paligemma, expert = model.paligemma.model, model.gemma_expert.model
+    projector = paligemma.multi_modal_projector.linear
+    _init_unit_gain(projector)
+    tokens = paligemma.language_model.embed_tokens.weight
+    nn.init.normal_(tokens, std=tokens.shape[1] ** -0.5)  # Gemma multiplies an embedding by sqrt(width)
+    for layer in (*paligemma.language_model.layers, *expert.layers):
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            _init_unit_gain(linear)
+    places = paligemma.vision_tower.vision_model.embeddings.position_embedding.weight
+    places.data.copy_(_place_code(*places.shape))
+    for layer in expert.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            _open_gate(norm.dense)
+    nn.init.zeros_(expert.norm.dense.bias)
+
+
+def _init_unit_gain(linear: nn.Linear) -> None:
+    """Inputs of unit variance give outputs of unit variance."""
+    nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+
+def _place_code(num_places: int, width: int) -> torch.Tensor:
+    """Sines and cosines of row and column, slow to fast: half a turn over the picture, then one, two, ..."""
+    side = math.isqrt(num_places)
+    if side * side != num_places or width % 4:
+        raise ValueError(f"place code: {num_places} image tokens and width {width}; needs a square number and a multiple of 4")
+    centre = (torch.arange(side) + 0.5) / side - 0.5
+    turns = torch.arange(width // 4) % side * 0.5 + 0.5
+    angle = 2 * math.pi * centre[:, None] * turns
+    code = torch.cat([angle.sin(), angle.cos()], dim=1)
+    rows = code[:, None].expand(side, side, -1)
+    columns = code[None, :].expand(side, side, -1)
+    return 0.5 * torch.cat([rows, columns], dim=2).reshape(num_places, width)
+
+
+def _open_gate(dense: nn.Linear) -> None:
+    """AdaRMS computes scale, shift and gate from the flow time; begin as a plain residual block: 0, 0, 1."""
+    width = dense.out_features // 3
+    nn.init.zeros_(dense.bias)
+    nn.init.ones_(dense.bias[2 * width :])
+
+
+def _input_features(cameras: Sequence[str], state_dim: int, image_size: int) -> dict[str, PolicyFeature]:
+    images = {camera: PolicyFeature(FeatureType.VISUAL, (3, image_size, image_size)) for camera in cameras}
+    return images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (state_dim,))}
+
+
+def _prompt_length(tokenizer: PreTrainedTokenizerFast, tasks: Sequence[str], state_dim: int) -> int:
+    """Tokens of the longest prompt, rounded up to 8: padding costs as much as text."""
+    prompts = [make_prompt(task, [0] * state_dim) for task in (*tasks, "")]
+    return _round_up(max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts), 8)
+
+
+def _make_processors(config: PI05Config, tokenizer_folder: Path):
+    """LeRobot's pipelines for PI0.5, step by step, with this tokenizer in place of the hub's."""
+    steps = make_default_policy_processor_steps(config)
+    relative = RelativeActionsProcessorStep(enabled=False)
+    tokenize = TokenizerProcessorStep(
+        tokenizer_name=str(tokenizer_folder),
+        max_length=config.tokenizer_max_length,
+        padding_side="right",
+        padding="max_length",
+    )
+    prompt = Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim)
+    return make_policy_processor_pipelines(
+        input_steps=[steps.rename_observations, steps.add_batch_dim, relative, steps.normalize, prompt, tokenize, steps.to_device],
+        output_steps=[steps.unnormalize, AbsoluteActionsProcessorStep(enabled=False, relative_step=relative), steps.to_cpu],
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

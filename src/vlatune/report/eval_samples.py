@@ -1,0 +1,80 @@
+"""A few held-out samples with what the model saw, what was done, and what it predicted.
+
+They are kept in RUN/eval_samples.npz so that the page can be rewritten without the model. One file, arrays and strings
+together, so that a new evaluation replaces the old one in a single rename; nothing in it is pickled.
+"""
+
+import io
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlatune.report.sinks import write_bytes
+
+FILE_NAME = "eval_samples.npz"
+
+
+@dataclass(frozen=True)
+class EvalSample:
+    episode_index: int
+    frame_index: int
+    task: str
+    images: dict[str, np.ndarray]
+    """Camera -> uint8 pixels, (3, H, W) or (H, W, 3), at the size the model sees."""
+    true_TA: np.ndarray  # noqa: N815
+    predicted_TA: np.ndarray  # noqa: N815
+    valid_T: np.ndarray  # noqa: N815
+    """False where the chunk reaches past the end of the episode."""
+
+
+def save_eval_samples(run_dir: Path, samples: list[EvalSample]) -> Path:
+    """Write RUN/eval_samples.npz, replacing an older one."""
+    arrays: dict[str, Any] = {"json": np.array(json.dumps([_strings(sample) for sample in samples]))}
+    for number, sample in enumerate(samples):
+        arrays |= {f"{number}_true": sample.true_TA, f"{number}_predicted": sample.predicted_TA}
+        arrays[f"{number}_valid"] = sample.valid_T
+        # Camera names come from the dataset: they are kept as strings, not as names of zip members.
+        arrays |= {f"{number}_image_{place}": image for place, image in enumerate(sample.images.values())}
+    packed = io.BytesIO()
+    np.savez_compressed(packed, allow_pickle=False, **arrays)
+    path = Path(run_dir) / FILE_NAME
+    write_bytes(path, packed.getvalue())
+    return path
+
+
+def load_eval_samples(run_dir: Path) -> list[EvalSample]:
+    """Read what `save_eval_samples` wrote."""
+    path = Path(run_dir) / FILE_NAME
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            described = json.loads(str(arrays["json"]))
+            return [_sample(number, strings, arrays) for number, strings in enumerate(described)]
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise RuntimeError(
+            f"{path}: cannot be read ({error}); delete it and run `vlatune eval {run_dir}` again"
+        ) from error
+
+
+def _strings(sample: EvalSample) -> dict[str, Any]:
+    return {
+        "episode_index": int(sample.episode_index),
+        "frame_index": int(sample.frame_index),
+        "task": sample.task,
+        "cameras": list(sample.images),
+    }
+
+
+def _sample(number: int, strings: dict[str, Any], arrays: Any) -> EvalSample:
+    return EvalSample(
+        episode_index=strings["episode_index"],
+        frame_index=strings["frame_index"],
+        task=strings["task"],
+        images={camera: arrays[f"{number}_image_{place}"] for place, camera in enumerate(strings["cameras"])},
+        true_TA=arrays[f"{number}_true"],
+        predicted_TA=arrays[f"{number}_predicted"],
+        valid_T=arrays[f"{number}_valid"],
+    )

@@ -1,0 +1,253 @@
+"""RUN/report.html: what happened in a run, on one page that needs nothing else.
+
+Reads the run folder, writes one self-contained file: no script, no address it would fetch, pictures inside. A part that
+is missing (no evaluation yet, a run that died on its first step) is said to be missing. All text goes through
+`markup.tag`, which escapes it: sentences and names come from datasets of strangers. Charts are plots.py's, words on the
+figures verdict.py's.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from vlatune.report import plots
+from vlatune.report.chart import legend
+from vlatune.report.eval_samples import EvalSample, load_eval_samples, save_eval_samples
+from vlatune.report.markup import Html, join, shorten, tag
+from vlatune.report.run_folder import Run, read_run
+from vlatune.report.sinks import write_text
+from vlatune.report.units import format_bytes, format_number, format_seconds, format_share, plural
+from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
+
+__all__ = ["EvalSample", "load_eval_samples", "make_page", "save_eval_samples", "write_report"]
+
+MAX_SAMPLES = 6
+"""Cards on the page; more are kept in eval_samples.npz only."""
+MAX_TEXT = 400
+"""Characters shown of a sentence or setting."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Should anything slip through the escaping, the browser still runs and fetches nothing."""
+
+
+def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None) -> Path:
+    """Write RUN/report.html; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
+    run = read_run(Path(run_dir), eval_samples)
+    parts = (_head, _tiles, _learning, _seen, _evaluated, _time, _memory, _settings)
+    path = Path(run_dir) / "report.html"
+    write_text(path, make_page(f"{run.name} · vlatune", join(part(run) for part in parts)))
+    return path
+
+
+def make_page(title: str, body: Html) -> str:
+    """A whole document around the sections, in the report's style."""
+    style = Html(resources.files("vlatune.report").joinpath("page.css").read_text(encoding="utf-8"))
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", shorten(title, MAX_TEXT)),
+        tag("style", style),
+    )
+    return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', body)), lang='en')}\n"
+
+
+def _head(run: Run) -> Html:
+    found = _verdict(run)
+    policy, dataset = run.config.get("policy") or {}, run.config.get("dataset") or {}
+    roots = dataset.get("root") or [dataset.get("repo_id")]
+    roots = [roots] if isinstance(roots, str) else roots
+    names = (_shown(root).rstrip("/").split("/")[-1] for root in roots if root)
+    about = ["vlatune run", *(str(word) for word in (policy.get("type"), policy.get("train"), *names) if word)]
+    return tag(
+        "header",
+        tag("p", " · ".join(about), class_="eyebrow"),
+        tag("h1", shorten(run.name, MAX_TEXT)),
+        tag("p", shorten(found.line, MAX_TEXT), class_=f"verdict {found.tone}"),
+    )
+
+
+def _verdict(run: Run) -> Verdict:
+    if run.summary:
+        found = judge(run.summary, run.config)
+        return Verdict(found.tone, str(run.summary.get("verdict") or found.line))
+    if not run.metrics:
+        return Verdict("bad", "nothing was logged: the run has not come to its first log line, or died; see logs/")
+    steps = plural(run.figure("optimizer_steps"), "optimizer step")
+    return Verdict("warn", f"not finished: {steps} logged and no summary; the run is going on, or died (see logs/)")
+
+
+def _tiles(run: Run) -> Html:
+    wait, spilled, restarts = run.figure("wait_share"), run.figure("spilled_bytes"), run.figure("restarts")
+    peak, planned, step_s = run.figure("peak_object_store_bytes"), run.config.get("steps"), run.figure("step_s")
+    of_planned, pace = f"of {planned:,}" if planned else "", f"{format_seconds(step_s)} a step" if step_s else ""
+    loss_name, slow = "Final loss" if run.summary else "Last loss", wait is not None and wait >= WAIT_SHARE_FINE
+    tiles = (
+        _tile("Optimizer steps", run.figure("optimizer_steps"), _count, note=of_planned),
+        _tile(loss_name, run.figure("final_loss"), format_number, note=_first_loss(run)),
+        _tile("Samples per second", run.figure("samples_per_s"), _rate, note=pace),
+        _tile("Waiting for data", wait, format_share, note="of the loop's time", tone="warn" if slow else None),
+        _tile("Time to first batch", run.figure("time_to_first_batch_s"), format_seconds),
+        _tile("Spilled to disk", spilled, format_bytes, tone="bad" if spilled else None),
+        _tile("Peak object store", peak, format_bytes, note=_share_of(peak, run.capacity_bytes)),
+        _tile("Restarts", restarts, _count, tone="warn" if restarts else None),
+    )
+    return tag("dl", *tiles, class_="tiles")
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _rate(per_second: float) -> str:
+    return format_number(per_second, digits=3)
+
+
+def _first_loss(run: Run) -> str:
+    first = run.metrics[0] if len(run.metrics) > 1 else {}
+    return f"{format_number(first['loss'])} at step {first['optimizer_step']:,}" if "loss" in first else ""
+
+
+def _share_of(peak: float | None, capacity_bytes: float | None) -> str:
+    return f"{format_share(peak / capacity_bytes)} of the store" if peak and capacity_bytes else ""
+
+
+def _tile(name: str, value: Any, write: Callable[[Any], str], *, note: str = "", tone: Tone | None = None) -> Html:
+    figure = tag("dd", "not recorded", class_="none") if value is None else tag("dd", write(value))
+    return tag(
+        "div",
+        tag("dt", name),
+        figure,
+        tag("dd", note if value is not None else "", class_="note"),
+        class_=f"tile {tone or ''}".strip(),
+    )
+
+
+def _learning(run: Run) -> Html:
+    if not plots.has(run.metrics, "loss"):
+        return _section("Learning", _missing("No loss was logged: the run has not reached its first log line."))
+    return _section("Learning", plots.loss_chart(run.metrics), plots.learning_charts(run.metrics))
+
+
+def _seen(run: Run) -> Html:
+    title = "What the model saw and what it predicted"
+    if not run.samples:
+        return _section(
+            title,
+            _missing("No evaluation yet: ", tag("code", "vlatune eval RUN"), " runs the model on held-out episodes."),
+        )
+    shown = run.samples[:MAX_SAMPLES]
+    scales = plots.dim_scales(shown)
+    given = [shorten(str(name), 60) for name in run.evaluation.get("action_names") or []]
+    names = given if len(given) >= len(scales) else [f"action {dim}" for dim in range(len(scales))]
+    num_dims = shown[0].true_TA.shape[1]
+    rest = f" The first {len(scales)} of {num_dims} action dimensions are drawn." if num_dims > len(scales) else ""
+    text = "Held-out frames as they entered the model, and the actions that followed: time runs to the right." + rest
+    keys = legend((("true action", "truth"), ("predicted", "main"), ("past the episode's end", "shade")))
+    return _section(title, tag("p", text), keys, *(_card(sample, scales, names) for sample in shown))
+
+
+def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
+    place = f"episode {sample.episode_index}, frame {sample.frame_index}"
+    cameras = (
+        tag(
+            "figure",
+            plots.picture(image, alt=f"{shorten(camera, 60)}, {place}"),
+            tag("figcaption", shorten(camera.split(".")[-1], 60)),
+        )
+        for camera, image in sample.images.items()
+    )
+    sentence = tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")
+    saw = tag("div", tag("div", *cameras, class_="cameras"), sentence, tag("p", place, class_="muted"), class_="saw")
+    return tag("article", saw, plots.action_charts(sample, scales, names), class_="card")
+
+
+def _evaluated(run: Run) -> Html:
+    evaluation, title = run.evaluation, "Evaluation on held-out episodes"
+    if evaluation.get("action_error") is None or evaluation.get("mean_action_error") is None:
+        return _section(title, _missing("No evaluation yet: ", tag("code", "vlatune eval RUN"), " measures it."))
+    details = []
+    if evaluation.get("per_dim_error"):
+        details.append(plots.dim_bars(evaluation["per_dim_error"]))
+    if evaluation.get("per_horizon_error"):
+        details.append(plots.horizon_chart(evaluation["per_horizon_error"]))
+    return _section(
+        title,
+        tag("p", eval_meaning(evaluation)),
+        plots.eval_bars(evaluation),
+        tag("div", *details, class_="pair"),
+        tag("p", _eval_basis(evaluation), class_="muted"),
+    )
+
+
+def _eval_basis(evaluation: dict[str, Any]) -> str:
+    episodes = plural(len(evaluation.get("episodes") or []), "held-out episode")
+    text = f"Measured on {plural(int(evaluation.get('num_samples') or 0), 'sample')} of {episodes}"
+    if evaluation.get("val_loss") is not None:
+        text += f"; validation loss {format_number(evaluation['val_loss'])}"
+    return text + "."
+
+
+def _time(run: Run) -> Html:
+    time_s = run.summary.get("time_s")
+    bar = plots.time_bar(time_s) if time_s else _missing("Not recorded: the run has not written its summary.")
+    return _section("Where the time went", bar, *([plots.speed_charts(run.metrics)] if run.metrics else []))
+
+
+def _memory(run: Run) -> Html:
+    spilled, fallback = run.figure("spilled_bytes"), run.summary.get("fallback_bytes")
+    parts = []
+    if spilled is not None:
+        text = "Nothing was spilled to disk" if not spilled else f"{format_bytes(spilled)} were spilled to disk"
+        if fallback is not None:
+            text += f", and {format_bytes(fallback) if fallback else 'nothing'} had to be allocated there"
+        parts.append(tag("p", text + "."))
+    if plots.has(run.metrics, "object_store_bytes"):
+        parts.append(plots.store_chart(run.metrics, run.capacity_bytes))
+    return _section("Memory and object store", *(parts or [_missing("Not recorded.")]))
+
+
+def _settings(run: Run) -> Html:
+    versions = run.summary.get("versions") or {}
+    kept = ", ".join(f"{step:,}" for step in run.checkpoints) or "none"
+    return _section(
+        "Settings and versions",
+        tag("p", f"Checkpoints kept, by optimizer step: {kept}."),
+        _details(f"{plural(len(_flat(run.config)), 'setting')} (config.json)", _flat(run.config)),
+        _details(plural(len(versions), "version"), _flat(versions))
+        if versions
+        else _missing("Versions were not recorded."),
+    )
+
+
+def _details(summary: str, rows: dict[str, Any]) -> Html:
+    body = (
+        tag("tr", tag("th", shorten(key, 120), scope="row"), tag("td", _shown(value))) for key, value in rows.items()
+    )
+    return tag("details", tag("summary", summary), tag("table", tag("tbody", *body), class_="settings"))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}: the names of the flags."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    """A setting as text. A page is passed on more freely than a config: passwords and signatures in URLs stay behind."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = re.sub(r"(?<=://)[^/@\s\"]+@", "", text)
+    return shorten(re.sub(r"(://[^\s\"?]+)\?[^\s\"]+", r"\1?…", text), MAX_TEXT)
+
+
+def _section(title: str, *parts: Html) -> Html:
+    return tag("section", tag("h2", title), *parts)
+
+
+def _missing(*parts: str) -> Html:
+    return tag("p", *parts, class_="missing")

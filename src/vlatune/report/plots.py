@@ -1,0 +1,247 @@
+"""The pictures of a report: numbers in, markup out.
+
+Curves come from metrics.jsonl records, bars from summary.json and eval.json, cards from evaluation samples. Each
+function expects what it draws to be there; html.py decides what to show and what to say when a part is missing.
+Colours and fonts belong to page.css.
+"""
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vlatune.report.chart import Chart, Line, Scale, draw, scale_of, span_of
+from vlatune.report.eval_samples import EvalSample
+from vlatune.report.markup import Html, join, tag
+from vlatune.report.units import format_bytes, format_number, format_seconds, format_share
+
+LOG_SCALE_RATIO = 30
+"""A loss that falls this far shows its end only on a log scale."""
+MAX_DIMS = 8
+"""Action dimensions drawn per sample."""
+PNG_BYTES = 16_000
+"""A larger picture (a photograph) is stored as JPEG, or six samples of three cameras would fill the page."""
+MAX_PICTURE_PX = 320
+TIME_PARTS = {
+    "start": "starting, until the first batch",
+    "compute": "compute",
+    "wait": "waiting for data",
+    "checkpoint": "saving checkpoints",
+    "other": "other",
+}
+
+Records = list[dict[str, Any]]
+Format = Callable[[float], str]
+
+
+def has(metrics: Records, key: str) -> bool:
+    """Whether any record has a number under this key."""
+    return bool(np.isfinite(_column(metrics, key)).any())
+
+
+def loss_chart(metrics: Records) -> Html:
+    """The loss as logged and smoothed; on a log scale when it falls far."""
+    steps, loss = _column(metrics, "optimizer_step"), _column(metrics, "loss")
+    seen = loss[np.isfinite(loss)]
+    log = bool((seen > 0).all() and seen.max() / seen.min() > LOG_SCALE_RATIO)
+    lines = (Line("logged", steps, loss, "raw"), Line("smoothed", steps, smooth(loss)))
+    title = "Loss (log scale)" if log else "Loss"
+    return draw(Chart(title, lines, span_of(steps), scale_of(loss, log=log, from_zero=not log), height_px=280))
+
+
+def curve(
+    metrics: Records,
+    key: str,
+    title: str,
+    *,
+    noisy: bool = True,
+    format_y: Format = format_number,
+    least_top: float = 0.0,
+) -> Html:
+    """One logged quantity over the run, from zero up; an axis below `least_top` would make a drama of noise."""
+    steps, values = _column(metrics, "optimizer_step"), _column(metrics, key)
+    logged = Line("logged", steps, values, "raw" if noisy else "main")
+    lines = (logged, Line("smoothed", steps, smooth(values))) if noisy else (logged,)
+    scale = scale_of(values, [least_top], from_zero=True)
+    return draw(Chart(title, lines, span_of(steps), scale, format_y=format_y, height_px=130, keys=False))
+
+
+def learning_charts(metrics: Records) -> Html:
+    """Learning rate and gradient norm, side by side."""
+    parts = []
+    if has(metrics, "lr"):
+        parts.append(curve(metrics, "lr", "Learning rate", noisy=False))
+    if has(metrics, "grad_norm"):
+        parts.append(curve(metrics, "grad_norm", "Gradient norm"))
+    return tag("div", *parts, class_="pair")
+
+
+def speed_charts(metrics: Records) -> Html:
+    """Samples per second and the share of the time spent waiting, side by side."""
+    parts = []
+    if has(metrics, "samples_per_s"):
+        parts.append(curve(metrics, "samples_per_s", "Samples per second"))
+    if has(metrics, "wait_share"):
+        title = "Share of the time waiting for data"
+        parts.append(curve(metrics, "wait_share", title, format_y=format_share, least_top=0.1))
+    return tag("div", *parts, class_="pair")
+
+
+def store_chart(metrics: Records, capacity_bytes: float | None) -> Html:
+    """Bytes in the object store over the run, against what it can hold."""
+    steps, used = _column(metrics, "optimizer_step"), _column(metrics, "object_store_bytes")
+    limit = None if capacity_bytes is None else (f"capacity {format_bytes(capacity_bytes)}", float(capacity_bytes))
+    scale = scale_of(used, [capacity_bytes or 0.0], from_zero=True)
+    lines = (Line("in the object store", steps, used),)
+    title = "Bytes in the object store"
+    return draw(Chart(title, lines, span_of(steps), scale, format_y=format_bytes, limit=limit, height_px=180))
+
+
+def time_bar(time_s: dict[str, float]) -> Html:
+    """One bar cut by what the time was spent on, with its legend as a table."""
+    parts = {name: max(0.0, time_s.get(name, 0.0)) for name in TIME_PARTS}
+    parts["other"] = max(0.0, time_s.get("total", 0.0) - sum(parts.values()))
+    whole = sum(parts.values()) or 1.0
+    if parts["other"] < 0.005 * whole:  # rounding, not a part of its own
+        del parts["other"]
+    cut = (
+        tag("i", class_=f"t-{name}", style=f"flex-grow:{s / whole:.5f}", title=TIME_PARTS[name])
+        for name, s in parts.items()
+        if s
+    )
+    rows = (
+        tag(
+            "tr",
+            tag("th", tag("i", class_=f"t-{name}"), TIME_PARTS[name], scope="row"),
+            tag("td", format_seconds(s)),
+            tag("td", format_share(s / whole)),
+        )
+        for name, s in parts.items()
+    )
+    described = ", ".join(f"{TIME_PARTS[name]} {format_share(s / whole)}" for name, s in parts.items())
+    bar = tag("div", *cut, class_="stack", role="img", aria_label=f"Where the time went: {described}")
+    return join([bar, tag("table", tag("tbody", *rows), class_="legend")])
+
+
+def bars(rows: Sequence[tuple[str, float, str]], *, name: str) -> Html:
+    """A table of (label, value, class): label, bar, figure."""
+    longest = max((abs(value) for _, value, _ in rows), default=0.0) or 1.0
+    body = (
+        tag(
+            "tr",
+            tag("th", label, scope="row"),
+            tag(
+                "td", tag("i", class_=f"bar {style}", style=f"width:{100 * abs(value) / longest:.2f}%"), class_="track"
+            ),
+            tag("td", format_number(value, digits=3), class_="figure"),
+        )
+        for label, value, style in rows
+    )
+    return tag("table", tag("caption", name), tag("tbody", *body), class_="bars")
+
+
+def eval_bars(evaluation: dict[str, Any]) -> Html:
+    """The four errors that say together what was learnt."""
+    named = (
+        ("action_error", "the model", "main"),
+        ("mean_action_error", "always the mean action", "plain"),
+        ("blank_images_error", "the model, pictures blanked", "faded"),
+        ("blank_sentence_error", "the model, sentence blanked", "faded"),
+    )
+    rows = [(label, float(evaluation[key]), style) for key, label, style in named if evaluation.get(key) is not None]
+    return bars(rows, name="Action error on held-out episodes; shorter is better")
+
+
+def dim_bars(per_dim_error: dict[str, float]) -> Html:
+    return bars(
+        [(name, float(error), "main") for name, error in per_dim_error.items()], name="Error by action dimension"
+    )
+
+
+def horizon_chart(per_horizon_error: Sequence[float]) -> Html:
+    """The error grows the further ahead the action lies: how fast?"""
+    errors = np.asarray(per_horizon_error, dtype=np.float64)
+    ahead = np.arange(len(errors), dtype=np.float64)
+    lines, scale = (Line("error", ahead, errors),), scale_of(errors, from_zero=True)
+    return draw(
+        Chart("Error by position in the chunk", lines, span_of(ahead), scale, x_name="actions ahead", height_px=150)
+    )
+
+
+def dim_scales(samples: Sequence[EvalSample]) -> list[Scale]:
+    """One scale per action dimension over all samples, so that cards compare and small noise looks small."""
+    num_dims = min(sample.true_TA.shape[1] for sample in samples)
+    shown = [(sample.true_TA[sample.valid_T], sample.predicted_TA[sample.valid_T]) for sample in samples]
+    return [scale_of(*(part[:, dim] for pair in shown for part in pair)) for dim in range(min(num_dims, MAX_DIMS))]
+
+
+def action_charts(sample: EvalSample, scales: Sequence[Scale], names: Sequence[str]) -> Html:
+    """True and predicted action, one small chart per dimension; the part past the episode's end is shaded."""
+    charts = [draw(_action_chart(sample, dim, scale, names[dim])) for dim, scale in enumerate(scales)]
+    return tag("div", *charts, class_="dims")
+
+
+def picture(image: np.ndarray, *, alt: str) -> Html:
+    """Pixels as an <img> with its bytes inside."""
+    height, width = _channels_last(image).shape[:2]
+    return tag("img", src=_data_url(_channels_last(image)), alt=alt, width=width, height=height)
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean over as many neighbours on the left as on the right, a twentieth of the run in all; gaps stay gaps.
+
+    The window narrows towards both ends, so that neither a steep start nor the last value is bent.
+    """
+    seen, positions = np.isfinite(values), np.arange(len(values))
+    sums, counts = (np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(seen, values, 0.0), seen))
+    half = np.minimum(len(values) // 40, np.minimum(positions, positions[::-1]))
+    begin, end = positions - half, positions + half + 1
+    means = (sums[end] - sums[begin]) / np.maximum(counts[end] - counts[begin], 1)
+    return np.where(seen, means, np.nan)
+
+
+def _column(metrics: Records, key: str) -> NDArray[np.float64]:
+    """One key of all records; NaN where a record lacks it."""
+    return np.array([np.nan if record.get(key) is None else record[key] for record in metrics], dtype=np.float64)
+
+
+def _action_chart(sample: EvalSample, dim: int, scale: Scale, name: str) -> Chart:
+    ahead = np.arange(len(sample.valid_T), dtype=np.float64)
+    true_T, predicted_T = (
+        np.where(sample.valid_T, action_TA[:, dim], np.nan) for action_TA in (sample.true_TA, sample.predicted_TA)
+    )
+    num_valid = int(sample.valid_T.sum())
+    return Chart(
+        name,
+        (Line("true", ahead, true_T, "truth"), Line("predicted", ahead, predicted_T)),
+        span_of(ahead),
+        scale,
+        x_name="actions ahead",
+        height_px=84,
+        y_ticks=2,
+        x_ticks=2,
+        keys=False,
+        shade_from=max(num_valid - 1, 0) if num_valid < len(ahead) else None,
+    )
+
+
+def _channels_last(image: np.ndarray) -> np.ndarray:
+    if image.dtype != np.uint8 or image.ndim != 3 or 3 not in (image.shape[0], image.shape[2]):
+        raise ValueError(f"a picture must be uint8 (3, H, W) or (H, W, 3), not {image.dtype} {image.shape}")
+    return image.transpose(1, 2, 0) if image.shape[0] == 3 else image
+
+
+def _data_url(image_HWC: np.ndarray) -> str:
+    import cv2  # here, not above: a run without pictures need not load it
+
+    bgr = np.ascontiguousarray(image_HWC[..., ::-1])
+    longest = max(bgr.shape[:2])
+    if longest > MAX_PICTURE_PX:
+        shrink = MAX_PICTURE_PX / longest
+        bgr = cv2.resize(bgr, None, fx=shrink, fy=shrink, interpolation=cv2.INTER_AREA)
+    kind, data = "png", cv2.imencode(".png", bgr)[1].tobytes()
+    if len(data) > PNG_BYTES:
+        kind, data = "jpeg", cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, 88])[1].tobytes()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -1,0 +1,154 @@
+"""Where a run's numbers go: JSON lines, JSON files, TensorBoard.
+
+A reader never sees half of a JSON file: it is written aside, synced and renamed. A JSON-lines file may lose its last
+line to a kill at the wrong moment; the reader skips that one line, and the writer cuts it before it appends. On resume
+`keep_until` forgets what the checkpoint does not know, so that no optimizer step is recorded twice. Numbers that are not
+finite are refused: JSON has no word for them, and a diverged run should stop, not log.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+class MetricsFile:
+    """Appends one JSON object per line; each has an `optimizer_step` (metrics.jsonl, samples.jsonl)."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _end_with_whole_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def append(self, record: dict[str, Any]) -> None:
+        _require_finite(record, self.path.name)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def keep_until(self, optimizer_step: int) -> None:
+        """Drop every line after this optimizer step: the run continues from its checkpoint."""
+        self._file.close()
+        kept = (line for line, record in _lines(self.path) if record["optimizer_step"] <= optimizer_step)
+        _write_aside(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """The same records as TensorBoard scalars, written without importing torch or TensorFlow.
+
+    Protobuf makes its classes when imported, where a type checker cannot see them.
+    """
+
+    def __init__(self, folder: Path):
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+
+    def append(self, record: dict[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "optimizer_step"}
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items()]
+        step = record["optimizer_step"]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def keep_until(self, optimizer_step: int) -> None:
+        """TensorBoard hides what earlier files recorded from the step of a session's start on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+        begin = SessionLog(status=SessionLog.SessionStatus.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=optimizer_step + 1, session_log=begin))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All whole records; a torn last line (the writer was killed, or is writing now) is left out."""
+    return [record for _, record in _lines(Path(path))]
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Write `obj` so that a reader sees the old file or the new one, whatever happens."""
+    _require_finite(obj, Path(path).name)
+    write_text(path, json.dumps(obj, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """The same for text. What UTF-8 cannot say (half a surrogate pair in a dataset's sentence) becomes '?'."""
+    _write_aside(Path(path), [text.encode("utf-8", errors="replace")])
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """The same for bytes."""
+    _write_aside(Path(path), [data])
+
+
+def _write_aside(path: Path, chunks: Iterable[bytes]) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
+    try:
+        with aside.open("wb") as file:
+            file.writelines(chunks)
+            _sync(file)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself
+    finally:
+        os.close(folder)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield line, json.loads(line)
+            except ValueError:
+                if not line.endswith(b"\n"):
+                    return
+                raise RuntimeError(
+                    f"{path}: line {number} is not JSON ({line[:60]!r}); remove the line, or take the file from a backup"
+                ) from None
+
+
+def _end_with_whole_line(path: Path) -> None:
+    """Cut a torn last line, so that the next record starts a line of its own; a whole one only lacks its newline."""
+    if not path.exists():
+        return
+    whole = b"\n"
+    whole_bytes = 0
+    for whole, _ in _lines(path):
+        whole_bytes += len(whole)
+    with path.open("rb+") as file:
+        file.truncate(whole_bytes)
+        if not whole.endswith(b"\n"):
+            file.seek(whole_bytes)
+            file.write(b"\n")
+
+
+def _require_finite(value: Any, place: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RuntimeError(f"{place}: {value} cannot be recorded; the run has diverged, or a meter divided by zero")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _require_finite(part, f"{place}: {key}")
+    elif isinstance(value, list | tuple):
+        for position, part in enumerate(value):
+            _require_finite(part, f"{place}[{position}]")

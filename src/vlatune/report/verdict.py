@@ -1,0 +1,129 @@
+"""One honest line on a run, and one sentence on its evaluation.
+
+Pure: a run's summary and settings in, words out. The line names what held the run back and what would help, worst
+first: nothing learnt, bytes spilled, data waited for, checkpoints waited for. It claims no more than was measured: it
+says that the trainer waited for data, not why, and it says when a run was too short to tell.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vlatune.report.units import format_bytes, format_seconds, format_share, plural
+
+WAIT_SHARE_FINE = 0.05
+"""Below this, feeding the trainer faster would save less than a twentieth of the time."""
+CHECKPOINT_SHARE_FINE = 0.05
+"""The same reason."""
+STEPS_TO_JUDGE = 20
+"""The first steps allocate, compile and fill queues; a shorter run measures mostly those."""
+USED_GROWTH = 0.10
+"""An input counts as used when the error without it grows by a tenth: smaller differences appear between seeds."""
+
+Tone = Literal["good", "warn", "bad"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    tone: Tone
+    line: str
+
+
+def verdict(summary: dict[str, Any], config: dict[str, Any]) -> str:
+    """What held the run back, e.g. 'compute-bound: data wait 1.2 % of the time; 0 bytes spilled'."""
+    return judge(summary, config).line
+
+
+def judge(summary: dict[str, Any], config: dict[str, Any]) -> Verdict:
+    """The verdict with its tone, for a page that colours it."""
+    steps = summary.get("optimizer_steps") or 0
+    if steps == 0:
+        return Verdict("bad", "no optimizer step was taken; the reason is in logs/")
+    found = _spilled(summary, config) or _waited(summary, config) or _checkpointed(summary) or _computed(summary)
+    return Verdict(found.tone, found.line + _caveats(steps, summary.get("restarts") or 0))
+
+
+def eval_meaning(evaluation: dict[str, Any]) -> str:
+    """What the four errors say together: has it learnt to act, from the pictures, from the sentence?"""
+    error, mean_error = evaluation["action_error"], evaluation["mean_action_error"]
+    if error >= mean_error:
+        return (
+            "The model is no better than always predicting the mean action: "
+            "it has not learnt yet to act from what it sees and is told."
+        )
+    parts = [
+        f"The model's error is {format_share(1 - error / mean_error)} below that of always predicting the mean action."
+    ]
+    for key, what in (("blank_images_error", "the pictures"), ("blank_sentence_error", "the sentence")):
+        if evaluation.get(key) is not None:
+            parts.append(_use_of(what, evaluation[key], error))
+    return " ".join(parts)
+
+
+def _spilled(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
+    spilled, fallback = summary.get("spilled_bytes") or 0, summary.get("fallback_bytes") or 0
+    store = (config.get("ray") or {}).get("object_store_bytes")
+    remedy = "raise --ray.object_store_bytes" + (f" above {format_bytes(store)}" if store else "")
+    if spilled:
+        return Verdict(
+            "bad", f"SPILLED {format_bytes(spilled)}: the object store was too small for the data in flight; {remedy}"
+        )
+    if fallback:
+        return Verdict("bad", f"{format_bytes(fallback)} went to disk because shared memory was full; {remedy}")
+    return None
+
+
+def _waited(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
+    share = summary.get("wait_share")
+    if share is None:
+        return Verdict("warn", "no verdict: how long the trainer waited for data was not recorded")
+    if share < WAIT_SHARE_FINE:
+        return None
+    fed = "this worker" if config.get("num_workers", 1) == 1 else "the workers"
+    readers = _readers_missing(share, summary.get("num_readers"))
+    return Verdict(
+        "warn", f"data-bound: the trainer waited {format_share(share)} of the time; {readers} would keep {fed} fed"
+    )
+
+
+def _readers_missing(wait_share: float, num_readers: int | None) -> str:
+    """Starved, the trainer runs at the readers' rate r; unstarved at r / (1 - wait_share): so many more it needs."""
+    factor = 1 / (1 - min(wait_share, 0.99))
+    if num_readers is None:
+        return f"about {factor:.1f} times as many CPU readers"
+    # The small term keeps 2 * 1.5 - 2 = 1.0000000000000002 from asking for two.
+    return f"about {plural(math.ceil(num_readers * (factor - 1) - 1e-6), 'more CPU reader')}"
+
+
+def _checkpointed(summary: dict[str, Any]) -> Verdict | None:
+    time_s = summary.get("time_s") or {}
+    loop_s = time_s.get("total", 0.0) - time_s.get("start", 0.0)
+    saving_s = time_s.get("checkpoint", 0.0)
+    if loop_s <= 0 or saving_s / loop_s < CHECKPOINT_SHARE_FINE:
+        return None
+    share = format_share(saving_s / loop_s)
+    return Verdict(
+        "warn", f"checkpoint-bound: saving took {share} of the time ({format_seconds(saving_s)}); raise --save_freq"
+    )
+
+
+def _computed(summary: dict[str, Any]) -> Verdict:
+    return Verdict(
+        "good", f"compute-bound: data wait {format_share(summary['wait_share'])} of the time; 0 bytes spilled"
+    )
+
+
+def _caveats(steps: int, restarts: int) -> str:
+    text = f"; restarted {plural(restarts, 'time')}" if restarts else ""
+    if steps < STEPS_TO_JUDGE:
+        text += f" (a rough figure: only {plural(steps, 'step')})"
+    return text
+
+
+def _use_of(what: str, blank_error: float, error: float) -> str:
+    growth = blank_error / error - 1 if error > 0 else math.inf
+    if growth >= USED_GROWTH:
+        times = f"{1 + growth:.1f} times" if math.isfinite(growth) else "many times"
+        return f"Without {what} it is {times} as large, so the model uses {what}."
+    change = "hardly changes" if abs(growth) < USED_GROWTH else "even shrinks"
+    return f"Without {what} it {change}, so on these samples the model does not rely on {what}."

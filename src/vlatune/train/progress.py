@@ -1,0 +1,95 @@
+"""What the person at the terminal sees while a run trains: a bar, or plain lines without a terminal.
+
+Follows metrics.jsonl, which rank 0 writes; so it shows exactly what is recorded, and costs the workers nothing.
+"""
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.25
+
+
+def describe(line: dict[str, Any]) -> str:
+    """One interval in one line."""
+    return (
+        f"loss {line['loss']:.4f}  grad {line['grad_norm']:.2f}  lr {line['lr']:.1e}  "
+        f"{line['samples_per_s']:.0f} samples/s  wait {line['wait_share']:.1%}  store {line['object_store_bytes'] / 1e6:.0f} MB"
+    )
+
+
+class Progress:
+    """Shows steps from `metrics_file` until closed. `say` prints a line above the bar."""
+
+    def __init__(self, metrics_file: Path, total_steps: int, *, from_step: int) -> None:
+        self._file, self._total = metrics_file, total_steps
+        self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
+        self._shown = from_step
+        self._stop = threading.Event()
+        self._bar = _make_bar(total_steps, from_step) if sys.stdout.isatty() else None
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._show_new()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._show_new()
+
+    def _show_new(self) -> None:
+        for line in self._read_new():
+            if line["optimizer_step"] > self._shown:
+                self._shown = line["optimizer_step"]
+                self._show(line)
+
+    def _read_new(self) -> list[dict[str, Any]]:
+        if not self._file.exists():
+            return []
+        if self._file.stat().st_size < self._offset:  # a restart cut the file back to its checkpoint
+            self._offset = 0
+        with self._file.open("rb") as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def _show(self, line: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=line["optimizer_step"], told=describe(line))
+        elif line["optimizer_step"] == self._total or self._is_due(line["optimizer_step"]):
+            self.say(f"step {line['optimizer_step']}/{self._total}  {describe(line)}")
+
+    def _is_due(self, step: int) -> bool:
+        """About twenty plain lines for a whole run."""
+        every = max(1, self._total // 20)
+        due = step // every > getattr(self, "_last_due", 0)
+        if due:
+            self._last_due = step // every
+        return due
+
+
+def _make_bar(total: int, completed: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("train"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[told]}")
+    )
+    bar.add_task("train", total=total, completed=completed, told="starting")
+    bar.start()
+    return bar

@@ -1,0 +1,258 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from vlatune.report.html import EvalSample, load_eval_samples, save_eval_samples, write_report
+from vlatune.report.sinks import write_json
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&\ud800"
+SECTIONS = [
+    "Learning",
+    "What the model saw and what it predicted",
+    "Evaluation on held-out episodes",
+    "Where the time went",
+    "Memory and object store",
+    "Settings and versions",
+]
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text as a browser sees them; fails when the tags do not nest."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self, html: str):
+        super().__init__(convert_charrefs=True)
+        self.html, self.tags, self.attributes, self.open, self.texts = html, [], [], [], []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def sample(task="put the cube in the bowl", camera="observation.images.top", size=24, dims=3):
+    rng = np.random.default_rng(0)
+    true_TA = rng.normal(size=(10, dims))
+    image = rng.integers(0, 256, (3, size, size), dtype=np.uint8)
+    return EvalSample(3, 12, task, {camera: image}, true_TA, true_TA + 0.1, np.arange(10) < 8)
+
+
+def metrics_line(step):
+    return {
+        "optimizer_step": step,
+        "loss": 1 / step,
+        "grad_norm": 1.0,
+        "lr": 1e-5,
+        "samples_per_s": 30.0,
+        "wait_share": 0.01,
+        "step_s": 0.26,
+        "spilled_bytes": 0,
+        "object_store_bytes": 10**8,
+        "epoch": 0,
+        "samples_seen": 8 * step,
+    }
+
+
+def write_run(run_dir, *, job_name="demo", num_lines=20):
+    config = {
+        "job_name": job_name,
+        "steps": 20,
+        "policy": {"type": "pi05", "train": "expert"},
+        "dataset": {"root": ["s3://key:hunter2@bucket/set?X-Signature=abc123"], "episodes": None},
+        "ray": {"object_store_bytes": 512_000_000},
+    }
+    write_json(run_dir / "config.json", config)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(metrics_line(n + 1)) + "\n" for n in range(num_lines)))
+
+
+def write_end(run_dir):
+    summary = {
+        "optimizer_steps": 20,
+        "final_loss": 0.0412,
+        "samples_per_s": 31.2,
+        "wait_share": 0.012,
+        "time_to_first_batch_s": 4.8,
+        "spilled_bytes": 0,
+        "fallback_bytes": 0,
+        "peak_object_store_bytes": 128_000_000,
+        "restarts": 0,
+        "verdict": "compute-bound: as written by the run",
+        "versions": {"ray": "2.60.0"},
+        "time_s": {"start": 14.0, "wait": 1.0, "compute": 80.0, "checkpoint": 5.0, "total": 100.0},
+    }
+    evaluation = {
+        "episodes": [3, 7],
+        "num_samples": 96,
+        "val_loss": 0.046,
+        "action_error": 0.08,
+        "mean_action_error": 0.32,
+        "blank_images_error": 0.2,
+        "blank_sentence_error": 0.08,
+        "per_dim_error": {"pan": 0.1, "lift": 0.06, "grip": 0.08},
+        "per_horizon_error": [0.05, 0.08, 0.11],
+        "action_names": ["pan", "lift", "grip"],
+    }
+    write_json(run_dir / "summary.json", summary)
+    write_json(run_dir / "eval.json", evaluation)
+
+
+def page_of(run_dir, **options):
+    return Page(write_report(run_dir, **options).read_text(encoding="utf-8"))
+
+
+def test_a_whole_run_is_told_in_order(tmp_path):
+    write_run(tmp_path)
+    write_end(tmp_path)
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    page = page_of(tmp_path, eval_samples=[sample()])
+    told = ["demo", "compute-bound: as written by the run", "Optimizer steps", *SECTIONS]
+    places = [page.texts.index(text) for text in told]
+    assert places == sorted(places)
+    for figure in (
+        "0.0412",
+        "31.2",
+        "1.2 %",
+        "4.8 s",
+        "0 bytes",
+        "128 MB",
+        "25 % of the store",
+        "put the cube in the bowl",
+    ):
+        assert figure in page.texts
+    assert "75 % below that of always predicting the mean action" in page.text
+    assert "Checkpoints kept, by optimizer step: 20." in page.text
+    assert "No evaluation yet" not in page.text
+
+
+def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
+    write_run(tmp_path)
+    write_end(tmp_path)
+    page = page_of(tmp_path, eval_samples=[sample()])
+    assert not re.search(r"https?://|@import|url\(", page.html)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert all(value.startswith("data:image/") for _, name, value in page.attributes if name in ("src", "href"))
+    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
+
+
+def test_strings_of_strangers_stay_text(tmp_path):
+    write_run(tmp_path, job_name=HOSTILE)
+    write_end(tmp_path)
+    evaluation = json.loads((tmp_path / "eval.json").read_text())
+    evaluation |= {"action_names": [HOSTILE] * 3, "per_dim_error": {HOSTILE: 0.1}}
+    write_json(tmp_path / "eval.json", evaluation)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    write_json(tmp_path / "summary.json", summary | {"verdict": HOSTILE, "versions": {HOSTILE: HOSTILE}})
+    save_eval_samples(tmp_path, [sample(task=HOSTILE, camera=HOSTILE)])
+    page = page_of(tmp_path)
+    assert "script" not in page.tags
+    assert page.tags.count("img") == 1
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.text.count(HOSTILE.replace("\ud800", "?")) >= 5
+
+
+def test_pictures_and_charts_have_words(tmp_path):
+    write_run(tmp_path)
+    write_end(tmp_path)
+    page = page_of(tmp_path, eval_samples=[sample()])
+    assert ("img", "alt", "observation.images.top, episode 3, frame 12") in page.attributes
+    labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
+    assert len(labels) == page.tags.count("svg")
+    assert any(label.startswith("Loss by optimizer step; logged from 1 to 0.05") for label in labels)
+
+
+def test_passwords_in_addresses_stay_behind(tmp_path):
+    write_run(tmp_path)
+    page = page_of(tmp_path)
+    assert "s3://bucket/set" in page.text
+    assert "hunter2" not in page.html
+    assert "abc123" not in page.html
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "said"),
+    [
+        (0, "nothing was logged"),
+        (1, "not finished: 1 optimizer step logged"),
+        (20, "not finished: 20 optimizer steps logged"),
+    ],
+)
+def test_a_run_without_an_end_says_so(tmp_path, num_lines, said):
+    write_run(tmp_path, num_lines=num_lines)
+    page = page_of(tmp_path)
+    assert said in page.text
+    assert [text for text in page.texts if text in SECTIONS] == SECTIONS
+    assert page.text.count("No evaluation yet") == 2
+    assert ("No loss was logged" in page.text) == (num_lines == 0)
+    drawn = [value for _, name, value in page.attributes if name in ("d", "style", "aria-label")]
+    assert not [value for value in drawn if "nan" in value or "inf" in value]
+
+
+def test_a_torn_last_line_and_missing_files_are_no_obstacle(tmp_path):
+    write_run(tmp_path, num_lines=3)
+    (tmp_path / "config.json").unlink()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"optimizer_step": 4, "lo')
+    page = page_of(tmp_path)
+    assert tmp_path.name in page.texts
+    assert "3 optimizer steps logged" in page.text
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a run folder"):
+        write_report(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_full_of_photographs_stays_below_two_megabytes(tmp_path):
+    write_run(tmp_path, num_lines=5000)
+    write_end(tmp_path)
+    (first,) = [sample(size=224, dims=14, task="word " * 100_000)]
+    cameras = {f"cam{number}": first.images["observation.images.top"] for number in range(3)}
+    many = [EvalSample(0, n, first.task, cameras, first.true_TA, first.predicted_TA, first.valid_T) for n in range(20)]
+    path = write_report(tmp_path, eval_samples=many)
+    assert path.stat().st_size < 2_000_000
+    assert "The first 8 of 14 action dimensions are drawn." in path.read_text()
+
+
+def test_samples_come_back_as_they_were_saved(tmp_path):
+    samples = [sample(task=HOSTILE, camera="../odd/name"), sample()]
+    save_eval_samples(tmp_path, samples)
+    for before, after in zip(samples, load_eval_samples(tmp_path), strict=True):
+        assert (after.episode_index, after.frame_index, after.task) == (3, 12, before.task)
+        assert list(after.images) == list(before.images)
+        for name in ("true_TA", "predicted_TA", "valid_T"):
+            assert np.array_equal(getattr(after, name), getattr(before, name))
+        assert all(np.array_equal(after.images[camera], before.images[camera]) for camera in before.images)
+
+
+def test_the_page_is_rewritten_from_what_was_saved(tmp_path):
+    write_run(tmp_path)
+    write_end(tmp_path)
+    samples = [sample()]
+    given = page_of(tmp_path, eval_samples=samples).html
+    save_eval_samples(tmp_path, samples)
+    assert page_of(tmp_path).html == given
+
+
+def test_a_broken_sample_file_is_named(tmp_path):
+    (tmp_path / "eval_samples.npz").write_bytes(b"PK not really")
+    with pytest.raises(RuntimeError, match=r"eval_samples\.npz: cannot be read"):
+        load_eval_samples(tmp_path)

@@ -1,0 +1,85 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlatune.report.meters import StepMeter
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pass_s(self, seconds: float) -> float:
+        self.now_s += seconds
+        return seconds
+
+
+def test_an_interval_divides_the_wall_clock():
+    clock = Clock()
+    meter = StepMeter(clock=clock)
+    clock.pass_s(7.0)
+    assert meter.first_batch() == 7.0
+    for _ in range(2):
+        meter.waited(clock.pass_s(0.5))
+        clock.pass_s(1.5)
+        meter.stepped(8)
+    assert meter.take_interval() == {"samples_per_s": 4.0, "wait_share": 0.25, "step_s": 2.0}
+
+
+def test_the_next_interval_starts_from_nothing():
+    clock = Clock()
+    meter = StepMeter(clock=clock)
+    meter.first_batch()
+    meter.waited(clock.pass_s(3.0))
+    meter.stepped(8)
+    meter.take_interval()
+    clock.pass_s(2.0)
+    meter.stepped(8)
+    assert meter.take_interval() == {"samples_per_s": 4.0, "wait_share": 0.0, "step_s": 2.0}
+
+
+def test_the_start_counts_in_no_rate():
+    clock = Clock()
+    meter = StepMeter(clock=clock)
+    meter.waited(clock.pass_s(60.0))  # for the first batch
+    meter.first_batch()
+    clock.pass_s(1.0)
+    meter.stepped(8)
+    totals = meter.totals()
+    assert (totals["wait_share"], totals["samples_per_s"]) == (0.0, 8.0)
+    assert totals["time_s"] == {"start": 60.0, "wait": 0.0, "compute": 1.0, "checkpoint": 0.0, "total": 61.0}
+
+
+def test_a_run_that_died_before_its_first_batch_was_all_start():
+    clock = Clock()
+    meter = StepMeter(clock=clock)
+    clock.pass_s(5.0)
+    totals = meter.totals()
+    assert totals["time_s"]["start"] == totals["time_s"]["total"] == 5.0
+    assert (totals["optimizer_steps"], totals["samples_per_s"], totals["step_s"]) == (0, 0.0, 0.0)
+
+
+step_parts = st.tuples(*[st.floats(0, 10)] * 3)
+
+
+@given(st.lists(step_parts, max_size=20))
+def test_the_parts_add_up_to_the_whole(steps):
+    clock = Clock()
+    meter = StepMeter(clock=clock)
+    clock.pass_s(1.0)
+    meter.first_batch()
+    for wait_s, compute_s, save_s in steps:
+        meter.waited(clock.pass_s(wait_s))
+        clock.pass_s(compute_s)
+        meter.saved(clock.pass_s(save_s))
+        meter.stepped(4)
+    totals = meter.totals()
+    time_s = totals["time_s"]
+    assert sum(time_s[part] for part in ("start", "wait", "compute", "checkpoint")) == pytest.approx(time_s["total"])
+    assert time_s["compute"] == pytest.approx(sum(compute_s for _, compute_s, _ in steps), abs=1e-9)
+    assert totals["samples"] == 4 * len(steps)

@@ -1,0 +1,94 @@
+import pytest
+
+from vlatune.report.verdict import eval_meaning, judge, verdict
+
+CONFIG = {"num_workers": 1, "ray": {"object_store_bytes": 512_000_000}}
+SUMMARY = {
+    "optimizer_steps": 400,
+    "wait_share": 0.012,
+    "spilled_bytes": 0,
+    "fallback_bytes": 0,
+    "restarts": 0,
+    "time_s": {"start": 10.0, "wait": 1.2, "compute": 97.8, "checkpoint": 1.0, "total": 110.0},
+}
+
+
+def test_a_run_that_never_waits_is_compute_bound():
+    assert verdict(SUMMARY, CONFIG) == "compute-bound: data wait 1.2 % of the time; 0 bytes spilled"
+    assert judge(SUMMARY, CONFIG).tone == "good"
+
+
+def test_spilling_comes_first_whatever_else_is_wrong():
+    found = judge(SUMMARY | {"spilled_bytes": 12_345_678, "wait_share": 0.9}, CONFIG)
+    assert found.tone == "bad"
+    assert found.line.startswith("SPILLED 12.3 MB: ")
+    assert "raise --ray.object_store_bytes above 512 MB" in found.line
+
+
+def test_a_fallback_to_disk_is_not_called_spilling():
+    found = judge(SUMMARY | {"fallback_bytes": 2_000_000}, CONFIG)
+    assert found.tone == "bad"
+    assert found.line.startswith("2 MB went to disk")
+
+
+@pytest.mark.parametrize(
+    ("wait_share", "num_readers", "asked"),
+    [
+        # r samples/s with n readers while waiting half the time: 2r are needed, so n more.
+        (0.5, 4, "about 4 more CPU readers"),
+        (0.41, 4, "about 3 more CPU readers"),
+        (0.1, 2, "about 1 more CPU reader would"),
+        (0.5, None, "about 2.0 times as many CPU readers"),
+        (1.0, None, "about 100.0 times as many CPU readers"),
+    ],
+)
+def test_a_starved_trainer_is_told_how_many_readers_it_lacks(wait_share, num_readers, asked):
+    found = judge(SUMMARY | {"wait_share": wait_share, "num_readers": num_readers}, CONFIG)
+    assert found.tone == "warn"
+    assert found.line.startswith("data-bound: the trainer waited")
+    assert asked in found.line
+
+
+def test_slow_checkpoints_are_named():
+    slow = {"start": 10.0, "wait": 0.0, "compute": 50.0, "checkpoint": 50.0, "total": 110.0}
+    assert verdict(SUMMARY | {"time_s": slow}, CONFIG).startswith(
+        "checkpoint-bound: saving took 50 % of the time (50.0 s)"
+    )
+
+
+def test_short_runs_and_restarts_are_said():
+    line = verdict(SUMMARY | {"optimizer_steps": 8, "restarts": 2}, CONFIG)
+    assert line.endswith("; restarted 2 times (a rough figure: only 8 steps)")
+
+
+def test_it_does_not_judge_what_was_not_measured():
+    assert verdict({"optimizer_steps": 30}, {}).startswith("no verdict: ")
+    assert judge({"optimizer_steps": 0}, {}).tone == "bad"
+
+
+def evaluation(error=0.1, mean=0.3, images=0.25, sentence=0.101):
+    return {
+        "action_error": error,
+        "mean_action_error": mean,
+        "blank_images_error": images,
+        "blank_sentence_error": sentence,
+    }
+
+
+def test_what_the_four_errors_mean():
+    text = eval_meaning(evaluation())
+    assert "67 % below that of always predicting the mean action" in text
+    assert "Without the pictures it is 2.5 times as large, so the model uses the pictures." in text
+    assert "Without the sentence it hardly changes" in text
+
+
+def test_a_model_no_better_than_the_mean_gets_no_praise():
+    text = eval_meaning(evaluation(error=0.3, mean=0.3, images=0.9))
+    assert "no better than always predicting the mean" in text
+    assert "uses" not in text
+
+
+def test_an_input_that_hurts_and_one_that_was_not_tried():
+    text = eval_meaning(evaluation(images=0.05) | {"blank_sentence_error": None})
+    assert "Without the pictures it even shrinks" in text
+    assert "sentence" not in text

@@ -1,0 +1,77 @@
+"""What must not be in the repository, and what the lock must hold."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from repository_files import ROOT, repository_files
+
+# Written in pieces, so that this file passes its own test.
+FORBIDDEN = {
+    "a package registry's host": "|".join(
+        re.escape(".".join(parts))
+        for parts in (
+            ("pypi", "org"),
+            ("pythonhosted", "org"),
+            ("pytorch", "org/whl"),
+            ("anaconda", "org"),
+            ("registry", "npmjs"),
+        )
+    ),
+    "an index address": "--(?:extra-)?" + "index" + "-url[ =]|--find" + "-links[ =]",
+    "a path of somebody's machine": r"(?<![\w.}])/(?:"
+    + "|".join(("wor" + "k", "roo" + "t", r"home/\w+", r"Users/\w+"))
+    + ")/",
+}
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    for path in repository_files():
+        try:
+            yield path.as_posix(), (ROOT / path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a picture or a video
+            continue
+
+
+def pins() -> dict[str, str]:
+    """Package -> version, as requirements.lock has them."""
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z0-9][\w.-]*)==([^ ;\\]+)", lock, re.MULTILINE))
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_file_holds(what: str) -> None:
+    pattern = re.compile(FORBIDDEN[what])
+    found = [
+        f"{name}:{number}: {line.strip()[:100]}"
+        for name, text in text_files()
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, f"{what}:\n" + "\n".join(found)
+
+
+def test_no_uv_lock() -> None:
+    assert not (ROOT / "uv.lock").exists(), (
+        "uv.lock records addresses of package indexes; requirements.lock is the lock"
+    )
+
+
+def test_every_pin_has_a_hash() -> None:
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    entries = re.split(r"\n(?=[a-z0-9])", lock)
+    assert len(entries) == len(pins()) > 100
+    bare = [entry.splitlines()[0] for entry in entries if "--hash=sha256:" not in entry]
+    assert not bare, f"requirements.lock: no hash for {', '.join(bare)}; run `make lock`"
+    assert "://" not in lock, "requirements.lock names an address; run `make lock`"
+
+
+def test_the_lock_is_compiled_from_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = [Requirement(one) for one in [*project["dependencies"], *(one for extra in extras for one in extra)]]
+    stale = [str(one) for one in wanted if not one.specifier.contains(pins().get(canonicalize_name(one.name), "0"))]
+    assert not stale, f"requirements.lock does not satisfy {', '.join(stale)}; run `make lock`"
