@@ -42,4 +42,4 @@ lock:
 
 clean:
 	@rm -rf .venv .uv .pytest_cache .ruff_cache .hypothesis build dist
-	@find benchmarks scripts src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,7 +40,7 @@ if [ -t 2 ]; then quiet=''; else quiet=--quiet; fi # on a terminal uv shows its 
 if ! sound; then
     if [ -z "$base" ]; then
         say "no Python 3.12 or 3.13 here; letting uv fetch one"
-        "$uv" python install $quiet 3.12 || fail "uv could not fetch Python 3.12 (see above); install one, e.g. apt-get install python3.12, or connect to a network, and run it again"
+        "$uv" python install 3.12 || fail "uv could not fetch Python 3.12 (see above); install one, e.g. apt-get install python3.12, or connect to a network, and run it again"
         base=3.12
     fi
     say "making .venv with Python $base"

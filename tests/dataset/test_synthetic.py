@@ -110,6 +110,18 @@ def test_v3_files_begin_at_different_episodes(dataset_v3: Path) -> None:
         assert end - begin == pytest.approx(length / 10)
 
 
+@pytest.mark.parametrize("codec", ENCODERS)
+def test_decoding_can_begin_at_every_episode(codec: str, tmp_path: Path) -> None:
+    """Keyframes come every second frame at the latest, and again where an episode of odd length was before."""
+    make_dataset(tmp_path / "made", replace(TINY, frames=5, vary_length=False, episodes_per_file=3, codec=codec))
+    with av.open(str(tmp_path / "made/videos/observation.images.top/chunk-000/file-000.mp4")) as container:
+        stream = container.streams.video[0]
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        keyframes = {round(packet.pts * stream.time_base * 10) for packet in packets if packet.is_keyframe}
+    assert len(packets) == 15
+    assert {0, 2, 4, 5, 10} <= keyframes
+
+
 def test_v3_episodes_have_the_columns_that_lerobot_records(dataset_v3: Path, tmp_path: Path) -> None:
     """A dataset with our features, recorded by LeRobot itself, has the same columns and types in all its tables."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset

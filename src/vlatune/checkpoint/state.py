@@ -46,7 +46,9 @@ def write_state(
 def read_state(folder: Path) -> TrainState:
     raw: dict[str, Any] = json.loads((folder / STATE).read_bytes())
     if raw.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {folder}: format {raw.get('format')}, this version reads {FORMAT}; use the version that wrote it")
+        raise ValueError(
+            f"checkpoint {folder}: format {raw.get('format')}, this version reads {FORMAT}; use the version that wrote it"
+        )
     return TrainState(**raw)
 
 
@@ -55,7 +57,9 @@ def load_trainable(folder: Path, trainable: Mapping[str, Tensor]) -> None:
     stored = load_file(folder / TRAINABLE)
     if stored.keys() != trainable.keys():
         odd = sorted(stored.keys() ^ trainable.keys())
-        raise ValueError(f"checkpoint {folder}: it trains other parameters than this run ({odd[0]} and {len(odd) - 1} more differ); is --policy.train another?")
+        raise ValueError(
+            f"checkpoint {folder}: it trains other parameters than this run ({odd[0]} and {len(odd) - 1} more differ); is --policy.train another?"
+        )
     with torch.no_grad():
         for name, value in stored.items():
             trainable[name].copy_(value)

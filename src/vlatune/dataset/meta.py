@@ -182,7 +182,9 @@ def _check_episodes(root: Root, episodes: Episodes) -> None:
         raise ValueError(f"dataset '{root.url}': it has no episodes")
     empty = np.flatnonzero(episodes.length <= 0)
     if len(empty):
-        raise ValueError(f"dataset '{root.url}': episode {episodes.index[empty[0]]} has length {episodes.length[empty[0]]}")
+        raise ValueError(
+            f"dataset '{root.url}': episode {episodes.index[empty[0]]} has length {episodes.length[empty[0]]}"
+        )
     gap = np.flatnonzero(episodes.from_row[1:] != episodes.from_row[:-1] + episodes.length[:-1])
     if len(gap):
         here = gap[0] + 1

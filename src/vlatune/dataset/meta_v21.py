@@ -29,7 +29,9 @@ def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
 def read_tasks(root: Root) -> tuple[str, ...]:
     by_index = {row["task_index"]: str(row["task"]) for row in _read_lines(root, "meta/tasks.jsonl")}
     if sorted(by_index) != list(range(len(by_index))):
-        raise ValueError(f"dataset '{root.url}': meta/tasks.jsonl: task_index must count 0, 1, 2, ...; found {sorted(by_index)[:10]}")
+        raise ValueError(
+            f"dataset '{root.url}': meta/tasks.jsonl: task_index must count 0, 1, 2, ...; found {sorted(by_index)[:10]}"
+        )
     return tuple(by_index[position] for position in range(len(by_index)))
 
 
@@ -44,7 +46,9 @@ def read_stats(root: Root) -> dict[str, dict[str, np.ndarray]]:
 
 def _join(parts: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Pooled mean and variance: E[x^2] is the count-weighted mean of std^2 + mean^2."""
-    column = {name: np.stack([np.asarray(part[name], dtype=np.float64).reshape(-1) for part in parts]) for name in parts[0]}
+    column = {
+        name: np.stack([np.asarray(part[name], dtype=np.float64).reshape(-1) for part in parts]) for name in parts[0]
+    }
     weight = column["count"][:, :1] / column["count"].sum(axis=0)[:1]
     mean = (column["mean"] * weight).sum(axis=0)
     square = ((column["std"] ** 2 + column["mean"] ** 2) * weight).sum(axis=0)

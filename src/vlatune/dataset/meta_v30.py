@@ -46,15 +46,21 @@ def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
 def read_tasks(root: Root) -> tuple[str, ...]:
     """Sentences by task_index; in tasks.parquet they are the index column of a pandas frame."""
     if not root.exists("meta/tasks.parquet"):
-        raise ValueError(f"dataset '{root.url}': no meta/tasks.parquet; a policy that reads a sentence cannot be trained on it")
+        raise ValueError(
+            f"dataset '{root.url}': no meta/tasks.parquet; a policy that reads a sentence cannot be trained on it"
+        )
     with root.open("meta/tasks.parquet") as file:
         table = pq.read_table(file)
     text = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
-        raise ValueError(f"dataset '{root.url}': meta/tasks.parquet has columns {table.column_names}, expected task and task_index")
+        raise ValueError(
+            f"dataset '{root.url}': meta/tasks.parquet has columns {table.column_names}, expected task and task_index"
+        )
     by_index = dict(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True))
     if sorted(by_index) != list(range(len(by_index))):
-        raise ValueError(f"dataset '{root.url}': meta/tasks.parquet: task_index must count 0, 1, 2, ...; found {sorted(by_index)[:10]}")
+        raise ValueError(
+            f"dataset '{root.url}': meta/tasks.parquet: task_index must count 0, 1, 2, ...; found {sorted(by_index)[:10]}"
+        )
     return tuple(str(by_index[position]) for position in range(len(by_index)))
 
 

@@ -69,9 +69,7 @@ class Unit:
     """Where each row belongs in the consumer's order."""
 
 
-def make_unit(
-    meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarray, slots: np.ndarray
-) -> Unit:
+def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarray, slots: np.ndarray) -> Unit:
     """The unit for `frames` of the episode at `position` of the dataset's table."""
     episodes = meta.episodes
     videos = tuple(
@@ -143,7 +141,9 @@ def _check_rows(spec: ReadSpec, unit: Unit, table: dict[str, np.ndarray]) -> Non
     end = unit.data_offset + unit.length
     where = f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}"
     if end > len(table["index"]):
-        raise ValueError(f"{where}: has {len(table['index'])} rows, but meta/episodes places the episode at rows {unit.data_offset} to {end}")
+        raise ValueError(
+            f"{where}: has {len(table['index'])} rows, but meta/episodes places the episode at rows {unit.data_offset} to {end}"
+        )
     first = (int(table["episode_index"][unit.data_offset]), int(table["frame_index"][unit.data_offset]))
     if first != (unit.episode_index, 0) or int(table["index"][unit.data_offset]) != unit.from_row:
         raise ValueError(

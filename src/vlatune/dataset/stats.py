@@ -35,5 +35,10 @@ def read_feature(metas: Sequence[DatasetMeta], key: str) -> np.ndarray:
 def compute_stats(values_ND: np.ndarray) -> dict[str, np.ndarray]:
     values = values_ND.astype(np.float64)
     quantiles = np.quantile(values, list(QUANTILES.values()), axis=0)
-    moments = {"min": values.min(axis=0), "max": values.max(axis=0), "mean": values.mean(axis=0), "std": values.std(axis=0)}
+    moments = {
+        "min": values.min(axis=0),
+        "max": values.max(axis=0),
+        "mean": values.mean(axis=0),
+        "std": values.std(axis=0),
+    }
     return moments | dict(zip(QUANTILES, quantiles, strict=True))

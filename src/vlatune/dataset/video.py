@@ -42,7 +42,9 @@ def decode_into(
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; fetch or re-encode it") from error
     except av.error.FFmpegError as error:
-        raise ValueError(f"{place}: cannot be decoded ({error}); the file is damaged or not a video, fetch or re-encode it") from error
+        raise ValueError(
+            f"{place}: cannot be decoded ({error}); the file is damaged or not a video, fetch or re-encode it"
+        ) from error
 
 
 def _decode(

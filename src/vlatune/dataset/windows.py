@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def window_frames(
-    frame_index_N: np.ndarray, offsets_T: Sequence[int], length: int
-) -> tuple[np.ndarray, np.ndarray]:
+def window_frames(frame_index_N: np.ndarray, offsets_T: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Frame numbers (N, T) inside an episode of `length` frames, and True where the offset left the episode."""
     wanted_NT = frame_index_N[:, None] + np.asarray(offsets_T, dtype=np.int64)[None, :]
     is_pad_NT = (wanted_NT < 0) | (wanted_NT >= length)

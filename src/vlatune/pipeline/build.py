@@ -58,7 +58,9 @@ class Segment:
     reorder_rows: int
 
 
-def plan_segments(plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int) -> Iterator[Segment]:
+def plan_segments(
+    plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int
+) -> Iterator[Segment]:
     """The stretches of optimizer steps [first_step, last_step), epoch by epoch, none longer than SEGMENT_TASKS tasks."""
     per_epoch = plan.order.batches_per_epoch
     most = max(1, SEGMENT_TASKS * budget.block_rows // share.slots_per_step(plan.order))
@@ -86,7 +88,9 @@ def make_units(plan: DataPlan, pieces: tuple[Piece, ...]) -> list[Unit]:
 
 def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[Columns]:
     """Run a segment's read tasks and give their blocks in the order of the plan."""
-    source = UnitSource(plan.specs, make_units(plan, segment.pieces), plan.transforms(segment.epoch), block_rows=budget.block_rows)
+    source = UnitSource(
+        plan.specs, make_units(plan, segment.pieces), plan.transforms(segment.epoch), block_rows=budget.block_rows
+    )
     _set_limits(budget, max_block_bytes=budget.block_bytes * (1 + plan.order.window_rows // budget.block_rows + 1))
     dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_tasks, concurrency=budget.readers, ray_remote_args={"num_cpus": 1}

@@ -28,7 +28,9 @@ class Feed:
         self._queue: queue.Queue[Columns | BaseException | None] = queue.Queue(maxsize=QUEUED_BATCHES)
         self._stop = threading.Event()
         segments = plan_segments(plan, share, budget, first_step=first_step, last_step=last_step)
-        self._thread = threading.Thread(target=self._run, args=(plan, share, budget, segments), name="feed", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(plan, share, budget, segments), name="feed", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> Iterator[Columns]:

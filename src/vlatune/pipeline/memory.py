@@ -63,7 +63,9 @@ def read_counters() -> StoreCounters:
         state = get_state_from_address(ray.get_runtime_context().gcs_address)
         stats = get_memory_info_reply(state).store_stats
     except Exception as error:
-        raise RuntimeError(f"the object store's counters cannot be read ({error}); without them a spill would go unseen") from error
+        raise RuntimeError(
+            f"the object store's counters cannot be read ({error}); without them a spill would go unseen"
+        ) from error
     return StoreCounters(stats.spilled_bytes_total, stats.object_store_bytes_fallback, stats.object_store_bytes_used)
 
 

@@ -51,9 +51,7 @@ class Share:
         return spec.global_batch // self.num_workers
 
 
-def plan_pieces(
-    spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int
-) -> list[Piece]:
+def plan_pieces(spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int) -> list[Piece]:
     """All pieces of optimizer steps [begin_batch, end_batch) of an epoch for one worker, by first need."""
     pieces: list[Piece] = []
     starts = np.cumsum(spec.lengths) - spec.lengths

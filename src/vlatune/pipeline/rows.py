@@ -22,10 +22,14 @@ class RowBuffer:
     def put(self, columns: Columns) -> None:
         """Copy a block's rows in."""
         if not self._columns:
-            self._columns = {key: np.empty((self._capacity, *values.shape[1:]), values.dtype) for key, values in columns.items()}
+            self._columns = {
+                key: np.empty((self._capacity, *values.shape[1:]), values.dtype) for key, values in columns.items()
+            }
         rows = num_rows(columns)
         if rows > len(self._free):
-            raise RuntimeError(f"reorder buffer of {self._capacity} rows is full: a block of {rows} rows came out of order")
+            raise RuntimeError(
+                f"reorder buffer of {self._capacity} rows is full: a block of {rows} rows came out of order"
+            )
         places = np.array([self._free.pop() for _ in range(rows)], dtype=np.int64)
         slots = columns[SLOT] - self._first
         if (self._place[slots] >= 0).any():

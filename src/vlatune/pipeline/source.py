@@ -41,7 +41,9 @@ class UnitSource(Datasource):
     def estimate_inmemory_data_size(self) -> int:
         return self._row_bytes * sum(len(unit.frames) for group in self._groups for unit in group)
 
-    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context=None) -> list[ReadTask]:
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
+    ) -> list[ReadTask]:
         return [self._make_task(group) for group in self._groups]
 
     def _make_task(self, group: Sequence[Unit]) -> ReadTask:
@@ -63,9 +65,7 @@ def group_units(units: Sequence[Unit], block_rows: int) -> list[list[Unit]]:
     return groups
 
 
-def read_block(
-    specs: Sequence[ReadSpec], units: Sequence[Unit], transforms: Sequence[Transform]
-) -> Iterable[pa.Table]:
+def read_block(specs: Sequence[ReadSpec], units: Sequence[Unit], transforms: Sequence[Transform]) -> Iterable[pa.Table]:
     """What a read task runs."""
     rows = sum(len(unit.frames) for unit in units)
     columns = allocate(specs[units[0].dataset_index], rows)

@@ -99,7 +99,7 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
     if not delivered:
         raise ValueError(
             f"none of the dataset's cameras ({', '.join(meta.cameras)}) is one that the policy knows "
-            f"({', '.join(spec.cameras)}); map them with --rename_map='{{\"{(meta.cameras or ('camera',))[0]}\": \"{spec.cameras[0]}\"}}'"
+            f'({", ".join(spec.cameras)}); map them with --rename_map=\'{{"{(meta.cameras or ("camera",))[0]}": "{spec.cameras[0]}"}}\''
         )
     names = {target for _, target in delivered}
     return Binding(
@@ -115,7 +115,9 @@ def _check_width(meta: DatasetMeta, key: str, most: int) -> int:
     if key not in meta.features:
         close = difflib.get_close_matches(key, meta.features, n=1, cutoff=0.4)
         hint = f"; '{close[0]}' may be it" if close else ""
-        raise ValueError(f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; it has {', '.join(meta.features)}")
+        raise ValueError(
+            f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; it has {', '.join(meta.features)}"
+        )
     width = meta.features[key].shape[0]
     if width > most:
         raise ValueError(f"dataset '{meta.root.url}': '{key}' has {width} dims, the policy takes {most} at most")

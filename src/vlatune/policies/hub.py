@@ -17,7 +17,9 @@ def resolve_folder(path: str, revision: str | None) -> Path:
         return folder.resolve()
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ValueError(f"--policy.path={path}: there is no such folder, and it is not a hub repository (owner/name)")
-    return _fetch(path, lambda hub: hub.snapshot_download(path, revision=revision, allow_patterns=list(REPOSITORY_FILES)))
+    return _fetch(
+        path, lambda hub: hub.snapshot_download(path, revision=revision, allow_patterns=list(REPOSITORY_FILES))
+    )
 
 
 def fetch_dataset(repository: str, revision: str | None) -> Path:

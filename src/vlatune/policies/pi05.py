@@ -36,9 +36,13 @@ class Pi05Adapter:
     def read_spec(self, folder: Path) -> PolicySpec:
         config = _read_json(folder, "config.json")
         if config.get("type") != "pi05":
-            raise ValueError(f"policy '{folder}': config.json says type '{config.get('type')}', expected 'pi05'; set --policy.type")
+            raise ValueError(
+                f"policy '{folder}': config.json says type '{config.get('type')}', expected 'pi05'; set --policy.type"
+            )
         if config.get("use_relative_actions"):
-            raise ValueError(f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions")
+            raise ValueError(
+                f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions"
+            )
         tokenizer_file = _find_tokenizer(folder)
         visual = [key for key, feature in config["input_features"].items() if feature["type"] == "VISUAL"]
         return PolicySpec(
@@ -92,7 +96,9 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         return json.loads((folder / name).read_bytes())
     except FileNotFoundError as error:
-        raise ValueError(f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder") from error
+        raise ValueError(
+            f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder"
+        ) from error
     except ValueError as error:
         raise ValueError(f"policy '{folder}': {name} is not readable JSON ({error})") from error
 

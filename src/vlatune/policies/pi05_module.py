@@ -122,7 +122,9 @@ def _untied(wanted: Mapping[str, Tensor], missing: list[str], stored: Mapping[st
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    names = (
+        sorted(set(json.loads(index.read_bytes())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    )
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:

@@ -68,7 +68,9 @@ def only_one(folder: RunFolder) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(f"run folder '{folder.path}' is in use by another process; wait for it or choose another --output_dir") from error
+            raise ValueError(
+                f"run folder '{folder.path}' is in use by another process; wait for it or choose another --output_dir"
+            ) from error
         yield
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import ray.train
 import torch
 import torch.distributed as dist
+from ray.train.torch import get_device
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,8 +46,9 @@ class WorkerJob:
     fingerprints: dict[str, str]
 
 
-def run_worker(job: WorkerJob) -> None:
+def run_worker(settings: dict[str, WorkerJob]) -> None:
     """The function that Ray Train calls on every rank."""
+    job = settings["job"]
     context = ray.train.get_context()
     share = Share(context.get_world_rank(), context.get_world_size())
     worker = Worker(job, share, workers_here=context.get_local_world_size())
@@ -61,7 +63,7 @@ class Worker:
         self.meter = StepMeter()
         self.job, self.config, self.share = job, job.config, share
         self.run_dir = Path(job.run_dir)
-        self.device = _device()
+        self.device = get_device()
         set_performance_flags(self.device, workers_here)
         torch.manual_seed(self.config.seed)
         module = job.setup.adapter.load_module(
@@ -246,8 +248,3 @@ class Recorder:
         for sink in (self.metrics, self.samples, self.board):
             if sink is not None:
                 sink.close()
-
-
-def _device() -> torch.device:
-    """The worker's own device, as Ray Train assigned it."""
-    return ray.train.torch.get_device()

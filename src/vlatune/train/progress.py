@@ -88,7 +88,11 @@ def _make_bar(total: int, completed: int) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
-        TextColumn("train"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[told]}")
+        TextColumn("train"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}"),
     )
     bar.add_task("train", total=total, completed=completed, told="starting")
     bar.start()

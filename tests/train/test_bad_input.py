@@ -1,0 +1,87 @@
+"""What a person gets wrong: one clear line on the terminal, exit code 2, no traceback, nothing started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def vlatune(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "vlatune.cli", *words], capture_output=True, text=True, check=False)
+
+
+def refused(*words: str) -> str:
+    """The one line that a refused command prints."""
+    done = vlatune(*words)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    return lines[0]
+
+
+@pytest.fixture
+def flags(dataset_v3, small_base, tmp_path) -> list[str]:
+    return [f"--dataset.root={dataset_v3}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'run'}"]
+
+
+def test_dataset_folder_that_does_not_exist(flags):
+    assert "there is no such folder" in refused("train", "--dataset.root=no/such/folder", *flags[1:])
+
+
+def test_dataset_without_info(flags, tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = refused("train", f"--dataset.root={tmp_path / 'empty'}", *flags[1:])
+    assert "no meta/info.json" in line
+    assert "--dataset.root" in line
+
+
+def test_unknown_recipe(flags):
+    assert "did you mean" in refused("train", "--recipe=pi05-head", *flags)
+
+
+def test_misspelt_flag(flags):
+    assert "did you mean --batch_size" in refused("train", "--batchsize=4", *flags)
+
+
+def test_batch_of_nothing(flags):
+    assert "--batch_size=0" in refused("train", "--batch_size=0", *flags)
+
+
+def test_finished_run(flags, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    (run / "summary.json").write_text(json.dumps({"finished": True, "optimizer_steps": 7}))
+    assert "already holds a finished run of 7 steps" in refused("train", "--batch_size=4", *flags)
+
+
+def test_batch_larger_than_the_dataset(flags):
+    assert "less than one global batch of 4096" in refused("train", "--batch_size=4096", *flags)
+
+
+def test_camera_that_the_policy_does_not_know(flags, small_base, tmp_path):
+    config = json.loads((Path(small_base) / "config.json").read_text())
+    features = config["input_features"]
+    config["input_features"] = {name.replace("images.", "images.eye_"): value for name, value in features.items()}
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in Path(small_base).iterdir():
+        if file.name != "config.json":
+            (other / file.name).symlink_to(file)
+    (other / "config.json").write_text(json.dumps(config))
+    line = refused("train", flags[0], f"--policy.path={other}", flags[2])
+    assert "--rename_map" in line
+    assert "observation.images.eye_top" in line
+
+
+def test_nothing_is_left_behind(flags, tmp_path):
+    refused("train", "--batch_size=0", *flags)
+    refused("train", "--dataset.episodes=[999]", *flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_eval_of_something_that_is_no_run(tmp_path):
+    assert "is not a run folder" in refused("eval", str(tmp_path))

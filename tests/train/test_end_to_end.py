@@ -1,0 +1,120 @@
+"""The whole path through real Ray: dataset -> read tasks -> feed -> TorchTrainer -> run folder."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vlatune.checkpoint.store import list_checkpoints
+from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.report.sinks import read_jsonl
+from vlatune.train.launch import train
+
+STEPS = 12
+METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
+METRICS |= {"object_store_bytes", "epoch", "samples_seen"}
+SUMMARY = {"optimizer_steps", "final_loss", "samples_per_s", "wait_share", "time_to_first_batch_s", "spilled_bytes"}
+SUMMARY |= {"fallback_bytes", "peak_object_store_bytes", "restarts", "verdict"}
+
+
+@pytest.fixture(scope="module")
+def base_config(ray_local, dataset_v3, small_base) -> RunConfig:
+    return RunConfig(
+        dataset=DatasetConfig(root=(str(dataset_v3),), eval_split=0.2, run_length=4, window_rows=8),
+        policy=PolicyConfig(path=str(small_base), train="full"),
+        optimizer=OptimizerConfig(lr=1e-3),
+        steps=STEPS,
+        batch_size=8,
+        log_freq=1,
+        save_freq=5,
+        log_samples=True,
+        max_restarts=0,
+    )
+
+
+def run(config: RunConfig, folder: Path) -> Path:
+    train(replace(config, output_dir=str(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first_run(base_config, tmp_path_factory) -> Path:
+    return run(base_config, tmp_path_factory.mktemp("runs") / "first")
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_run_folder_is_complete(first_run):
+    metrics = read_jsonl(first_run / "metrics.jsonl")
+    assert [line["optimizer_step"] for line in metrics] == list(range(1, STEPS + 1))
+    assert all(line.keys() == METRICS for line in metrics)
+    assert metrics[-1]["epoch"] >= 1  # the end of an epoch was crossed
+    summary = json.loads((first_run / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY
+    assert summary["spilled_bytes"] == summary["fallback_bytes"] == 0
+    assert summary["peak_object_store_bytes"] > 0
+    assert [path.name for path in list_checkpoints(first_run)] == ["00000005", "00000010", "00000012"]
+    assert "<html" in (first_run / "report.html").read_text()[:200].lower()
+
+
+def test_samples_are_each_used_once_an_epoch(first_run):
+    per_step = [record["samples"] for record in read_jsonl(first_run / "samples.jsonl")]
+    assert [len(samples) for samples in per_step] == [8] * STEPS
+    epochs = [line["epoch"] for line in read_jsonl(first_run / "metrics.jsonl")]
+    first_epoch = [tuple(s) for samples, epoch in zip(per_step, epochs, strict=True) if epoch == 0 for s in samples]
+    assert len(first_epoch) == len(set(first_epoch))
+
+
+def test_one_seed_gives_the_same_run_to_the_last_bit(base_config, first_run, tmp_path):
+    second = run(base_config, tmp_path / "second")
+    assert losses(second) == losses(first_run)
+    assert (second / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
+
+
+def test_two_workers_take_the_same_samples_and_learn_the_same(base_config, first_run, tmp_path):
+    two = run(replace(base_config, num_workers=2, batch_size=4), tmp_path / "two")
+    assert (two / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
+    assert losses(two) == pytest.approx(losses(first_run), rel=1e-3)
+
+
+def test_the_same_command_continues_a_broken_run_as_if_nothing_had_happened(base_config, first_run, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(first_run, broken)
+    (broken / "summary.json").unlink()
+    for later in list_checkpoints(broken)[1:]:
+        shutil.rmtree(later)
+    stored = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(stored | {"output_dir": str(broken)}))
+    run(base_config, broken)
+    assert losses(broken) == losses(first_run)
+    assert (broken / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
+    last = "checkpoints/00000012/trainable.safetensors"
+    assert (broken / last).read_bytes() == (first_run / last).read_bytes()
+
+
+def test_evaluation_is_deterministic_and_renews_the_report(first_run):
+    from vlatune.train.evaluate import evaluate_run
+
+    options = EvalConfig(max_samples=6, batch_size=4)
+    figures = evaluate_run(first_run, options)
+    assert figures == evaluate_run(first_run, replace(options, batch_size=3)) | {"val_loss": figures["val_loss"]}
+    assert json.loads((first_run / "eval.json").read_text())["num_samples"] == 6
+    assert "blank" in (first_run / "report.html").read_text()
+
+
+def test_a_damaged_video_ends_the_run_with_its_name(base_config, dataset_v3, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(dataset_v3, damaged)
+    video = min(damaged.glob("videos/*/*/file-000.mp4"))
+    video.write_bytes(video.read_bytes()[: video.stat().st_size // 3])
+    config = replace(base_config, dataset=replace(base_config.dataset, root=(str(damaged),)), max_restarts=2)
+    with pytest.raises(
+        ValueError, match=rf"episode \d+, camera 'observation.images.\w+', {video.relative_to(damaged)}"
+    ):
+        run(config, tmp_path / "run")
+    failures = list((tmp_path / "run" / "logs").glob("failure-*.txt"))
+    assert len(failures) == 1  # a fault in the data is not tried again
