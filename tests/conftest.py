@@ -20,6 +20,8 @@ os.environ["HF_HOME"] = CACHE
 os.environ["HF_HUB_CACHE"] = f"{CACHE}/hub"
 os.environ["HF_DATASETS_CACHE"] = f"{CACHE}/datasets"
 os.environ["HF_LEROBOT_HOME"] = f"{CACHE}/lerobot"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # training workers and readers share the cores of a small machine
+os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +34,39 @@ def dataset_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset_v21(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The episodes of `dataset_v3` in LeRobot's older format."""
     return _made(tmp_path_factory.mktemp("datasets") / "v21", version="v2.1")
+
+
+@pytest.fixture(scope="session")
+def small_base(dataset_v3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small PI0.5 with random weights for the cameras and tasks of the datasets, as a LeRobot folder."""
+    from vlatune.dataset.meta import load_meta
+    from vlatune.policies.small import make_small_pi05
+
+    meta = load_meta(str(dataset_v3))
+    state, action = (meta.features[key].shape[0] for key in ("observation.state", "action"))
+    folder = tmp_path_factory.mktemp("base") / "small"
+    return make_small_pi05(
+        folder, cameras=meta.cameras, state_dim=state, action_dim=action, horizon=5, image_size=48, tasks=meta.tasks
+    )
+
+
+@pytest.fixture(scope="session")
+def ray_local() -> Iterator[None]:
+    """One local cluster for the whole session, with a small object store."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=200 * 1024 * 1024,
+        resources={"vlatune_trainer": 2},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

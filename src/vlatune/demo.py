@@ -16,7 +16,7 @@ from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.flags import config_from_dict
 from vlatune.recipes import get_recipe
 
-EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 64
+EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 
 
 def run_demo(options: DemoConfig) -> None:

@@ -34,8 +34,8 @@ RECIPES = {
         "a small PI0.5 on the CPU, in minutes; what `vlatune demo` trains",
         {
             "policy": {"type": "pi05", "train": "full", "dtype": "float32"},
-            "optimizer": {"lr": 1e-3},
-            "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 1200, "decay_lr": 1e-4},
+            "optimizer": {"lr": 3e-3},
+            "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 1200, "decay_lr": 1.5e-4},
             "steps": 1200,
             "batch_size": 32,
         },

@@ -1,6 +1,7 @@
 """The tabletop world: same arguments, same episode; the expert does what it says; pictures keep their promises."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def episodes(count: int) -> list[world.WorldEpisode]:
 def target_of(episode: world.WorldEpisode) -> np.ndarray:
     named = [colour for colour in COLOURS if colour in episode.task]
     assert len(named) == 1
-    return episode.block_N2[episode.colours.index(named[0])]
+    return world.pad_centre(episode.tray_2, named[0])
 
 
 def test_same_arguments_give_the_same_episode():
@@ -49,7 +50,7 @@ def test_an_action_moves_the_gripper_to_the_next_state():
         np.testing.assert_allclose(moved, episode.state_TS[1:, :2], atol=1e-6)
 
 
-def test_the_expert_drives_to_the_named_block_and_nowhere_else():
+def test_the_expert_drives_to_the_named_pad_and_nowhere_else():
     arrived = 0
     for episode in episodes(50):
         distance_T = np.linalg.norm(episode.state_TS[:, :2] - target_of(episode), axis=1)
@@ -60,9 +61,8 @@ def test_the_expert_drives_to_the_named_block_and_nowhere_else():
 
 
 def test_the_gripper_moves_in_most_frames():
-    full_speed = world.TRAVEL * FPS / NUM_FRAMES
     speed = np.concatenate([np.abs(episode.action_TA[:, :2]).max(axis=1) for episode in episodes(50)])
-    assert (speed > 0.25 * full_speed).mean() > 0.8
+    assert (speed > 0.1).mean() > 0.8
 
 
 def test_the_state_does_not_tell_where_the_target_is():
@@ -71,14 +71,20 @@ def test_the_state_does_not_tell_where_the_target_is():
     action_N2 = np.concatenate([episode.action_TA[:, :2] for episode in episodes(400)])
     design = np.column_stack([state_NS, np.ones(len(state_NS))])
     residual = action_N2 - design @ np.linalg.lstsq(design, action_N2, rcond=None)[0]
-    assert (residual.var(axis=0) / action_N2.var(axis=0) > 0.6).all()
+    assert (residual.var(axis=0) / action_N2.var(axis=0) > 0.4).all()  # the gripper's own place is a part of the way
 
 
-def test_the_sentence_decides_between_blocks_that_lie_apart():
-    for episode in episodes(50):
-        assert sorted(episode.colours) == sorted(COLOURS)
-        for one, other in itertools.combinations(episode.block_N2, 2):
-            assert np.abs(one - other).max() >= world.BLOCK_GAP
+def test_the_sentence_decides_between_pads_that_lie_apart():
+    """The same tray, another colour, another way: the mean of the pads is far from each of them."""
+    pads = np.stack([world.pad_centre(np.zeros(2), colour) for colour in COLOURS])
+    assert np.abs(pads - pads.mean(axis=0)).min() > world.PAD_HALF
+    for one, other in itertools.combinations(pads, 2):
+        assert np.abs(one - other).max() > 2 * world.PAD_HALF
+
+
+def test_the_tray_lies_somewhere_else_in_every_episode():
+    trays = np.stack([episode.tray_2 for episode in episodes(100)])
+    assert (trays.std(axis=0) > 0.2).all()
 
 
 @pytest.mark.parametrize("camera", range(len(CAMERAS)))
@@ -92,7 +98,7 @@ def test_the_corner_stays_flat(camera, height, width):
 
 @pytest.mark.parametrize("camera", range(len(CAMERAS)))
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (480, 640)])
-def test_pictures_show_the_blocks_and_change_with_the_frame(camera, height, width):
+def test_pictures_change_with_the_frame(camera, height, width):
     episode = make_episode(3, 0, NUM_FRAMES, FPS)
     first, last = (episode.render(frame, camera, height, width) for frame in (0, NUM_FRAMES - 1))
     assert first.shape == (height, width, 3)
@@ -100,19 +106,21 @@ def test_pictures_show_the_blocks_and_change_with_the_frame(camera, height, widt
     assert not np.array_equal(first, last)
 
 
-def test_top_shows_every_block_in_its_colour_at_its_place():
+def test_top_shows_the_named_pad_in_its_colour_at_its_place():
     for episode in episodes(20):
         image_HWC = episode.render(0, CAMERAS.index("top"), 96, 96).astype(int)
-        for (x, y), colour in zip(episode.block_N2, episode.colours, strict=True):
-            row, column = int(48 - 48 * y), int(48 + 48 * x)
-            patch = image_HWC[row - 3 : row + 4, column - 3 : column + 4].reshape(-1, 3)
-            assert (np.abs(patch - COLOURS[colour]).max(axis=1) <= 2).any(), (episode.task, colour)
+        colour = next(colour for colour in COLOURS if colour in episode.task)
+        x, y = target_of(episode) / world.TOP_HALF_VIEW
+        row, column = int(48 - 48 * y), int(48 + 48 * x)
+        patch = image_HWC[row - 3 : row + 4, column - 3 : column + 4].reshape(-1, 3)
+        assert (np.abs(patch - COLOURS[colour]).max(axis=1) <= 2).any(), episode.task
 
 
 def test_wrist_keeps_the_gripper_in_the_middle():
     camera = CAMERAS.index("wrist")
     near = episodes(1)[0]
-    shifted = world.WorldEpisode(near.task, near.state_TS + np.float32([0.1, 0.05, 0]), near.action_TA, near.block_N2 + [0.1, 0.05], near.colours)
+    moved_by = np.float32([0.1, 0.05])
+    shifted = replace(near, state_TS=near.state_TS + np.float32([*moved_by, 0]), tray_2=near.tray_2 + moved_by)
     seen, moved = (episode.render(0, camera, 96, 96).astype(int) for episode in (near, shifted))
     middle = slice(36, 60)
-    assert np.abs(seen - moved)[middle, middle].mean() < 3  # blocks and gripper moved together: the same view of them
+    assert np.abs(seen - moved)[middle, middle].mean() < 3  # tray and gripper moved together: the same view of them

@@ -56,9 +56,8 @@ def _read(root: Root, name: str, columns: Sequence[str]) -> dict[str, np.ndarray
 
 def to_numpy(column: pa.ChunkedArray, where: str) -> np.ndarray:
     """(N,) for scalars, (N, D) or (N, D, E) for lists of equal length."""
-    if isinstance(column.type, pa.BaseExtensionType):
-        raise ValueError(f"{where} has the extension type {column.type}; only plain types are read from a dataset")
     array = column.combine_chunks()
+    _check_plain(array, where)
     rows, shape = len(array), []
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
         flat = array.flatten()
@@ -67,9 +66,16 @@ def to_numpy(column: pa.ChunkedArray, where: str) -> np.ndarray:
             raise ValueError(f"{where}: its lists have different lengths; every row must have the same shape")
         shape.append(size)
         array = flat
-    if array.null_count:
-        raise ValueError(f"{where}: {array.null_count} values are null")
+        _check_plain(array, where)
     return array.to_numpy(zero_copy_only=False).reshape(rows, *shape)
+
+
+def _check_plain(array: pa.Array, where: str) -> None:
+    """At every depth: flattening skips a list that is null, and the rows after it would move up."""
+    if isinstance(array.type, pa.BaseExtensionType):
+        raise ValueError(f"{where} has the extension type {array.type}; only plain types are read from a dataset")
+    if array.null_count:
+        raise ValueError(f"{where}: {array.null_count} values are null; every row must have a value")
 
 
 def _equal_lengths(array: pa.ListArray, size: int) -> bool:

@@ -28,22 +28,27 @@ from transformers import PreTrainedTokenizerFast
 from vlatune.policies.pi05_size import Pi05Size, building_at, write_size
 
 TOKENIZER_FOLDER = "tokenizer"
+NUM_WAVES = 3
+ATTENTION_GAIN = 1.25
+OUT_GAIN = 1.06
+EXPERT_GAIN = 0.0
 NUM_STATE_BINS = 256  # PI0.5 writes each state value into the prompt as one of these
 
 
-def small_size(vocab_size: int) -> Pi05Size:
+def small_size(vocab_size: int, image_size: int) -> Pi05Size:
+    """One token per picture: its embedding can weigh every pixel, so places of things are learnt in minutes."""
     return Pi05Size(
         width=96,
-        depth=3,
+        depth=2,
         mlp_dim=192,
         head_dim=32,
         expert_width=96,
         expert_mlp_dim=192,
         vision_width=96,
-        vision_depth=2,
+        vision_depth=1,
         vision_mlp_dim=192,
         vision_heads=4,
-        patch_size=8,
+        patch_size=image_size,
         vocab_size=vocab_size,
     )
 
@@ -75,7 +80,7 @@ def make_small_pi05(
         device="cpu",
         push_to_hub=False,
     )
-    size = small_size(vocab_size=_round_up(len(tokenizer), 64))
+    size = small_size(_round_up(len(tokenizer), 64), image_size)
     with building_at(size), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = PI05Policy(config)
@@ -125,24 +130,52 @@ def init_for_scratch(policy: PI05Policy) -> None:
     """
     model = policy.model.paligemma_with_expert
     paligemma, expert = model.paligemma.model, model.gemma_expert.model
-    projector = paligemma.multi_modal_projector.linear
-    _init_unit_gain(projector)
+    _init_gain(paligemma.multi_modal_projector.linear)
     tokens = paligemma.language_model.embed_tokens.weight
     nn.init.normal_(tokens, std=tokens.shape[1] ** -0.5)  # Gemma multiplies an embedding by sqrt(width)
     for layer in (*paligemma.language_model.layers, *expert.layers):
-        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
-            _init_unit_gain(linear)
-    places = paligemma.vision_tower.vision_model.embeddings.position_embedding.weight
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            _init_gain(linear)
+        for linear in (attention.q_proj, attention.k_proj):
+            _init_gain(linear, gain=ATTENTION_GAIN)
+    embeddings = paligemma.vision_tower.vision_model.embeddings
+    patches, places = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
+    patches.data.copy_(_smooth_filters(*patches.shape))
     places.data.copy_(_place_code(*places.shape))
     for layer in expert.layers:
+        _init_gain(layer.self_attn.o_proj, gain=EXPERT_GAIN)
+        _init_gain(layer.mlp.down_proj, gain=EXPERT_GAIN)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             _open_gate(norm.dense)
     nn.init.zeros_(expert.norm.dense.bias)
+    action_in, action_out = policy.model.action_in_proj, policy.model.action_out_proj
+    nn.init.orthogonal_(action_in.weight)
+    nn.init.normal_(action_in.bias)
+    action_in.bias.data -= action_in.weight.data @ (action_in.weight.data.T @ action_in.bias.data)
+    action_out.weight.data.copy_(OUT_GAIN * action_in.weight.data.T)
+    nn.init.zeros_(action_out.bias)
 
 
-def _init_unit_gain(linear: nn.Linear) -> None:
-    """Inputs of unit variance give outputs of unit variance."""
-    nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+def _init_gain(linear: nn.Linear, gain: float = 1.0) -> None:
+    """Inputs of unit variance give outputs of standard deviation `gain`."""
+    nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
+
+
+def _smooth_filters(num_filters: int, num_channels: int, height: int, width: int) -> torch.Tensor:
+    """Random mixtures of the slowest cosines over a patch: each sees colours and roughly where they lie, not texture."""
+    waves_KHW = [
+        torch.outer(_cosine(row_turns, height), _cosine(column_turns, width))
+        for row_turns in range(NUM_WAVES)
+        for column_turns in range(NUM_WAVES)
+    ]
+    mixture = torch.randn(num_filters, num_channels, len(waves_KHW))
+    filters = torch.einsum("fck,khw->fchw", mixture, torch.stack(waves_KHW))
+    return filters / filters.flatten(1).norm(dim=1)[:, None, None, None]
+
+
+def _cosine(half_turns: int, length: int) -> torch.Tensor:
+    return torch.cos(math.pi * half_turns * (torch.arange(length) + 0.5) / length)
 
 
 def _place_code(num_places: int, width: int) -> torch.Tensor:

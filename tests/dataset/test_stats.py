@@ -1,0 +1,118 @@
+"""Statistics: the dataset's own where it has them, exact ones from its rows where it has not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlatune.dataset import meta_v21
+from vlatune.dataset.meta import load_meta
+from vlatune.dataset.stats import QUANTILES, compute_stats, feature_stats, read_feature
+from vlatune.dataset.storage import Root
+from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+
+KEYS = ("observation.state", "action")
+
+
+def rows_of(folder: Path, key: str) -> np.ndarray:
+    """All rows of a feature, read without vlatune."""
+    tables = [pq.read_table(path) for path in sorted((folder / "data").glob("*/*.parquet"))]
+    return np.array([row for table in tables for row in table.column(key).to_pylist()])
+
+
+def write_episode_stats(folder: Path, parts: list[np.ndarray]) -> Root:
+    """A v2.1 `episodes_stats.jsonl` whose episodes hold these rows of one feature."""
+    (folder / "meta").mkdir(exist_ok=True)
+    lines = []
+    for number, part in enumerate(parts):
+        moments = {name: getattr(part, name)(axis=0).tolist() for name in ("min", "max", "mean", "std")}
+        lines.append({"episode_index": number, "stats": {"action": {**moments, "count": [len(part)]}}})
+    (folder / "meta/episodes_stats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return Root(str(folder))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_rows_are_read_in_order_from_every_file(key, dataset_v3, dataset_v21):
+    for folder in (dataset_v3, dataset_v21):
+        assert np.array_equal(read_feature([load_meta(str(folder))], key), rows_of(folder, key))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_pooled_statistics_of_v21_are_those_of_its_rows(key, dataset_v21):
+    stats, rows = load_meta(str(dataset_v21)).stats[key], rows_of(dataset_v21, key)
+    assert set(stats) == {"min", "max", "mean", "std", "count"}
+    for name in ("min", "max", "mean", "std"):
+        np.testing.assert_allclose(stats[name], getattr(rows, name)(axis=0), rtol=1e-9, atol=1e-12)
+    assert stats["count"].tolist() == [len(rows)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
+def test_pooling_equals_numpy_whatever_the_episodes_lengths(tmp_path_factory, lengths, seed):
+    rng = np.random.default_rng(seed)
+    parts = [rng.normal(rng.normal(0, 5), rng.uniform(0.1, 3), (length, 3)) for length in lengths]
+    pooled = meta_v21.read_stats(write_episode_stats(tmp_path_factory.mktemp("pooled"), parts))["action"]
+    whole = np.concatenate(parts)
+    for name in ("min", "max", "mean", "std"):
+        np.testing.assert_allclose(pooled[name], getattr(whole, name)(axis=0), rtol=1e-6, atol=1e-6)
+    assert pooled["count"].tolist() == [len(whole)]
+
+
+def test_a_constant_value_has_no_spread_and_no_nan(tmp_path):
+    parts = [np.full((4, 2), 0.1), np.full((3, 2), 0.1)]
+    pooled = meta_v21.read_stats(write_episode_stats(tmp_path, parts))["action"]
+    np.testing.assert_allclose(pooled["std"], 0.0, atol=1e-7)
+
+
+def test_without_a_statistics_file_there_are_none(tmp_path):
+    assert meta_v21.read_stats(Root(str(tmp_path))) == {}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_quantiles_that_v21_lacks_are_computed_from_its_rows(key, dataset_v21):
+    stats = feature_stats([load_meta(str(dataset_v21))], key, ("q01", "q99"))
+    expected = np.quantile(rows_of(dataset_v21, key).astype(np.float64), [0.01, 0.99], axis=0)
+    np.testing.assert_allclose([stats["q01"], stats["q99"]], expected, rtol=1e-12)
+
+
+def test_a_datasets_own_statistics_are_taken_as_they_are(dataset_v3):
+    meta = load_meta(str(dataset_v3))
+    own = {"q01": np.array([-5.0, -6.0]), "q99": np.array([7.0, 8.0]), "mean": np.array([1.0, 2.0])}
+    stats = feature_stats([replace(meta, stats={"action": own})], "action", ("q01", "q99"))
+    assert list(stats) == ["q01", "q99"]
+    assert stats["q01"] is own["q01"]
+    assert stats["q99"] is own["q99"]
+
+
+def test_one_missing_statistic_is_enough_to_compute_them_all(dataset_v3):
+    """A pair from two sources could have its low above its high."""
+    meta = load_meta(str(dataset_v3))
+    stats = feature_stats([replace(meta, stats={"action": {"q01": np.array([99.0, 99.0])}})], "action", ("q01", "q99"))
+    np.testing.assert_allclose(stats["q01"], np.quantile(rows_of(dataset_v3, "action"), 0.01, axis=0), rtol=1e-6)
+
+
+def test_several_datasets_are_measured_together(dataset_v3, tmp_path):
+    spec = SyntheticSpec(episodes=2, frames=5, cameras=1, height=64, width=64, seed=9)
+    make_dataset(tmp_path / "other", spec)
+    metas = [load_meta(str(folder)) for folder in (dataset_v3, tmp_path / "other")]
+    rows = np.concatenate([rows_of(folder, "action") for folder in (dataset_v3, tmp_path / "other")])
+    stats = feature_stats(metas, "action", ("q01", "q99", "mean", "std"))
+    np.testing.assert_allclose(stats["mean"], rows.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(stats["std"], rows.std(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(stats["q99"], np.quantile(rows, 0.99, axis=0), rtol=1e-6)
+
+
+def test_statistics_of_an_array_are_numpys():
+    values = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    stats = compute_stats(values)
+    exact = values.astype(np.float64)
+    for name in ("min", "max", "mean", "std"):
+        assert np.array_equal(stats[name], getattr(exact, name)(axis=0))
+    for name, share in QUANTILES.items():
+        assert np.array_equal(stats[name], np.quantile(exact, share, axis=0))
+    assert {values.dtype for values in stats.values()} == {np.dtype(np.float64)}

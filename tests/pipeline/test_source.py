@@ -1,0 +1,105 @@
+"""Units become read tasks: whole units, in order, in blocks that are just full; one task makes one table."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.data.block import BlockAccessor
+
+from vlatune.dataset.meta import load_meta
+from vlatune.dataset.reader import CameraSpec, ReadSpec, Unit, VectorSpec, make_unit, read_unit
+from vlatune.pipeline.source import UnitSource, group_units, read_block, to_table
+from vlatune.pipeline.transforms import Normalise, Rename
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All that grouping looks at."""
+
+    number: int
+    frames: range
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 60))
+def test_groups_hold_whole_units_in_order_and_end_when_they_are_full(sizes, block_rows):
+    units = [Rows(number, range(size)) for number, size in enumerate(sizes)]
+    groups = group_units(units, block_rows)
+    assert [unit for group in groups for unit in group] == units
+    for group in groups:
+        assert sum(len(unit.frames) for unit in group[:-1]) < block_rows
+    for group in groups[:-1]:
+        assert sum(len(unit.frames) for unit in group) >= block_rows
+
+
+@pytest.fixture(scope="module")
+def spec_and_units(dataset_v3) -> tuple[ReadSpec, list[Unit]]:
+    """Five units of three episodes."""
+    meta = load_meta(str(dataset_v3))
+    spec = ReadSpec(
+        root=meta.root,
+        dataset_index=0,
+        tolerance_s=1e-4,
+        cameras=(CameraSpec(meta.cameras[0], "video", 48, 48),),
+        vectors=(VectorSpec("action", "float32", meta.features["action"].shape, (0, 1, 2)),),
+        tasks=meta.tasks,
+    )
+    frames = [(0, [0, 1, 2]), (4, [3, 5]), (4, [8]), (6, [1, 2, 3, 4]), (0, [9])]
+    slots = iter(np.random.default_rng(0).permutation(11))
+    return spec, [
+        make_unit(meta, spec, episode, np.array(few), np.array([next(slots) for _ in few])) for episode, few in frames
+    ]
+
+
+def as_numpy(table) -> dict[str, np.ndarray]:
+    """A block as the feed gets it."""
+    return BlockAccessor.for_block(table).to_numpy()
+
+
+def test_a_block_is_its_units_one_after_the_other_transformed(spec_and_units):
+    spec, units = spec_and_units
+    low, high = np.full(units[0].frames.shape, -1.0), np.full(units[0].frames.shape, 3.0)
+    transforms = [Rename({spec.cameras[0].name: "picture"}), Normalise("action", "MIN_MAX", low, high)]
+    (table,) = read_block([spec], units[:4], transforms)
+    columns, alone = as_numpy(table), [read_unit(spec, unit) for unit in units[:4]]
+    for key in ("slot", "index", "timestamp", "action_is_pad", "task"):
+        assert np.array_equal(columns[key], np.concatenate([part[key] for part in alone])), key
+    assert np.array_equal(columns["picture"], np.concatenate([part[spec.cameras[0].name] for part in alone]))
+    assert columns["picture"].dtype == np.uint8
+    assert np.array_equal(columns["action"], (np.concatenate([part["action"] for part in alone]) + 1) / 2 - 1)
+
+
+def test_fixed_shapes_stay_one_buffer_and_strings_stay_strings():
+    columns = {"picture": np.arange(24, dtype=np.uint8).reshape(2, 3, 2, 2), "task": np.array(["a", "b"], object)}
+    table = to_table(columns | {"slot": np.array([5, 6]), "is_pad": np.zeros((2, 2), bool)})
+    assert table.num_rows == 2
+    assert table.column("task").to_pylist() == ["a", "b"]
+    back = as_numpy(table)
+    assert np.array_equal(back["picture"], columns["picture"])
+    assert back["is_pad"].dtype == bool
+    assert back["slot"].tolist() == [5, 6]
+
+
+def test_tasks_are_the_groups_and_announce_their_rows(spec_and_units):
+    spec, units = spec_and_units
+    source = UnitSource([spec], units, [], block_rows=4)
+    tasks = source.get_read_tasks(parallelism=99)
+    assert source.num_tasks == len(tasks) == 3
+    assert [task.metadata.num_rows for task in tasks] == [5, 5, 1]
+    blocks = [list(task()) for task in tasks]
+    assert [[len(block) for block in made] for made in blocks] == [[5], [5], [1]]
+    slots = np.concatenate([as_numpy(made[0])["slot"] for made in blocks])
+    assert slots.tolist() == np.concatenate([unit.slots for unit in units]).tolist()
+    row_bytes = 3 * 48 * 48
+    assert source.estimate_inmemory_data_size() >= 11 * row_bytes
+
+
+def test_damage_is_named_by_the_task_that_meets_it(spec_and_units):
+    spec, units = spec_and_units
+    gone = Unit(**{**vars(units[1]), "videos": ((spec.cameras[0].name, "videos/none.mp4", 0.0),)})
+    with pytest.raises(
+        ValueError, match=r"episode 4, camera 'observation.images.top', videos/none.mp4: the file is miss"
+    ):
+        list(read_block([spec], [units[0], gone], []))
