@@ -35,8 +35,8 @@ RECIPES = {
         {
             "policy": {"type": "pi05", "train": "full", "dtype": "float32"},
             "optimizer": {"lr": 3e-3},
-            "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 1200, "decay_lr": 1.5e-4},
-            "steps": 1200,
+            "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 800, "decay_lr": 1.5e-4},
+            "steps": 800,
             "batch_size": 32,
         },
     ),

@@ -350,6 +350,8 @@ def test_exists_glob_and_no_stale_listing(s3: Proxy) -> None:
     assert root.glob("meta/*/*.parquet") == ["meta/a/1.parquet", "meta/b/2.parquet"]
     put(s3, "listed/meta/c/4.parquet", b"x")
     assert root.glob("meta/*/*.parquet") == ["meta/a/1.parquet", "meta/b/2.parquet", "meta/c/4.parquet"]
+    put(s3, "listed/meta/c/4.parquet", b"longer")
+    assert root.read_bytes("meta/c/4.parquet") == b"longer", "the size must not come from the listing"
     with pytest.raises(ValueError, match=r"\*\* is not supported"):
         root.glob("meta/**/*.parquet")
 

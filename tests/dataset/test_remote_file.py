@@ -88,7 +88,7 @@ def test_it_reads_as_a_file_in_memory_does(data: bytes, steps: list[tuple[str, i
                 back = min(number, len(data))
                 assert file.seek(-back, io.SEEK_END) == plain.seek(-back, io.SEEK_END)
             else:
-                file.close()
+                file.__exit__(None, None, None)
                 file = opened(store)
                 plain.seek(0)
             assert file.tell() == plain.tell()
@@ -166,6 +166,23 @@ def test_versions_do_not_mix_in_the_cache() -> None:
             assert file.read() == data
 
 
+def test_blocks_of_an_object_that_changed_are_not_shared() -> None:
+    store = Store(b"a" * 1000)
+    first = dict(store.details)
+
+    def read_both() -> None:
+        with opened(store) as file:
+            store.data = b"b" * 1000
+            file.read()
+            store.details = first | {"ETag": "other"}
+
+    with pytest.raises(RuntimeError, match="changed while it was read"):
+        read_both()
+    store.data, store.details = b"a" * 1000, first
+    with opened(store) as file:
+        assert file.read() == store.data
+
+
 def test_a_size_that_nobody_tells() -> None:
     store = Store(b"x")
     store.details["size"] = None
@@ -177,3 +194,14 @@ def test_a_size_that_nobody_tells() -> None:
 def test_backoff_is_bounded(tries: int) -> None:
     longest = min(remote_retry.MAX_BACKOFF_S, remote_retry.FIRST_BACKOFF_S * 2.0 ** (tries - 1))
     assert 0 <= remote_retry.backoff_s(tries) <= longest
+
+
+def test_a_status_behind_a_broken_connection_is_not_the_servers() -> None:
+    """aiohttp's parser gives a body that was cut off the code 400."""
+    parser_error = Exception("cut off")
+    parser_error.code = 400  # pyright: ignore[reportAttributeAccessIssue]
+    broken = ConnectionError("lost")
+    broken.__cause__ = parser_error
+    assert remote_retry.status_of(parser_error) == 400
+    assert remote_retry.status_of(broken) is None
+    assert remote_retry.is_transient(broken)

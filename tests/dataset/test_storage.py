@@ -94,7 +94,6 @@ def test_folders_that_are_not_there(tmp_path):
 
 
 def test_options_are_used_and_never_printed():
-    options = {"secret": "s3cr3t", "skip_instance_cache": True}
-    root = Root("memory://x", options)
+    root = Root("memory://x", {"secret": "s3cr3t"})
     assert "s3cr3t" not in repr(root)
     assert root.filesystem().storage_options["secret"] == "s3cr3t"

@@ -32,7 +32,9 @@ def test_same_arguments_give_the_same_episode():
 
 @pytest.mark.parametrize("other", [(5, 8), (6, 7)])
 def test_another_seed_or_index_gives_another_episode(other):
-    assert not np.array_equal(make_episode(5, 7, NUM_FRAMES, FPS).state_TS, make_episode(*other, NUM_FRAMES, FPS).state_TS)
+    assert not np.array_equal(
+        make_episode(5, 7, NUM_FRAMES, FPS).state_TS, make_episode(*other, NUM_FRAMES, FPS).state_TS
+    )
 
 
 def test_shapes_dtypes_and_tasks():

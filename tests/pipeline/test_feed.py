@@ -152,7 +152,6 @@ def test_closing_in_the_middle_ends_the_thread_and_the_next_feed_works(plan, exp
     next(feed)
     assert len(feed_threads()) == 1
     feed.close()
-    print([t.name for t in threading.enumerate()])
     assert feed_threads() == []
     feed.close()  # twice does no harm
     again = Feed(plan, Share(0, 1), small_blocks(plan), first_step=3, last_step=4)

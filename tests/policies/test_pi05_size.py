@@ -115,7 +115,11 @@ def test_a_size_survives_its_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"depth": None}, "missing: \\['depth'\\]"), ({"widht": 3}, "unknown: \\['widht'\\]"), ({"width": "wide"}, "width='wide'")],
+    [
+        ({"depth": None}, "missing: \\['depth'\\]"),
+        ({"widht": 3}, "unknown: \\['widht'\\]"),
+        ({"width": "wide"}, "width='wide'"),
+    ],
 )
 def test_a_broken_size_file_is_refused_by_name(tmp_path, changes, message):
     values = {name: value for name, value in (TINY.to_json() | changes).items() if value is not None}

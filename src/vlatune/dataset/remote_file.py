@@ -111,7 +111,7 @@ class RemoteFile(io.BufferedIOBase):
         self._raw = self._retried(lambda: fs.open(path, "rb", cache_type="none"))
         info = self._retried(lambda: getattr(self._raw, "details", None) or fs.info(path))
         self._size = _checked_size(info, where)
-        self._tag = version_tag(info)
+        self._tag = version_tag(info)  # None: not known, so that nothing may be shared
         # s3fs sends If-Match with every GET, so that the server notices a change; for others we look at the end.
         self._is_conditional = "IfMatch" in getattr(self._raw, "req_kw", {})
         self._blocks = edges.get((where, self._tag)) if self._tag else []  # least recently used first
@@ -167,11 +167,14 @@ class RemoteFile(io.BufferedIOBase):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Raise what was lost on the way: ffmpeg takes a failed read for the end of the file at some places."""
+        blocks = self._blocks
         self.close()
         if self._failure is not None and self._failure not in chain(error):
             raise self._failure
         if self._failure is None and self._has_fetched and not self._is_conditional:
             self._check_unchanged()
+            for block in blocks:
+                self._share(block)
 
     def _block_at(self, at: int, want: int) -> Block:
         for position in range(len(self._blocks) - 1, -1, -1):
@@ -187,6 +190,11 @@ class RemoteFile(io.BufferedIOBase):
         self._blocks.append(block)
         while len(self._blocks) > 1 and sum(len(one.data) for one in self._blocks) > KEPT_BYTES:
             self._blocks.pop(0)
+        if self._is_conditional:
+            self._share(block)
+
+    def _share(self, block: Block) -> None:
+        """Leave a block that is surely of this version to the next one who opens the object."""
         if self._tag and (block.begin < EDGE_BYTES or block.end > self._size - EDGE_BYTES):
             edges.put((self._where, self._tag), block)
 
@@ -209,7 +217,8 @@ class RemoteFile(io.BufferedIOBase):
 
     def _check_unchanged(self) -> None:
         self._fs.invalidate_cache(self._path)
-        if version_tag(self._retried(lambda: self._fs.info(self._path))) != self._tag:
+        info = self._retried(lambda: self._fs.info(self._path))
+        if (version_tag(info), int(info.get("size") or 0)) != (self._tag, self._size):
             raise changed(self._where)
 
     def _retried[T](self, call: Callable[[], T]) -> T:

@@ -55,12 +55,12 @@ class WorldEpisode:
         x, y, gripper_open = (float(value) for value in self.state_TS[frame_index])
         view_23 = _view(CAMERAS[camera], np.array([x, y]), height, width)
         image_HWC = np.full((height, width, 3), TABLE[CAMERAS[camera]], np.uint8)
-        _fill(image_HWC, view_23, _box(*self.tray_2, TRAY_HALF, TRAY_HALF), TRAY)
+        _fill(image_HWC, view_23, _box(self.tray_2, TRAY_HALF, TRAY_HALF), TRAY)
         for colour, pixel in COLOURS.items():
-            _fill(image_HWC, view_23, _box(*pad_centre(self.tray_2, colour), PAD_HALF, PAD_HALF), pixel)
+            _fill(image_HWC, view_23, _box(pad_centre(self.tray_2, colour), PAD_HALF, PAD_HALF), pixel)
         for side in (-1.0, 1.0):  # the fingers stand left and right of the gripper's middle and never hide it
             finger_x = x + side * (0.18 + 0.1 * gripper_open)
-            _fill(image_HWC, view_23, _box(finger_x, y, 0.035, 0.12), FINGER)
+            _fill(image_HWC, view_23, _box(np.array([finger_x, y]), 0.035, 0.12), FINGER)
         cover_corner(image_HWC)
         return image_HWC
 
@@ -134,10 +134,10 @@ def _view(camera: str, gripper_2: np.ndarray, height: int, width: int) -> np.nda
     return np.column_stack([linear_22, middle_2 - linear_22 @ centre_2])
 
 
-def _box(x: float, y: float, half_width: float, half_height: float) -> np.ndarray:
+def _box(centre_2: np.ndarray, half_width: float, half_height: float) -> np.ndarray:
     """The four corners (P, 2) of an upright box."""
     signs_P2 = np.array([(-1.0, -1.0), (1.0, -1.0), (1.0, 1.0), (-1.0, 1.0)])
-    return np.array([x, y]) + signs_P2 * np.array([half_width, half_height])
+    return centre_2 + signs_P2 * np.array([half_width, half_height])
 
 
 def _fill(image_HWC: np.ndarray, view_23: np.ndarray, points_P2: np.ndarray, colour: tuple[int, int, int]) -> None:

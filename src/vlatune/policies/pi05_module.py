@@ -6,6 +6,7 @@ error, where LeRobot prints a line and trains from random weights.
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -89,7 +90,7 @@ def load_pi05(spec: PolicySpec, binding: Binding, *, train: str, dtype: str | No
 
 def load_weights(policy: PI05Policy, folder: Path) -> None:
     """Load every tensor or fail with the list of those that did not fit."""
-    stored = policy._fix_pytorch_state_dict_keys(_read_tensors(folder), policy.config)
+    stored = _renamed_by_lerobot(policy, _read_tensors(folder))
     stored = {key if key.startswith("model.") else f"model.{key}": value for key, value in stored.items()}
     wanted = policy.state_dict()
     missing = _untied(wanted, [key for key in wanted if key not in stored], stored)
@@ -103,6 +104,17 @@ def load_weights(policy: PI05Policy, folder: Path) -> None:
         policy.load_state_dict(stored, strict=False)
     except RuntimeError as error:
         raise ValueError(f"policy '{folder}': {str(error).splitlines()[-1].strip()}") from error
+
+
+def _renamed_by_lerobot(policy: PI05Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """LeRobot's own mapping of older names, without its warnings: what does not fit is an error below."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        return policy._fix_pytorch_state_dict_keys(tensors, policy.config)
+    finally:
+        root.setLevel(level)
 
 
 def set_trainable(policy: PI05Policy, train: str) -> None:

@@ -61,7 +61,10 @@ class Pi05Size:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             _require(isinstance(value, int) and value >= 1, f"{field.name}={value!r}: must be an integer above 0")
-        _require(self.vision_width % self.vision_heads == 0, f"vision_width={self.vision_width}: must be a multiple of vision_heads={self.vision_heads}")
+        _require(
+            self.vision_width % self.vision_heads == 0,
+            f"vision_width={self.vision_width}: must be a multiple of vision_heads={self.vision_heads}",
+        )
         for name in ("head_dim", "expert_width"):
             value = getattr(self, name)
             _require(value % 2 == 0, f"{name}={value}: must be even (its position code pairs sines with cosines)")

@@ -8,6 +8,7 @@ bytes, but for the tokenizer's absolute path in policy_preprocessor.json.
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
@@ -28,10 +29,12 @@ from transformers import PreTrainedTokenizerFast
 from vlatune.policies.pi05_size import Pi05Size, building_at, write_size
 
 TOKENIZER_FOLDER = "tokenizer"
-NUM_WAVES = 3
-ATTENTION_GAIN = 1.25
-OUT_GAIN = 1.06
-EXPERT_GAIN = 0.0
+NUM_WAVES = 3  # cosines per axis that a patch filter is mixed from
+ATTENTION_GAIN = 1.25  # of queries and keys each: a head looks at a few tokens, not at all of them alike
+OUT_GAIN = 1.06  # undoes the expert's last norm, so that the first guess of the flow is the noise itself
+EXPERT_GAIN = (
+    0.0  # the expert's branches begin silent: the noise passes through clean, and the rest is added by learning
+)
 NUM_STATE_BINS = 256  # PI0.5 writes each state value into the prompt as one of these
 
 
@@ -126,9 +129,10 @@ def init_for_scratch(policy: PI05Policy) -> None:
     - every token enters the language model at unit scale, so that the layers refine it instead of drowning it;
     - queries and keys are large enough for attention to tell tokens apart at once;
     - image tokens know their place by a smooth code of it;
-    - the expert's gates are open: the constructor leaves them near zero, which hides the prefix from the actions.
+    - the expert's gates are open: the constructor leaves them near zero, which hides the prefix from the actions;
+    - the noise goes straight from the action's input to its output, as the flow at time 1 wants it.
     """
-    model = policy.model.paligemma_with_expert
+    model: Any = policy.model.paligemma_with_expert
     paligemma, expert = model.paligemma.model, model.gemma_expert.model
     _init_gain(paligemma.multi_modal_projector.linear)
     tokens = paligemma.language_model.embed_tokens.weight
@@ -182,7 +186,9 @@ def _place_code(num_places: int, width: int) -> torch.Tensor:
     """Sines and cosines of row and column, slow to fast: half a turn over the picture, then one, two, ..."""
     side = math.isqrt(num_places)
     if side * side != num_places or width % 4:
-        raise ValueError(f"place code: {num_places} image tokens and width {width}; needs a square number and a multiple of 4")
+        raise ValueError(
+            f"place code: {num_places} image tokens and width {width}; needs a square number and a multiple of 4"
+        )
     centre = (torch.arange(side) + 0.5) / side - 0.5
     turns = torch.arange(width // 4) % side * 0.5 + 0.5
     angle = 2 * math.pi * centre[:, None] * turns
@@ -207,7 +213,7 @@ def _input_features(cameras: Sequence[str], state_dim: int, image_size: int) -> 
 def _prompt_length(tokenizer: PreTrainedTokenizerFast, tasks: Sequence[str], state_dim: int) -> int:
     """Tokens of the longest prompt, rounded up to 8: padding costs as much as text."""
     prompts = [make_prompt(task, [0] * state_dim) for task in (*tasks, "")]
-    return _round_up(max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts), 8)
+    return _round_up(max(len(tokenizer.encode(prompt)) for prompt in prompts), 8)
 
 
 def _make_processors(config: PI05Config, tokenizer_folder: Path):
@@ -222,8 +228,20 @@ def _make_processors(config: PI05Config, tokenizer_folder: Path):
     )
     prompt = Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim)
     return make_policy_processor_pipelines(
-        input_steps=[steps.rename_observations, steps.add_batch_dim, relative, steps.normalize, prompt, tokenize, steps.to_device],
-        output_steps=[steps.unnormalize, AbsoluteActionsProcessorStep(enabled=False, relative_step=relative), steps.to_cpu],
+        input_steps=[
+            steps.rename_observations,
+            steps.add_batch_dim,
+            relative,
+            steps.normalize,
+            prompt,
+            tokenize,
+            steps.to_device,
+        ],
+        output_steps=[
+            steps.unnormalize,
+            AbsoluteActionsProcessorStep(enabled=False, relative_step=relative),
+            steps.to_cpu,
+        ],
     )
 
 

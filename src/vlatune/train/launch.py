@@ -7,9 +7,11 @@ checkpoint, up to `max_restarts` times; an error in the user's input or data is 
 
 import logging
 import os
+import queue
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,9 +97,31 @@ def _run_group(config: RunConfig, setup: Setup, folder: RunFolder, checkpoint: P
     first_step = int(checkpoint.name) if checkpoint else 0
     progress = Progress(folder.metrics, config.steps, from_step=first_step)
     try:
-        trainer.fit()
+        _interruptible(trainer.fit)
     finally:
         progress.close()
+
+
+def _interruptible(call: Callable[[], object]) -> None:
+    """Run `call` on a thread and wait here. On the main thread Ray Train would catch Ctrl-C itself and take its time."""
+    outcome: queue.Queue[BaseException | None] = queue.Queue()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.put(None)
+        except BaseException as error:  # carried over to the waiting thread
+            outcome.put(error)
+
+    threading.Thread(target=run, name="ray-train", daemon=True).start()
+    while True:
+        try:
+            error = outcome.get(timeout=0.2)  # with a timeout, so that Python gets to see the signal
+        except queue.Empty:
+            continue
+        if error is not None:
+            raise error
+        return
 
 
 def make_budget(config: RunConfig, setup: Setup):
