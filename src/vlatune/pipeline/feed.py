@@ -1,14 +1,14 @@
-"""[ray] A worker's batches: blocks in, batches out, in the order of the plan, on a thread of its own.
+"""[ray] A worker's batches: blocks in, batches out, in the order of the plan, on threads of their own.
 
-The thread pulls blocks, copies their rows out at once, and assembles the next batches while the trainer
-computes. `next()` measures how long the trainer had to wait. Ends cleanly on error, on exhaustion and on
-`close()` at any moment.
+One thread pulls blocks and goes on to the next stretch of the plan by itself, so that an epoch's end is no pause. The
+other copies their rows out at once and assembles the next batches while the trainer computes. `next()` measures how
+long the trainer had to wait. Ends cleanly on error, on exhaustion and on `close()` at any moment.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from vlatune.batch import Columns
 from vlatune.pipeline.build import DataPlan, Segment, plan_segments, stream_blocks
@@ -17,6 +17,8 @@ from vlatune.pipeline.plan import Share
 from vlatune.pipeline.rows import RowBuffer
 
 QUEUED_BATCHES = 2
+QUEUED_BLOCKS = 1
+"""Blocks pulled ahead of need; each keeps its shared memory until its rows are copied out."""
 
 
 class Feed:
@@ -25,53 +27,92 @@ class Feed:
     def __init__(self, plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int) -> None:
         self.wait_s = 0.0
         """Seconds that `next()` has waited so far."""
-        self._queue: queue.Queue[Columns | BaseException | None] = queue.Queue(maxsize=QUEUED_BATCHES)
         self._stop = threading.Event()
+        self._blocks = Channel[Segment | Columns](QUEUED_BLOCKS, self._stop)
+        self._batches = Channel[Columns](QUEUED_BATCHES, self._stop)
         segments = plan_segments(plan, share, budget, first_step=first_step, last_step=last_step)
-        self._thread = threading.Thread(
-            target=self._run, args=(plan, share, budget, segments), name="feed", daemon=True
-        )
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._blocks.fill, args=(_pull(plan, budget, segments),), name="feed-pull"),
+            threading.Thread(target=self._batches.fill, args=(_assemble_all(plan, share, self._blocks),), name="feed"),
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
 
     def __iter__(self) -> Iterator[Columns]:
         return self
 
     def __next__(self) -> Columns:
         begin = time.perf_counter()
-        item = self._queue.get()
-        self.wait_s += time.perf_counter() - begin
-        if item is None:
-            raise StopIteration
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        try:
+            return next(self._batches)
+        finally:
+            self.wait_s += time.perf_counter() - begin
 
     def close(self) -> None:
         self._stop.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get_nowait()  # room for a blocked put
-            except queue.Empty:
-                self._thread.join(timeout=0.05)
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self, plan: DataPlan, share: Share, budget: Budget, segments: Iterator[Segment]) -> None:
+
+class Channel[T]:
+    """A bounded queue from one thread to another that carries the end and errors along, and lets go when stopped."""
+
+    def __init__(self, size: int, stop: threading.Event) -> None:
+        self._queue: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(maxsize=size)
+        self._stop = stop
+
+    def fill(self, items: Generator[T]) -> None:
+        """Put all items, then the end; runs on the giving thread."""
         try:
-            for segment in segments:
-                for batch in assemble(plan, share, segment, stream_blocks(plan, segment, budget)):
-                    if not self._put(batch):
-                        return
-            self._put(None)
-        except BaseException as error:  # handed to the trainer, which raises it
-            self._put(error)
+            for item in items:
+                if not self._put(("item", item)):
+                    return
+            self._put(("end", None))
+        except BaseException as error:  # raised where it is taken
+            self._put(("error", error))
+        finally:
+            items.close()  # Ray Data stops its executor when its iterator is closed
 
-    def _put(self, item: Columns | BaseException | None) -> bool:
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
         while not self._stop.is_set():
             try:
-                self._queue.put(item, timeout=0.2)
+                kind, item = self._queue.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if kind == "item":
+                return item  # pyright: ignore[reportReturnType]
+            self._put((kind, item))  # the end and an error are met by every later call, too
+            if isinstance(item, BaseException):
+                raise item
+            break
+        raise StopIteration
+
+    def _put(self, entry: tuple[str, T | BaseException | None]) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(entry, timeout=0.2)
                 return True
             except queue.Full:
                 continue
         return False
+
+
+def _pull(plan: DataPlan, budget: Budget, segments: Iterator[Segment]) -> Generator[Segment | Columns]:
+    """Each segment, followed by its blocks."""
+    for segment in segments:
+        yield segment
+        yield from stream_blocks(plan, segment, budget)
+
+
+def _assemble_all(plan: DataPlan, share: Share, stream: Iterator[Segment | Columns]) -> Generator[Columns]:
+    for segment in stream:
+        assert isinstance(segment, Segment)  # all blocks of the one before have been taken
+        blocks = (block for block in stream if not isinstance(block, Segment))
+        yield from assemble(plan, share, segment, blocks)
 
 
 def assemble(plan: DataPlan, share: Share, segment: Segment, blocks: Iterator[Columns]) -> Iterator[Columns]:
