@@ -18,15 +18,18 @@ SRC = Path(__file__).parents[1] / "src"
 
 LAYERS = [
     {"cli"},
-    {"bench", "demo", "doctor"},
+    {"bench", "demo", "doctor", "inspect_text"},
     {"train"},
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
-    {"batch", "config", "flags", "flag_help", "flag_values", "names", "recipes"},
+    {"batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "recipes"},
 ]
 """From the command line down; a room imports from its own line and from those below."""
 
 RAY_FILES = {
+    "vlatune.bench.reader",
+    "vlatune.bench.reader_peers",
+    "vlatune.pipeline.read_lerobot",
     "vlatune.pipeline.source",
     "vlatune.pipeline.build",
     "vlatune.pipeline.feed",

@@ -7,11 +7,12 @@ However a command ends, the terminal gets one line and an exit code (`_explain`)
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ class Command:
     description: str
     flags: Callable[[], type]
     """The config class; a function, so that it is imported only when needed."""
-    call: Callable[..., None]
-    """Takes the config, then the operands."""
+    call: Callable[..., int | None]
+    """Takes the config, then the operands; may return an exit code."""
     operands: tuple[str, ...] = ()
     run_dir: Callable[..., Path] | None = None
     """The run folder, out of the same arguments: where a traceback belongs."""
@@ -63,6 +64,24 @@ def make_dataset(spec: Any, folder: str) -> None:
     print(f"{folder}: {spec.episodes} episodes")
 
 
+def inspect(options: Any, dataset: str) -> int:
+    from vlatune.dataset.inspection import inspect_dataset
+
+    def show(done: int, total: int) -> None:
+        if sys.stderr.isatty() and options.videos:
+            end = "\n" if done == total else ""
+            print(f"\rvlatune: video {done} of {total}", end=end, file=sys.stderr, flush=True)
+
+    found = inspect_dataset(dataset, videos=options.videos, on_video=show)
+    if options.json:
+        print(json.dumps(asdict(found)), flush=True)
+    else:
+        from vlatune.inspect_text import inspection_text
+
+        print(inspection_text(found, width=shutil.get_terminal_size().columns), flush=True)
+    return FAILED if found.has_errors else OK
+
+
 def train(config: RunConfig) -> None:
     from vlatune.train import launch
 
@@ -79,6 +98,12 @@ def report(_: NoFlags, run_dir: str) -> None:
     from vlatune.report.html import write_report
 
     print(write_report(Path(run_dir)))
+
+
+def _inspect_options() -> type:
+    from vlatune.dataset.inspection import InspectOptions
+
+    return InspectOptions
 
 
 def _synthetic_spec() -> type:
@@ -99,6 +124,12 @@ COMMANDS = {
         flags=_synthetic_spec,
         call=make_dataset,
         operands=("DIR",),
+    ),
+    "inspect": Command(
+        "features, episodes, tasks, cameras, statistics and sizes of a dataset, and what is wrong with it",
+        flags=_inspect_options,
+        call=inspect,
+        operands=("DATASET",),
     ),
     "train": Command(
         "fine-tune a policy on a dataset",
@@ -127,7 +158,7 @@ COMMANDS = {
 class Job:
     """A command line, understood."""
 
-    call: Callable[[], None]
+    call: Callable[[], int | None]
     run_dir: Path | None = None
 
 
@@ -137,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         job = _make_job(list(sys.argv[1:] if argv is None else argv))
         run_dir = job.run_dir
-        job.call()
+        code = job.call()
     except BrokenPipeError:  # `vlatune train --help | head`; what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -147,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text, code = _explain(error, run_dir)
         print(f"vlatune: {text}", file=sys.stderr)
         return code
-    return OK
+    return code or OK
 
 
 def _make_job(words: list[str]) -> Job:

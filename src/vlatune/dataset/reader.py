@@ -1,7 +1,7 @@
 """A unit of work -> rows: parquet values joined with decoded frames, written once into a block's buffers.
 
-A unit is some frames of one episode, in rising order. Each camera's mp4 is opened once per unit. Nothing
-here knows of Ray, torch or the policy: `ReadSpec` says what is wanted, `Unit` says where it lies, and
+A unit is some frames of one episode, in rising order. Each camera's mp4 is opened once per unit; pictures in
+parquet are streamed from it. Nothing here knows of Ray, torch or the policy: `ReadSpec` says what is wanted, `Unit` says where it lies, and
 `read_into` fills rows of columns that `allocate` made.
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlatune.batch import SLOT, TASK, Columns
+from vlatune.dataset.images import read_images_into
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import read_columns
+from vlatune.dataset.tables import RowRange, read_rows
 from vlatune.dataset.video import VideoPlace, decode_into
 from vlatune.dataset.windows import window_frames
 
@@ -114,18 +115,18 @@ def read_into(spec: ReadSpec, unit: Unit, columns: Columns, at: int) -> None:
     """Fill rows [at, at + len(unit.frames)) of the buffers."""
     rows = slice(at, at + len(unit.frames))
     names = [*INDEX_COLUMNS, *(vector.name for vector in spec.vectors)]
-    names += [camera.name for camera in spec.cameras if camera.kind == "image"]
-    table = read_columns(spec.root, unit.data_path, names)
+    table = read_rows(spec.root, unit.data_path, names, unit.data_offset, unit.data_offset + unit.length)
     _check_rows(spec, unit, table)
-    own = unit.data_offset + unit.frames
+    first = unit.data_offset - table.begin
+    values = {name: column[first : first + unit.length] for name, column in table.columns.items()}
     columns["dataset_index"][rows] = unit.dataset_index
     columns[SLOT][rows] = unit.slots
     for name in INDEX_COLUMNS:
-        columns[name][rows] = table[name][own]
-    columns[TASK][rows] = _tasks(spec, unit, table["task_index"][own])
+        columns[name][rows] = values[name][unit.frames]
+    columns[TASK][rows] = _tasks(spec, unit, values["task_index"][unit.frames])
     for vector in spec.vectors:
-        _read_vector(vector, unit, table[vector.name], columns, rows)
-    timestamps = table["timestamp"][unit.data_offset : unit.data_offset + unit.length].astype(np.float64)
+        _read_vector(spec, vector, unit, values[vector.name], columns, rows)
+    timestamps = values["timestamp"].astype(np.float64)
     for camera in spec.cameras:
         _read_camera(spec, camera, unit, timestamps, columns, rows)
 
@@ -137,17 +138,18 @@ def read_unit(spec: ReadSpec, unit: Unit) -> Columns:
     return columns
 
 
-def _check_rows(spec: ReadSpec, unit: Unit, table: dict[str, np.ndarray]) -> None:
+def _check_rows(spec: ReadSpec, unit: Unit, table: RowRange) -> None:
     end = unit.data_offset + unit.length
     where = f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}"
-    if end > len(table["index"]):
+    if end > table.file_rows:
         raise ValueError(
-            f"{where}: has {len(table['index'])} rows, but meta/episodes places the episode at rows {unit.data_offset} to {end}"
+            f"{where}: has {table.file_rows} rows, but meta/episodes places the episode at rows {unit.data_offset} to {end}"
         )
-    first = (int(table["episode_index"][unit.data_offset]), int(table["frame_index"][unit.data_offset]))
-    if first != (unit.episode_index, 0) or int(table["index"][unit.data_offset]) != unit.from_row:
+    first = unit.data_offset - table.begin
+    episode, frame, index = (int(table.columns[name][first]) for name in ("episode_index", "frame_index", "index"))
+    if (episode, frame, index) != (unit.episode_index, 0, unit.from_row):
         raise ValueError(
-            f"{where}: row {unit.data_offset} is episode {first[0]}, frame {first[1]}, index {table['index'][unit.data_offset]}; "
+            f"{where}: row {unit.data_offset} is episode {episode}, frame {frame}, index {index}; "
             f"expected episode {unit.episode_index}, frame 0, index {unit.from_row}; meta and data disagree"
         )
 
@@ -162,17 +164,20 @@ def _tasks(spec: ReadSpec, unit: Unit, task_index: np.ndarray) -> Sequence[str]:
     return [spec.tasks[position] for position in task_index]
 
 
-def _read_vector(vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice) -> None:
+def _read_vector(
+    spec: ReadSpec, vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice
+) -> None:
     if values.shape[1:] != vector.shape and values.size // len(values) != int(np.prod(vector.shape)):
         raise ValueError(
-            f"{unit.data_path}: column '{vector.name}' has rows of shape {values.shape[1:]}, meta/info.json says {vector.shape}"
+            f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}: column '{vector.name}' has rows "
+            f"of shape {values.shape[1:]}, meta/info.json says {vector.shape}"
         )
     values = values.reshape(len(values), *vector.shape)
     if vector.offsets is None:
-        columns[vector.name][rows] = values[unit.data_offset + unit.frames]
+        columns[vector.name][rows] = values[unit.frames]
         return
     frames_NT, is_pad_NT = window_frames(unit.frames, vector.offsets, unit.length)
-    columns[vector.name][rows] = values[unit.data_offset + frames_NT]
+    columns[vector.name][rows] = values[frames_NT]
     columns[f"{vector.name}_is_pad"][rows] = is_pad_NT
 
 
@@ -194,11 +199,18 @@ def _read_camera(
 def _read_frames(
     spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, frames: np.ndarray, out: np.ndarray
 ) -> None:
+    if camera.kind == "image":
+        place = VideoPlace(spec.root.url, unit.episode_index, camera.name, unit.data_path)
+        read_images_into(spec.root, (unit.data_offset + frames).tolist(), out, place)
+        return
     file, from_s = next((file, from_s) for name, file, from_s in unit.videos if name == camera.name)
     wanted_s = (from_s + timestamps[frames]).tolist()
     place = VideoPlace(spec.root.url, unit.episode_index, camera.name, file)
     if spec.root.is_local:
         decode_into(spec.root.join(file), wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
         return
-    with spec.root.open(file) as opened:
-        decode_into(opened, wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
+    try:
+        with spec.root.open(file) as opened:
+            decode_into(opened, wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
+    except FileNotFoundError as error:
+        raise ValueError(f"{place}: the file is missing; fetch or re-encode it") from error

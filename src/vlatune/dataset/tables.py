@@ -1,11 +1,14 @@
-"""Parquet files of a dataset -> numpy columns, converted once per file and kept for the next unit.
+"""Parquet files of a dataset -> numpy columns, converted once and kept for the next unit.
 
-A read worker meets the same data file many times; the last few stay in memory (tabular columns alone:
-about 100 bytes a row). Extension types are refused: reading them may run code that the file brought.
+A read worker meets the same data file many times. A small file is converted whole; of a large one only the rows of
+the wanted episode are, a few thousand at a time, so that memory does not grow with the file. The last few results
+stay in memory. Extension types are refused: reading them may run code that the file brought.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +18,63 @@ import pyarrow.parquet as pq
 from vlatune.dataset.storage import Root
 
 CACHED_FILES = 4
+CACHED_BYTES = 64 << 20
+"""Kept in memory at most, but for the last result, which is kept whatever its size."""
+WHOLE_FILE_BYTES = 24 << 20
+"""A file whose wanted columns take no more is converted whole: about 200,000 rows of a robot arm."""
+BATCH_ROWS = 8192
+BUFFER_BYTES = 1 << 20
 
-_cache: OrderedDict[tuple, dict[str, np.ndarray]] = OrderedDict()
+
+@dataclass(frozen=True)
+class RowRange:
+    """Some neighbouring rows of a data file."""
+
+    columns: dict[str, np.ndarray]
+    begin: int
+    """The row of the file that is row 0 of the columns."""
+    file_rows: int
+
+
+_cache: OrderedDict[tuple, RowRange] = OrderedDict()
 
 
 def read_columns(root: Root, name: str, columns: Sequence[str]) -> dict[str, np.ndarray]:
     """Columns of one data file; lists of equal length become a second axis."""
     key = (root.url, name, tuple(columns), _version_of(root, name))
     if key not in _cache:
-        _cache[key] = _read(root, name, columns)
-        while len(_cache) > CACHED_FILES:
-            _cache.popitem(last=False)
+        with _opened(root, name, columns) as parquet:
+            _cache[key] = _convert(root, name, columns, parquet.read(columns=list(columns)), 0, parquet)
+    return _kept(key).columns
+
+
+def read_rows(root: Root, name: str, columns: Sequence[str], begin: int, end: int) -> RowRange:
+    """Columns of rows [begin, end) of one data file, with as many rows around them as is convenient.
+
+    Fewer where the file ends before.
+    """
+    whole = (root.url, name, tuple(columns), _version_of(root, name))
+    part = (*whole, begin, end)
+    key = next((key for key in (whole, part) if key in _cache), None)
+    if key is None:
+        with _opened(root, name, columns) as parquet:
+            if _is_small(parquet, columns):
+                key, first, table = whole, 0, parquet.read(columns=list(columns))
+            else:
+                key, first, table = part, begin, _slice(parquet, columns, begin, end)
+            _cache[key] = _convert(root, name, columns, table, first, parquet)
+    return _kept(key)
+
+
+def _kept(key: tuple) -> RowRange:
     _cache.move_to_end(key)
+    while len(_cache) > 1 and (len(_cache) > CACHED_FILES or sum(map(_held_bytes, _cache.values())) > CACHED_BYTES):
+        _cache.popitem(last=False)
     return _cache[key]
+
+
+def _held_bytes(rows: RowRange) -> int:
+    return sum(values.nbytes for values in rows.columns.values())
 
 
 def _version_of(root: Root, name: str) -> int:
@@ -36,22 +83,61 @@ def _version_of(root: Root, name: str) -> int:
     return path.stat().st_mtime_ns if root.is_local and path.exists() else 0
 
 
-def _read(root: Root, name: str, columns: Sequence[str]) -> dict[str, np.ndarray]:
+@contextmanager
+def _opened(root: Root, name: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """The file, with the columns in it; whatever is wrong with it is told with its name."""
     where = f"dataset '{root.url}': {name}"
     try:
         with root.open(name) as file:
-            parquet = pq.ParquetFile(file)
+            parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES)
             missing = [column for column in columns if column not in parquet.schema_arrow.names]
             if missing:
                 raise ValueError(
                     f"{where} lacks the column '{missing[0]}' that meta/info.json names; it has {', '.join(parquet.schema_arrow.names)}"
                 )
-            table = parquet.read(columns=list(columns))
+            yield parquet
     except FileNotFoundError as error:
         raise ValueError(f"{where} is missing; fetch the dataset anew") from error
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{where} is not readable parquet ({error}); fetch the dataset anew") from error
-    return {column: to_numpy(table.column(column), f"{where}, column '{column}'") for column in columns}
+
+
+def _is_small(parquet: pq.ParquetFile, columns: Sequence[str]) -> bool:
+    """By the number of values, as sizes in the file are those of encodings; a large file is known by its first part."""
+    prefixes, total = tuple(f"{column}." for column in columns), 0
+    for number in range(parquet.num_row_groups):
+        group = parquet.metadata.row_group(number)
+        for chunk in map(group.column, range(group.num_columns)):
+            if f"{chunk.path_in_schema}.".startswith(prefixes):
+                total += max(chunk.num_values * 8, chunk.total_uncompressed_size)
+        if total > WHOLE_FILE_BYTES:
+            return False
+    return True
+
+
+def _slice(parquet: pq.ParquetFile, columns: Sequence[str], begin: int, end: int) -> pa.Table:
+    """Rows [begin, end) of the row groups that hold them, and no others."""
+    sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
+    ends = np.cumsum(sizes)
+    groups = np.flatnonzero((ends > begin) & (ends - sizes < end))
+    at = int(ends[groups[0]] - sizes[groups[0]]) if len(groups) else 0
+    parts = [parquet.schema_arrow.empty_table().select(list(columns))]
+    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups.tolist(), columns=list(columns)):
+        low, high = max(begin - at, 0), min(end - at, len(batch))
+        at += len(batch)
+        if low < high:
+            parts.append(pa.Table.from_batches([batch.slice(low, high - low)]).select(list(columns)))
+        if at >= end:
+            break
+    return pa.concat_tables(parts)
+
+
+def _convert(
+    root: Root, name: str, columns: Sequence[str], table: pa.Table, begin: int, parquet: pq.ParquetFile
+) -> RowRange:
+    where = f"dataset '{root.url}': {name}"
+    values = {column: to_numpy(table.column(column), f"{where}, column '{column}'") for column in columns}
+    return RowRange(values, begin, parquet.metadata.num_rows)
 
 
 def to_numpy(column: pa.ChunkedArray, where: str) -> np.ndarray:

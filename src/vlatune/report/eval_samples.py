@@ -25,9 +25,9 @@ class EvalSample:
     task: str
     images: dict[str, np.ndarray]
     """Camera -> uint8 pixels, (3, H, W) or (H, W, 3), at the size the model sees."""
-    true_TA: np.ndarray  # noqa: N815
-    predicted_TA: np.ndarray  # noqa: N815
-    valid_T: np.ndarray  # noqa: N815
+    true_TA: np.ndarray
+    predicted_TA: np.ndarray
+    valid_T: np.ndarray
     """False where the chunk reaches past the end of the episode."""
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from vlatune.checkpoint.state_file import stored_lanes
 from vlatune.config import RunConfig, validate
+from vlatune.errors import RunStoppedError
+from vlatune.report.html import write_report
 from vlatune.train.fingerprint import fingerprints
 from vlatune.train.folder import RunFolder, only_one, open_run
 from vlatune.train.progress import Progress
@@ -33,16 +35,14 @@ def train(config: RunConfig) -> None:
     make_setup(config)  # all checks that need no lock, so that a wrong call touches nothing
     with only_one(folder):
         folder = open_run(config)
-        with local_ray(config, folder):
-            _train_until_done(config, folder)
-    from vlatune.report.html import write_report
-
-    report = write_report(folder.path)
-    summary = folder.summary() or {}
-    _say(
-        f"finished: {summary.get('optimizer_steps')} steps, loss {summary.get('final_loss'):.4f}; {summary.get('verdict')}"
-    )
-    _say(f"report: {report}")
+        try:
+            with local_ray(config, folder):
+                _train_until_done(config, folder)
+        finally:  # a run that failed has a report, too
+            _say(f"report: {write_report(folder.path)}")
+    summary = folder.summary()
+    assert summary is not None  # rank 0 writes it before the workers end
+    _say(f"finished: {summary['optimizer_steps']} steps, loss {summary['final_loss']:.4f}; {summary['verdict']}")
 
 
 def _train_until_done(config: RunConfig, folder: RunFolder) -> None:
@@ -57,7 +57,7 @@ def _train_until_done(config: RunConfig, folder: RunFolder) -> None:
         except Exception as error:
             (folder.logs / f"failure-{attempt}.txt").write_text("".join(traceback.format_exception(error)))
             reason = root_cause(error)
-            if isinstance(reason, ValueError) or attempt == config.max_restarts:
+            if isinstance(reason, ValueError | RunStoppedError) or attempt == config.max_restarts:
                 raise reason from None
             _say(
                 f"a worker failed ({reason}); restart {attempt + 1} of {config.max_restarts} from the newest checkpoint"
@@ -175,7 +175,7 @@ def local_ray(config: RunConfig, folder: RunFolder) -> Iterator[None]:
 def root_cause(error: BaseException) -> Exception:
     """The first error that is in our own words, out of Ray's layers around it."""
     for found in _unwrap(error):
-        if type(found) in (ValueError, RuntimeError):
+        if type(found) in (ValueError, RuntimeError, RunStoppedError):
             return found  # pyright: ignore[reportReturnType]
     text = str(error).strip().splitlines()
     return RuntimeError(f"{type(error).__name__}: {text[-1] if text else 'no message'}")
@@ -225,7 +225,6 @@ def _has_gpus() -> bool:
 
 def _quiet(folder: RunFolder) -> None:
     """Ray's loggers write to logs/driver.log instead of the terminal."""
-    os.environ.setdefault("RAY_TRAIN_ENABLE_CONTROLLER_LOGGING", "0")
     folder.logs.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder.logs / "driver.log")
     for name in ("ray", "ray.data", "ray.train", "ray.tune"):

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vlatune.checkpoint.state import TrainState, load_optimizer, load_trainable, read_state, write_state
 from vlatune.checkpoint.store import prune, write_checkpoint
 from vlatune.config import RunConfig, to_json
+from vlatune.errors import RunStoppedError
 from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed
 from vlatune.pipeline.memory import Budget, SpillMeter
@@ -215,7 +216,7 @@ class Recorder:
         self.board.append(line)
         allowed = self.job.config.max_spilled_bytes
         if store.spilled_bytes + store.fallback_bytes > allowed:
-            raise RuntimeError(
+            raise RunStoppedError(
                 f"the object store spilled {store.spilled_bytes} bytes and put {store.fallback_bytes} on disk, {allowed} are allowed "
                 f"(--max_spilled_bytes); raise --ray.object_store_bytes"
             )

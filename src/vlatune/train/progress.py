@@ -27,6 +27,7 @@ class Progress:
         self._file, self._total = metrics_file, total_steps
         self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
         self._shown = from_step
+        self._last_due = 0
         self._stop = threading.Event()
         self._bar = _make_bar(total_steps, from_step) if sys.stdout.isatty() else None
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
@@ -78,10 +79,8 @@ class Progress:
     def _is_due(self, step: int) -> bool:
         """About twenty plain lines for a whole run."""
         every = max(1, self._total // 20)
-        due = step // every > getattr(self, "_last_due", 0)
-        if due:
-            self._last_due = step // every
-        return due
+        before, self._last_due = self._last_due, step // every
+        return self._last_due > before
 
 
 def _make_bar(total: int, completed: int) -> Any:

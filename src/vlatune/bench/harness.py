@@ -1,0 +1,107 @@
+"""What every benchmark shares: rounds that alternate between the ways, a table, and the last line of JSON.
+
+Ratios are taken inside a round, where the machine is in the same mood, and reported with their spread. A way that
+cannot run here is named with the reason; it never counts as slow.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("vlatune", "ray", "lerobot", "torch", "av", "pyarrow", "numpy", "torchcodec")
+
+
+class CannotRunError(Exception):
+    """This way of doing it is not possible on this machine; the text says why."""
+
+
+@dataclass
+class Results:
+    """rows/s (or whatever a way returns) per way and round."""
+
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+
+    def median(self, way: str) -> float | None:
+        return statistics.median(self.rounds[way]) if self.rounds.get(way) else None
+
+    def ratio(self, way: str, other: str) -> float | None:
+        """Median over the rounds of way / other."""
+        pairs = list(zip(self.rounds.get(way, []), self.rounds.get(other, []), strict=False))
+        return statistics.median(a / b for a, b in pairs) if pairs else None
+
+    def spread(self, way: str) -> str:
+        values = self.rounds.get(way, [])
+        return f"{min(values):.1f} - {max(values):.1f}" if values else ""
+
+
+def alternate(ways: Mapping[str, Callable[[], float]], rounds: int, *, say: Callable[[str], None]) -> Results:
+    """Run every way once a round, in turn."""
+    results = Results()
+    for number in range(rounds):
+        for name, run in ways.items():
+            if name in results.not_run:
+                continue
+            try:
+                value = run()
+            except CannotRunError as error:
+                results.not_run[name] = str(error)
+                say(f"{name}: not run: {error}")
+                continue
+            results.rounds.setdefault(name, []).append(value)
+            say(f"round {number + 1} of {rounds}: {name}: {value:.1f}")
+    return results
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(str(row[column])) for row in [header, *rows]) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines
+    )
+
+
+def last_line(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The JSON object that ends a benchmark's output."""
+    return json.dumps(
+        {**figures, "commit": _commit(), "versions": _versions(), "hardware": hardware(), "settings": dict(settings)}
+    )
+
+
+def hardware() -> dict[str, Any]:
+    model = next(
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor()
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "system": platform.platform()}
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    dirty = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return "unknown"
+    return done.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

@@ -1,0 +1,122 @@
+"""[ray] The peers' ways of reading a LeRobot dataset, each the way its users call it.
+
+`template_rows` follows the public template's pipeline as described: a file group per task, full-size frames as rows of
+HWC arrays, then a map that turns them into CHW float32. The others call the peer's own code.
+"""
+
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import ray
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from vlatune.bench.decode_limit import episode_frames
+from vlatune.bench.harness import CannotRunError
+from vlatune.dataset.meta import DatasetMeta
+
+ACTION_HORIZON = 50
+
+
+def require_torchcodec() -> None:
+    try:
+        import torchcodec  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        raise CannotRunError("torchcodec finds no FFmpeg shared libraries on this system") from error
+
+
+def consume(dataset: Any) -> tuple[int, float, float]:
+    """(rows, seconds to the first row, seconds in all) of going through a Ray Dataset block by block."""
+    begin, first_s, rows = time.perf_counter(), 0.0, 0
+    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
+        first_s = first_s or time.perf_counter() - begin
+        rows += batch.num_rows
+    return rows, first_s, time.perf_counter() - begin
+
+
+def ray_rows_per_s(meta: DatasetMeta) -> float:
+    """`ray.data.read_lerobot` with an action window, as its documentation shows."""
+    require_torchcodec()
+    deltas = {"action": [offset / meta.fps for offset in range(ACTION_HORIZON)]}
+    rows, _, seconds = consume(ray.data.read_lerobot(meta.root.path, delta_timestamps=deltas))
+    return rows / seconds
+
+
+def lerobot_rows_per_s(meta: DatasetMeta, *, shuffle: bool, workers: int, max_rows: int) -> float:
+    """`LeRobotDataset` behind a torch DataLoader, as `lerobot-train` has it."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    from torch.utils.data import DataLoader, Subset
+
+    require_torchcodec()
+    deltas = {"action": [offset / meta.fps for offset in range(ACTION_HORIZON)]}
+    dataset = LeRobotDataset("bench/reader", root=meta.root.path, delta_timestamps=deltas, video_backend="torchcodec")
+    order = np.random.default_rng(0).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
+    subset = Subset(dataset, order[:max_rows].tolist())
+    loader = DataLoader(subset, batch_size=8, num_workers=workers, prefetch_factor=2, multiprocessing_context="spawn")
+    batches = iter(loader)
+    next(batches)  # the workers' start is not charged
+    begin = time.perf_counter()
+    rows = sum(len(batch["index"]) for batch in batches)
+    return rows / (time.perf_counter() - begin)
+
+
+def template_rows_per_s(meta: DatasetMeta) -> float:
+    to_float: Any = partial(_to_float_chw, list(meta.cameras))
+    read = ray.data.read_datasource(TemplateSource(meta))
+    rows, _, seconds = consume(read.map_batches(to_float, batch_size=8, batch_format="numpy"))
+    return rows / seconds
+
+
+class TemplateSource(Datasource):
+    """A read task per group of files; one row at a time."""
+
+    def __init__(self, meta: DatasetMeta) -> None:
+        super().__init__()
+        self._meta = meta
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
+    ) -> list[ReadTask]:
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for position in range(len(self._meta.episodes)):
+            files = tuple(self._meta.video_path(position, camera) for camera in self._meta.cameras)
+            groups.setdefault(files, []).append(position)
+        return [self._make_task(positions) for positions in groups.values()]
+
+    def _make_task(self, positions: list[int]) -> ReadTask:
+        meta = self._meta
+        rows = int(meta.episodes.length[positions].sum())
+        return ReadTask(lambda: _template_rows(meta, positions), BlockMetadata(rows, None, None, None))
+
+
+def _template_rows(meta: DatasetMeta, positions: list[int]) -> Iterable[Any]:
+    """One small table per row: values boxed one by one, every camera's frame at full size."""
+    from ray.data._internal.delegating_block_builder import DelegatingBlockBuilder
+
+    for position in positions:
+        table = pq.read_table(meta.root.join(meta.data_path(position)))
+        begin = int(meta.episodes.data_offset[position])
+        streams = [episode_frames(meta, position, camera, threads=0) for camera in meta.cameras]
+        for row in range(begin, begin + int(meta.episodes.length[position])):
+            record = {name: table.column(name)[row].as_py() for name in table.column_names}
+            record |= {
+                camera: next(stream).to_ndarray(format="rgb24")
+                for camera, stream in zip(meta.cameras, streams, strict=True)
+            }
+            record["task"] = meta.tasks[record["task_index"]]
+            builder = DelegatingBlockBuilder()
+            builder.add(record)
+            yield builder.build()
+
+
+def _to_float_chw(cameras: list[str], batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    for camera in cameras:
+        batch[camera] = np.stack([np.transpose(image, (2, 0, 1)).astype(np.float32) for image in batch[camera]])
+    return batch

@@ -1,0 +1,119 @@
+"""Pictures that lie in parquet, encoded (`image` features: PNG as LeRobot writes them) -> frames at the policy's size.
+
+A data file may hold gigabytes of pictures, so a column is streamed: a few rows are in memory at a time. The streams
+used last stay open, as the next unit of work mostly goes on where this one ended. Reading begins at the row group that
+holds the first wanted row; LeRobot writes one per episode.
+"""
+
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, UnidentifiedImageError
+
+from vlatune.dataset.resize import letterbox_into
+from vlatune.dataset.storage import Root
+from vlatune.dataset.video import VideoPlace
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
+"""What a picture may be encoded as; PIL's other readers are not for files of strangers."""
+BATCH_ROWS = 8
+BUFFER_BYTES = 1 << 20
+OPEN_STREAMS = 4
+"""One per camera of most robots; a remote one keeps up to 16 MiB."""
+
+_streams: OrderedDict[tuple, "ImageStream"] = OrderedDict()
+
+
+def read_images_into(root: Root, rows: Sequence[int], out_NCHW: np.ndarray, place: VideoPlace) -> None:
+    """Fill `out_NCHW` (zeroed) with the pictures in these rows of a data file; rows must not fall."""
+    for number, data in enumerate(_encoded(root, rows, place)):
+        letterbox_into(decode_image(data, place), out_NCHW[number])
+
+
+def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:
+    """RGB, (H, W, 3); transparency is dropped, grey is spread over the channels."""
+    if data is None:
+        raise ValueError(f"{place}: a row holds no picture, only its path; embed the pictures, as LeRobot does")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(
+                    f"{place}: a picture of mode {image.mode} is depth, not colour; leave it out of cameras"
+                )
+            return np.asarray(image.convert("RGB"))
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{place}: a picture cannot be decoded ({error}); fetch the dataset anew") from error
+
+
+def _encoded(root: Root, rows: Sequence[int], place: VideoPlace) -> Iterator[bytes | None]:
+    path = Path(root.join(place.file))
+    version = path.stat().st_mtime_ns if root.is_local and path.exists() else 0
+    key = (root.url, place.file, place.camera, version)
+    stream = _streams.pop(key, None)
+    try:
+        stream = stream or ImageStream(root, place.file, place.camera)
+        for row in rows:
+            yield stream.at(row)
+    except FileNotFoundError as error:
+        raise ValueError(f"{place}: the file is missing; fetch the dataset anew") from error
+    except (pa.ArrowInvalid, OSError) as error:
+        if stream is not None:
+            stream.close()  # a remote file tells here what really happened
+        raise ValueError(f"{place}: is not readable parquet ({error}); fetch the dataset anew") from error
+    _streams[key] = stream
+    while len(_streams) > OPEN_STREAMS:
+        _streams.popitem(last=False)[1].close()
+
+
+class ImageStream:
+    """The encoded pictures of one column of one data file: cheap forwards, one row group back otherwise."""
+
+    def __init__(self, root: Root, name: str, column: str) -> None:
+        self._where = f"dataset '{root.url}': {name}, column '{column}'"
+        self._column = column
+        self._file = root.open(name)
+        self._parquet = pq.ParquetFile(self._file, buffer_size=BUFFER_BYTES)
+        self._check_type()
+        groups = range(self._parquet.num_row_groups)
+        self._group_ends = np.cumsum([self._parquet.metadata.row_group(group).num_rows for group in groups])
+        self._group = -1
+        self._begin = 0
+        self._batch: pa.Array = pa.array([])
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+
+    def at(self, row: int) -> bytes | None:
+        group = int(np.searchsorted(self._group_ends, row, side="right"))
+        if group == len(self._group_ends):
+            raise ValueError(f"{self._where}: there is no row {row}; meta and data disagree")
+        if group != self._group or row < self._begin:
+            self._start(group)
+        while row >= self._begin + len(self._batch):
+            self._begin += len(self._batch)
+            column = next(self._batches).column(0)
+            self._batch = column.field("bytes") if pa.types.is_struct(column.type) else column
+        return self._batch[row - self._begin].as_py()
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+    def _start(self, group: int) -> None:
+        self._group, self._begin, self._batch = group, int(self._group_ends[group - 1]) if group else 0, pa.array([])
+        self._batches = self._parquet.iter_batches(
+            BATCH_ROWS, row_groups=[group], columns=[self._column], use_threads=False
+        )
+
+    def _check_type(self) -> None:
+        schema = self._parquet.schema_arrow
+        if self._column not in schema.names:
+            raise ValueError(
+                f"{self._where}: it is not there, though meta/info.json names it; there are {schema.names}"
+            )
+        kind = schema.field(self._column).type
+        inner = kind.field("bytes").type if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0 else kind
+        if not (pa.types.is_binary(inner) or pa.types.is_large_binary(inner)):
+            raise ValueError(f"{self._where}: its type is {kind}; a picture is bytes, or a struct with bytes in it")

@@ -1,0 +1,163 @@
+"""What the mp4 files themselves say, held against meta/: size, codec, pixel format, frames per second, length.
+
+Only the headers are read; no picture is decoded. A file that cannot be opened is a finding, not a failure; a store
+that does not answer is a failure, as everywhere.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import IO, Any
+
+import av
+import av.error
+
+from vlatune.dataset.inspect_files import needed_frames
+from vlatune.dataset.inspect_problems import Problem, with_examples
+from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.storage import Root
+
+THREADS = 8
+"""Files that are opened at once: the time goes into waiting for the disk or the store."""
+FPS_TOLERANCE = 0.01
+"""Share; containers round the rate, and 29.97 is not 30."""
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    file: str
+    height: int = 0
+    width: int = 0
+    codec: str = ""
+    pixel_format: str = ""
+    fps: float = 0.0
+    num_frames: int = 0
+    """0 where the container does not tell."""
+    error: str = ""
+    """Why the file could not be opened; nothing else is known then."""
+
+    @property
+    def size(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+def read_videos(root: Root, files: Sequence[str], *, on_file: Callable[[], None]) -> list[VideoFacts]:
+    """The facts of each file, in the order of `files`; `on_file` is called after each."""
+    found: list[VideoFacts] = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for facts in pool.map(lambda file: read_video(root, file), files):
+            found.append(facts)
+            on_file()
+    return found
+
+
+def read_video(root: Root, file: str) -> VideoFacts:
+    try:
+        if root.is_local:
+            return _read_header(root.join(file), file)
+        with root.open(file) as opened:
+            return _read_header(opened, file)
+    except (av.error.FFmpegError, FileNotFoundError) as error:
+        return VideoFacts(file, error=" ".join(str(error).split()))
+
+
+def _read_header(source: str | IO[bytes], file: str) -> VideoFacts:
+    with av.open(source, metadata_errors="ignore") as container:
+        if not container.streams.video:
+            return VideoFacts(file, error="there is no video stream in it")
+        stream = container.streams.video[0]
+        context: Any = stream.codec_context
+        return VideoFacts(
+            file=file,
+            height=context.height,
+            width=context.width,
+            codec=context.codec.canonical_name,
+            pixel_format=context.pix_fmt or "",
+            fps=float(stream.average_rate or 0.0),
+            num_frames=stream.frames,
+        )
+
+
+def video_problems(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts]) -> list[Problem]:
+    """How the files of one camera differ from what info.json and meta/episodes say of them."""
+    place = f"camera '{camera}'"
+    good = [video for video in videos if not video.error]
+    return [
+        *_unreadable(videos, place),
+        *_wrong_size(meta, camera, good, place),
+        *_wrong_fps(meta, camera, good, place),
+        *_wrong_codec(meta, camera, good, place),
+        *_too_short(meta, camera, good, place),
+    ]
+
+
+def _unreadable(videos: Sequence[VideoFacts], place: str) -> list[Problem]:
+    return with_examples(
+        "error",
+        [f"{video.file}: {video.error}" for video in videos if video.error],
+        place=place,
+        found="files that cannot be opened as video",
+        expected="mp4 files",
+        fix="fetch them anew; a file of some 130 bytes is a Git LFS pointer: run `git lfs pull`",
+    )
+
+
+def _wrong_size(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], place: str) -> list[Problem]:
+    height_width = meta.features[camera].height_width
+    size = "{}x{}".format(*height_width)
+    return with_examples(
+        "warning",
+        [f"{video.file}: {video.size}" for video in videos if (video.height, video.width) != height_width],
+        place=place,
+        found="files with pictures of another size (height x width) than meta/info.json says",
+        expected=size,
+        fix="correct the feature's shape in meta/info.json, or re-encode the files",
+    )
+
+
+def _wrong_fps(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], place: str) -> list[Problem]:
+    fps = declared_fps(meta, camera)
+    wrong = [video for video in videos if abs(video.fps - fps) > FPS_TOLERANCE * fps]
+    return with_examples(
+        "error",
+        [f"{video.file}: {video.fps:g} fps" for video in wrong],
+        place=place,
+        found="files with other frames per second than meta/info.json says",
+        expected=f"{fps:g} fps, so that every row has its picture",
+        fix="correct fps in meta/info.json if the rows' timestamps agree with the files; else re-encode the files",
+    )
+
+
+def _wrong_codec(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], place: str) -> list[Problem]:
+    codec = declared(meta, camera, "codec")
+    return with_examples(
+        "warning",
+        [f"{video.file}: {video.codec}" for video in videos if codec and video.codec != codec],
+        place=place,
+        found="files with another codec than meta/info.json says",
+        expected=str(codec),
+        fix="correct the feature's video.codec in meta/info.json; reading does not depend on it",
+    )
+
+
+def _too_short(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], place: str) -> list[Problem]:
+    needed = needed_frames(meta, camera, fps=declared_fps(meta, camera))
+    wrong = [video for video in videos if 0 < video.num_frames < needed[video.file]]
+    return with_examples(
+        "error",
+        [f"{video.file}: {video.num_frames} frames, {needed[video.file]} needed" for video in wrong],
+        place=place,
+        found="files with fewer frames than the episodes in them have rows",
+        expected="a frame for every row",
+        fix="fetch or re-encode the files; leave the episodes out with --dataset.episodes until then",
+    )
+
+
+def declared_fps(meta: DatasetMeta, camera: str) -> float:
+    return float(declared(meta, camera, "fps") or meta.fps)
+
+
+def declared(meta: DatasetMeta, camera: str, what: str) -> Any:
+    """What info.json says of a video; the keys have a prefix or not, depending on the version that wrote them."""
+    info = meta.features[camera].info
+    return info.get(f"video.{what}", info.get(what))

@@ -1,0 +1,175 @@
+"""What a dataset holds and what is wrong with it: `inspect_dataset`, behind `vlatune inspect`.
+
+Reads meta/, lists the folders once, opens one mp4 per camera (or all) and one column of one data file, so that 10^5
+episodes take seconds. Where the metadata is refused, the report still has what info.json says. The facts are plain
+values: `dataclasses.asdict` of an `Inspection` is what `--json` prints.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlatune.dataset import inspect_facts as facts
+from vlatune.dataset.inspect_files import data_files, list_files, top_folder, video_files
+from vlatune.dataset.inspect_layout import file_problems, refusal, task_problems
+from vlatune.dataset.inspect_problems import Problem, meta_problems
+from vlatune.dataset.inspect_spans import span_problems
+from vlatune.dataset.inspect_videos import VideoFacts, read_videos, video_problems
+from vlatune.dataset.meta import SUPPORTED, DatasetMeta, load_meta
+from vlatune.dataset.storage import Root
+
+DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError)
+"""What reading damaged metadata may raise; a RuntimeError or OSError is the world's and goes to the caller."""
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    videos: bool = False
+    """Open every mp4 file, not only the first of each camera."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    dataset: str
+    version: str | None
+    robot_type: str | None = None
+    features: tuple[facts.FeatureFacts, ...] = ()
+    episodes: facts.EpisodeFacts | None = None
+    tasks: tuple[facts.TaskFacts, ...] = ()
+    cameras: tuple[facts.CameraFacts, ...] = ()
+    stats: tuple[facts.StatsFacts, ...] = ()
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """data, videos, meta -> bytes on disk."""
+    problems: tuple[Problem, ...] = ()
+    """Errors first."""
+
+    @property
+    def has_errors(self) -> bool:
+        return any(problem.severity == "error" for problem in self.problems)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the folders hold, and what the metadata points to."""
+
+    folders: tuple[str, ...]
+    """Names at the top."""
+    present: Mapping[str, Mapping[str, int]]
+    """data, videos, meta -> name -> bytes."""
+    data: tuple[str, ...]
+    videos: Mapping[str, tuple[str, ...]]
+    """Camera -> its mp4 files."""
+
+    def present_videos(self, camera: str) -> dict[str, int]:
+        present = self.present["videos"]
+        return {name: present[name] for name in self.videos[camera] if name in present}
+
+
+def inspect_dataset(
+    root: str | Root, *, videos: bool = False, on_video: Callable[[int, int], None] = lambda done, total: None
+) -> Inspection:
+    """Look at the dataset in a folder or at a URL; `on_video` gets the number of mp4 files opened, and of all."""
+    root = Root(root) if isinstance(root, str) else root
+    if not root.is_dir():
+        raise ValueError(f"dataset '{root.url}': there is no such folder; give a dataset's folder or URL")
+    info = _read_info(root)
+    try:
+        meta = load_meta(root)
+        files = _list_all(meta)
+    except DAMAGED as error:
+        return _from_info(root, info, error)
+    return _from_meta(meta, info, files, _open_videos(meta.root, files, on_video, every=videos))
+
+
+def _read_info(root: Root) -> dict[str, Any]:
+    """info.json, or nothing where it cannot be read: load_meta says why."""
+    try:
+        info = json.loads(root.read_bytes("meta/info.json"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def _from_info(root: Root, info: Mapping[str, Any], error: Exception) -> Inspection:
+    expected = f"the metadata of a LeRobot dataset, {' or '.join(SUPPORTED)}"
+    problem = refusal(error, root.url, place="meta/", expected=expected)
+    version = info.get("codebase_version")
+    if version is not None and f"v{str(version).removeprefix('v')}" not in SUPPORTED:
+        return Inspection(root.url, str(version), problems=(problem,))
+    folders = {"data": "data", "videos": "videos", "meta": "meta"} if info else {}
+    return Inspection(
+        dataset=root.url,
+        version=None if version is None else str(version),
+        robot_type=_text(info.get("robot_type")),
+        features=facts.feature_facts_of_info(info),
+        episodes=facts.episode_facts_of_info(info),
+        bytes={kind: sum(list_files(root, folder).values()) for kind, folder in folders.items()},
+        problems=(problem,),
+    )
+
+
+def _list_all(meta: DatasetMeta) -> _Files:
+    tops = {"data": top_folder(meta.templates["data_path"]), "videos": top_folder(meta.templates["video_path"])}
+    return _Files(
+        folders=tuple(meta.root.glob("*")),
+        present={kind: list_files(meta.root, folder) for kind, folder in {**tops, "meta": "meta"}.items()},
+        data=tuple(data_files(meta)),
+        videos={camera: tuple(video_files(meta, camera)) for camera in meta.cameras},
+    )
+
+
+def _open_videos(
+    root: Root, files: _Files, on_video: Callable[[int, int], None], *, every: bool
+) -> dict[str, list[VideoFacts]]:
+    """Camera -> the facts of its files, or of the first that is there."""
+    wanted = {camera: list(files.present_videos(camera))[: None if every else 1] for camera in files.videos}
+    total, done = sum(map(len, wanted.values())), 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        on_video(done, total)
+
+    return {camera: read_videos(root, names, on_file=count) for camera, names in wanted.items()}
+
+
+def _from_meta(
+    meta: DatasetMeta, info: Mapping[str, Any], files: _Files, opened: Mapping[str, list[VideoFacts]]
+) -> Inspection:
+    problems = _all_problems(meta, info, files, opened)
+    return Inspection(
+        dataset=meta.root.url,
+        version=meta.version,
+        robot_type=_text(info.get("robot_type")),
+        features=facts.feature_facts(meta),
+        episodes=facts.episode_facts(meta),
+        tasks=facts.task_facts(meta),
+        cameras=tuple(
+            facts.camera_facts(meta, camera, files.present_videos(camera), opened[camera]) for camera in meta.cameras
+        ),
+        stats=facts.stats_facts(meta),
+        bytes={kind: sum(present.values()) for kind, present in files.present.items()},
+        problems=tuple(sorted(problems, key=lambda problem: problem.severity)),  # "error" comes before "warning"
+    )
+
+
+def _all_problems(
+    meta: DatasetMeta, info: Mapping[str, Any], files: _Files, opened: Mapping[str, list[VideoFacts]]
+) -> list[Problem]:
+    present = files.present
+    all_videos = [name for names in files.videos.values() for name in names]
+    problems = meta_problems(meta, info)
+    problems += file_problems(meta, "data_path", files.data, present["data"], files.folders)
+    problems += file_problems(meta, "video_path", all_videos, present["videos"], files.folders)
+    problems += span_problems(meta)
+    for camera, videos in opened.items():
+        problems += video_problems(meta, camera, videos)
+    sample = next((name for name in files.data if name in present["data"]), None)
+    return problems + ([] if sample is None else task_problems(meta, sample))
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)

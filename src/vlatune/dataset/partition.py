@@ -1,0 +1,168 @@
+"""Episodes and the files they lie in -> read tasks: who reads which frames. Pure: ints in, ints out.
+
+    episode      0     1     2     3         lengths, in rows
+    mp4          a     a     b     b
+    parquet      x     x     x     y
+
+    episode      [0]   [1]   [2]   [3]       a task per episode
+    file_group   [0     1]   [2]   [3]       neighbours with the same files, cut where a task would grow too long
+    chain        [0     1]   [2     3]       cut only where no mp4 goes on, so that one task opens it
+    sequential   [0   1 | 1  2 | 2   3]      the stream of all rows in equal parts
+    row_block    [0 | 0 | 1 | 1 | ...]       a fixed number of rows; the last task has the rest
+
+Tasks and the spans in them follow the order of the episodes, so their rows, joined, are the dataset's rows in order.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from vlatune.names import did_you_mean
+
+
+class Span(NamedTuple):
+    """Frames [begin, end) of one episode."""
+
+    episode: int
+    """Its place in the list that was partitioned."""
+    begin: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.begin
+
+
+type Tasks = list[list[Span]]
+
+
+@dataclass(frozen=True)
+class EpisodeFiles:
+    """What a partitioning looks at; a file is any number that tells it from the others."""
+
+    lengths_E: np.ndarray
+    data_E: np.ndarray
+    """The parquet file of each episode."""
+    videos_EC: np.ndarray
+    """The mp4 of each episode and camera; no columns for a dataset without video."""
+
+
+def partition(how: str, episodes: EpisodeFiles, *, task_rows: int, block_rows: int) -> Tasks:
+    """Read tasks over all rows. `task_rows` is the size to aim at, `block_rows` that of a `row_block` task."""
+    check_partitioning(how)
+    return _PARTITIONINGS[how](episodes, task_rows, block_rows)
+
+
+def check_partitioning(how: str) -> None:
+    if how not in _PARTITIONINGS:
+        raise ValueError(
+            f"partitioning='{how}' is not known{did_you_mean(how, _PARTITIONINGS) or ';'} "
+            f"there are {', '.join(_PARTITIONINGS)}"
+        )
+
+
+def cut_rows(spans: Sequence[Span], rows: int) -> Iterator[list[Span]]:
+    """The same rows in lists of `rows` rows each; the last has what is left."""
+    taken: list[Span] = []
+    room = rows
+    for span in spans:
+        begin = span.begin
+        while begin < span.end:
+            end = min(span.end, begin + room)
+            taken.append(Span(span.episode, begin, end))
+            room -= end - begin
+            begin = end
+            if room == 0:
+                yield taken
+                taken, room = [], rows
+    if taken:
+        yield taken
+
+
+def _by_episode(episodes: EpisodeFiles, task_rows: int, block_rows: int) -> Tasks:
+    return [[span] for span in _whole(episodes)]
+
+
+def _by_file_group(episodes: EpisodeFiles, task_rows: int, block_rows: int) -> Tasks:
+    files_EF = np.column_stack([episodes.data_E, episodes.videos_EC])
+    changes_E = (files_EF[1:] != files_EF[:-1]).any(axis=1)
+    groups = _split(_whole(episodes), changes_E)
+    return [task for group in groups for task in _fill(group, task_rows)]
+
+
+def _by_chain(episodes: EpisodeFiles, task_rows: int, block_rows: int) -> Tasks:
+    files_EF = episodes.videos_EC if episodes.videos_EC.shape[1] else episodes.data_E[:, None]
+    return _split(_whole(episodes), ~_goes_on(files_EF))
+
+
+def _by_sequence(episodes: EpisodeFiles, task_rows: int, block_rows: int) -> Tasks:
+    total = int(episodes.lengths_E.sum())
+    num_tasks = -(-total // task_rows)
+    edges = [total * number // num_tasks for number in range(num_tasks + 1)]
+    spans, tasks = _whole(episodes), []
+    ends_E = np.cumsum(episodes.lengths_E)
+    for begin, end in itertools.pairwise(edges):
+        first, last = np.searchsorted(ends_E, [begin, end - 1], side="right").tolist()
+        starts = (ends_E - episodes.lengths_E)[first : last + 1].tolist()
+        tasks.append(
+            [
+                Span(span.episode, max(0, begin - start), min(span.end, end - start))
+                for span, start in zip(spans[first : last + 1], starts, strict=True)
+            ]
+        )
+    return tasks
+
+
+def _by_row_block(episodes: EpisodeFiles, task_rows: int, block_rows: int) -> Tasks:
+    return list(cut_rows(_whole(episodes), block_rows))
+
+
+_PARTITIONINGS: dict[str, Callable[[EpisodeFiles, int, int], Tasks]] = {
+    "episode": _by_episode,
+    "file_group": _by_file_group,
+    "chain": _by_chain,
+    "sequential": _by_sequence,
+    "row_block": _by_row_block,
+}
+
+
+def _whole(episodes: EpisodeFiles) -> list[Span]:
+    return [Span(episode, 0, length) for episode, length in enumerate(episodes.lengths_E.tolist())]
+
+
+def _split(spans: list[Span], cut_after: np.ndarray) -> Tasks:
+    """Cut the list after every span whose flag is set; there is one flag less than spans."""
+    bounds = [0, *(np.flatnonzero(cut_after) + 1).tolist(), len(spans)]
+    return [spans[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def _goes_on(files_EF: np.ndarray) -> np.ndarray:
+    """For each gap between neighbouring episodes, whether a file is used both before and after it."""
+    opened = np.zeros(len(files_EF), dtype=np.int64)
+    for files in files_EF.T:
+        _, first, group = np.unique(files, return_index=True, return_inverse=True)
+        last = np.zeros(len(first), dtype=np.int64)
+        np.maximum.at(last, group.reshape(-1), np.arange(len(files)))
+        np.add.at(opened, first, 1)
+        np.add.at(opened, last, -1)
+    return np.cumsum(opened)[:-1] > 0
+
+
+def _fill(group: list[Span], task_rows: int) -> Iterator[list[Span]]:
+    """Whole episodes together up to `task_rows` rows; one that is longer is cut into equal parts, each a task."""
+    taken: list[Span] = []
+    for span in group:
+        if taken and sum(one.rows for one in taken) + span.rows > task_rows:
+            yield taken
+            taken = []
+        if span.rows <= task_rows:
+            taken.append(span)
+            continue
+        parts = -(-span.rows // task_rows)
+        edges = [span.begin + span.rows * number // parts for number in range(parts + 1)]
+        yield from ([Span(span.episode, begin, end)] for begin, end in itertools.pairwise(edges))
+    if taken:
+        yield taken

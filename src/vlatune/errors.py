@@ -1,0 +1,5 @@
+"""Errors with a meaning of their own. ValueError is the user's input, RuntimeError the world."""
+
+
+class RunStoppedError(RuntimeError):
+    """The run must not go on: trying again would end the same way."""

@@ -1,0 +1,129 @@
+"""[ray] LeRobot datasets as a Ray Dataset: `vlatune.read_lerobot`.
+
+The plan (read_plan.py) says which task reads what. A task fills one block after the other: buffers are allocated at
+their size, pictures are decoded into them, and the table over them is the block. Blocks lie between 1.0 and 1.5 times
+the size that this Dataset's context asks for, where Ray neither joins nor splits. Read workers import no torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from vlatune.batch import TASK, Columns
+from vlatune.dataset.partition import Span
+from vlatune.dataset.reader import Unit, allocate, read_into
+from vlatune.dataset.request import Delivery
+from vlatune.pipeline.read_plan import Names, ReadPlan, ReadTaskPlan, Roots, plan_read, task_blocks
+from vlatune.pipeline.source import to_table
+
+TARGET_SHARE = 0.8
+"""Ray's target over the size of our blocks: 1.25 times the target lies in the middle of what it leaves alone."""
+
+
+def read_lerobot(
+    root: Roots,
+    *,
+    resize: tuple[int, int] | None = (224, 224),
+    action_horizon: int | None = 50,
+    cameras: Sequence[str] | None = None,
+    episodes: Sequence[int] | None = None,
+    delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+    partitioning: str = "file_group",
+    storage_options: Mapping[str, Any] | None = None,
+    rename_map: Names = None,
+    feature_map: Names = None,
+    tolerance_s: float = 1e-4,
+    concurrency: int | None = None,
+    block_bytes: int | None = None,
+) -> ray.data.Dataset:
+    """Rows of one or several LeRobot datasets (v3.0 or v2.1), decoded, resized and windowed; see docs/read_lerobot.md.
+
+    Args:
+        root: Folder or URL of a dataset, or several: their rows follow each other and carry `dataset_index`.
+        resize: (height, width) of all pictures, letterboxed as PI0.5 does it; None keeps the recorded size.
+        action_horizon: Actions per row, from the row's own on, with `action_is_pad`; None gives single ones.
+        cameras: The cameras to decode; all when None. An empty list decodes none.
+        episodes: `episode_index` of those to read, from every dataset; all when None.
+        delta_timestamps: Feature -> offsets in seconds, as in LeRobot: a window with `<feature>_is_pad`.
+        partitioning: How rows are shared out to tasks: episode, file_group, chain, sequential or row_block.
+        storage_options: Handed to fsspec for a URL.
+        rename_map: The dataset's camera names -> the delivered ones; one for all datasets, or one for each.
+        feature_map: The same for any feature: {"actions": "action", "state": "observation.state"}.
+        tolerance_s: How far a frame may be from its row's time.
+        concurrency: Read tasks that run at once; Ray decides when None.
+        block_bytes: Size of a block, 16 MiB when None.
+    """
+    plan = plan_read(
+        root,
+        resize=resize,
+        action_horizon=action_horizon,
+        cameras=cameras,
+        episodes=episodes,
+        delta_timestamps=delta_timestamps,
+        partitioning=partitioning,
+        storage_options=storage_options,
+        rename_map=rename_map,
+        feature_map=feature_map,
+        tolerance_s=tolerance_s,
+        block_bytes=block_bytes,
+    )
+    source = LeRobotSource(plan)
+    dataset = ray.data.read_datasource(source, override_num_blocks=len(plan.tasks), concurrency=concurrency)
+    # The context is this Dataset's own copy: the caller's other Datasets keep their block size.
+    dataset.context.target_max_block_size = max(1, int(plan.block_rows * plan.row_bytes * TARGET_SHARE))
+    return dataset
+
+
+class LeRobotSource(Datasource):
+    """The tasks of a plan, as Ray has them."""
+
+    def __init__(self, plan: ReadPlan) -> None:
+        super().__init__()
+        self._plan = plan
+        self._schema = blank_schema(plan.tasks[0].delivery)
+
+    def get_name(self) -> str:
+        return "LeRobot"
+
+    def estimate_inmemory_data_size(self) -> int:
+        return self._plan.bytes
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
+    ) -> list[ReadTask]:
+        return [self._make_task(task, per_task_row_limit) for task in self._plan.tasks]
+
+    def _make_task(self, task: ReadTaskPlan, per_task_row_limit: int | None) -> ReadTask:
+        metadata = BlockMetadata(num_rows=task.rows, size_bytes=task.bytes, input_files=task.files, exec_stats=None)
+        read = partial(read_task, task.delivery, task.places, task.spans, self._plan.block_rows)
+        return ReadTask(read, metadata, schema=self._schema, per_task_row_limit=per_task_row_limit)
+
+
+def read_task(delivery: Delivery, places: Sequence[Unit], spans: Sequence[Span], block_rows: int) -> Iterator[pa.Table]:
+    """What a read task runs."""
+    for units in task_blocks(places, spans, block_rows):
+        yield to_table(read_block(delivery, units))
+
+
+def read_block(delivery: Delivery, units: Sequence[Unit]) -> Columns:
+    """The units' rows, one after the other, under their delivered names."""
+    columns = allocate(delivery.spec, sum(len(unit.frames) for unit in units))
+    at = 0
+    for unit in units:
+        read_into(delivery.spec, unit, columns, at)
+        at += len(unit.frames)
+    return {name: columns[own] for own, name in delivery.names}
+
+
+def blank_schema(delivery: Delivery) -> pa.Schema:
+    """The schema of every block, from a row that nobody read."""
+    row = allocate(delivery.spec, 1)
+    for values in row.values():
+        values[:] = "" if values.dtype == object else 0
+    assert row[TASK][0] == ""
+    return to_table({name: row[own] for own, name in delivery.names}).schema
