@@ -18,7 +18,7 @@ SRC = Path(__file__).parents[1] / "src"
 
 LAYERS = [
     {"cli"},
-    {"bench", "demo", "doctor", "inspect_text"},
+    {"bench", "demo", "doctor", "inspect"},
     {"train"},
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},

@@ -23,6 +23,7 @@ from vlatune.flags import MissingOperandError, parse_command
 from vlatune.names import did_you_mean
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+BENCHMARKS = ("reader",)
 MAX_FOREIGN_TEXT = 300
 
 
@@ -65,7 +66,7 @@ def make_dataset(spec: Any, folder: str) -> None:
 
 
 def inspect(options: Any, dataset: str) -> int:
-    from vlatune.dataset.inspection import inspect_dataset
+    from vlatune.inspect.inspection import inspect_dataset
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty() and options.videos:
@@ -76,7 +77,7 @@ def inspect(options: Any, dataset: str) -> int:
     if options.json:
         print(json.dumps(asdict(found)), flush=True)
     else:
-        from vlatune.inspect_text import inspection_text
+        from vlatune.inspect.text import inspection_text
 
         print(inspection_text(found, width=shutil.get_terminal_size().columns), flush=True)
     return FAILED if found.has_errors else OK
@@ -100,8 +101,23 @@ def report(_: NoFlags, run_dir: str) -> None:
     print(write_report(Path(run_dir)))
 
 
+def bench(options: Any, name: str) -> None:
+    if name not in BENCHMARKS:
+        hint = did_you_mean(name, BENCHMARKS) or f"; there is {', '.join(BENCHMARKS)}"
+        raise ValueError(f"unknown benchmark '{name}'{hint}")
+    from vlatune.bench import reader
+
+    reader.run(options)
+
+
+def _reader_bench() -> type:
+    from vlatune.bench.options import ReaderBench
+
+    return ReaderBench
+
+
 def _inspect_options() -> type:
-    from vlatune.dataset.inspection import InspectOptions
+    from vlatune.inspect.inspection import InspectOptions
 
     return InspectOptions
 
@@ -150,6 +166,12 @@ COMMANDS = {
         call=report,
         operands=("RUN",),
         run_dir=lambda _, run_dir: Path(run_dir),
+    ),
+    "bench": Command(
+        "measure one part against its peers: reader",
+        flags=_reader_bench,
+        call=bench,
+        operands=("NAME",),
     ),
 }
 

@@ -337,9 +337,6 @@ def test_a_vector_of_another_width_is_named(damaged, meta):
     )
 
 
-@pytest.mark.xfail(
-    strict=True, raises=FileNotFoundError, reason="opening a remote file is not inside decode_into's try"
-)
 def test_a_missing_video_behind_a_url_is_named(dataset_v3):
     memory = fsspec.filesystem("memory")
     memory.put(str(dataset_v3), "/reader-missing", recursive=True)

@@ -77,7 +77,7 @@ def joined(parts: list[Columns]) -> Columns:
 
 
 def feed_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "feed" and thread.is_alive()]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("feed") and thread.is_alive()]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,7 @@ def test_one_worker_gets_the_rows_of_the_order_through_two_epochs(plan, expected
     batches = list(feed)
     assert_same(batches, expected(0, steps))
     assert feed.wait_s > 0
+    assert list(feed) == []  # the end is met again, not waited for
     seen = np.concatenate([batch["index"] for batch in batches[: plan.order.batches_per_epoch]])
     assert len(np.unique(seen)) == len(seen) > 40
 
@@ -150,10 +151,11 @@ def test_closing_in_the_middle_ends_the_thread_and_the_next_feed_works(plan, exp
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=1000)
     feeds.append(feed)
     next(feed)
-    assert len(feed_threads()) == 1
+    assert feed_threads()
     feed.close()
     assert feed_threads() == []
     feed.close()  # twice does no harm
+    assert next(feed, None) is None
     again = Feed(plan, Share(0, 1), small_blocks(plan), first_step=3, last_step=4)
     feeds.append(again)
     assert_same(list(again), expected(3, 4))
@@ -169,6 +171,8 @@ def test_a_damaged_video_ends_the_feed_with_its_episode_and_camera(dataset_v3, s
     feeds.append(feed)
     with pytest.raises(ValueError, match=rf"episode \d, camera 'observation.images.wrist', {file}: cannot be decoded"):
         list(feed)
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        next(feed)
     feed.close()
     assert feed_threads() == []
 

@@ -22,6 +22,8 @@ CACHED_BYTES = 64 << 20
 """Kept in memory at most, but for the last result, which is kept whatever its size."""
 WHOLE_FILE_BYTES = 24 << 20
 """A file whose wanted columns take no more is converted whole: about 200,000 rows of a robot arm."""
+HF_ARRAYS = "datasets.features.features.Array"
+"""LeRobot's features of two and more axes: lists of lists under a name of `datasets`, seen where that is imported."""
 BATCH_ROWS = 8192
 BUFFER_BYTES = 1 << 20
 
@@ -89,7 +91,7 @@ def _opened(root: Root, name: str, columns: Sequence[str]) -> Iterator[pq.Parque
     where = f"dataset '{root.url}': {name}"
     try:
         with root.open(name) as file:
-            parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES)
+            parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
             missing = [column for column in columns if column not in parquet.schema_arrow.names]
             if missing:
                 raise ValueError(
@@ -143,6 +145,8 @@ def _convert(
 def to_numpy(column: pa.ChunkedArray, where: str) -> np.ndarray:
     """(N,) for scalars, (N, D) or (N, D, E) for lists of equal length."""
     array = column.combine_chunks()
+    if getattr(array.type, "extension_name", "").startswith(HF_ARRAYS):
+        array = array.storage
     _check_plain(array, where)
     rows, shape = len(array), []
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):

@@ -82,13 +82,11 @@ def data_files(meta: DatasetMeta) -> list[str]:
     return list(dict.fromkeys(meta.data_path(position) for position in positions))
 
 
-def video_files(meta: DatasetMeta, camera: str) -> list[str]:
-    """The mp4 files of a camera, each once; none for a camera whose pictures are in the data files."""
-    return list(needed_frames(meta, camera, fps=meta.fps))
+def video_files(meta: DatasetMeta, camera: str, *, fps: float) -> dict[str, int]:
+    """mp4 file of a camera -> frames that it must have at this rate, up to the last row of its last episode.
 
-
-def needed_frames(meta: DatasetMeta, camera: str, *, fps: float) -> dict[str, int]:
-    """mp4 file of a camera -> frames that it must have at this rate, up to the last row of its last episode."""
+    Empty for a camera whose pictures are in the data files.
+    """
     if camera not in meta.episodes.videos:
         return {}
     span = meta.episodes.videos[camera]

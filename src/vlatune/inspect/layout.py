@@ -1,6 +1,6 @@
 """Whether the files are where meta/ says, and whether the rows' task numbers have sentences.
 
-Compares the names that the path templates of info.json give with a listing of the folders (inspect_files.py); of the
+Compares the names that the path templates of info.json give with a listing of the folders (files.py); of the
 data files, only the first is opened, for one column of it.
 """
 
@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from vlatune.dataset.inspect_files import top_folder
-from vlatune.dataset.inspect_problems import MAX_EXAMPLES, Problem, with_examples
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.tables import read_columns
+from vlatune.inspect.files import top_folder
+from vlatune.inspect.problems import MAX_EXAMPLES, Problem, with_examples
 
 SUFFIXES = {"data_path": ".parquet", "video_path": ".mp4"}
 
@@ -76,7 +76,7 @@ def task_problems(meta: DatasetMeta, file: str) -> list[Problem]:
 
 def refusal(error: Exception, url: str, *, place: str, expected: str) -> Problem:
     """An error of the reading code as a problem: our messages say what was found, then what to do."""
-    text = " ".join(str(error).split()).removeprefix(f"dataset '{url}': ")
+    text = " ".join(str(error).split()).removeprefix(f"dataset '{url}': ").removeprefix(f"{place} ")
     if not isinstance(error, ValueError):
         text = f"{type(error).__name__}: {text}"
     found, _, fix = text.partition("; ")

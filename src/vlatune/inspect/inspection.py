@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlatune.dataset import inspect_facts as facts
-from vlatune.dataset.inspect_files import data_files, list_files, top_folder, video_files
-from vlatune.dataset.inspect_layout import file_problems, refusal, task_problems
-from vlatune.dataset.inspect_problems import Problem, meta_problems
-from vlatune.dataset.inspect_spans import span_problems
-from vlatune.dataset.inspect_videos import VideoFacts, read_videos, video_problems
 from vlatune.dataset.meta import SUPPORTED, DatasetMeta, load_meta
 from vlatune.dataset.storage import Root
+from vlatune.inspect import facts
+from vlatune.inspect.files import data_files, list_files, top_folder, video_files
+from vlatune.inspect.layout import file_problems, refusal, task_problems
+from vlatune.inspect.problems import Problem, meta_problems
+from vlatune.inspect.spans import span_problems
+from vlatune.inspect.videos import VideoFacts, declared_fps, read_videos, video_problems
 
 DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError)
 """What reading damaged metadata may raise; a RuntimeError or OSError is the world's and goes to the caller."""
@@ -60,8 +60,8 @@ class _Files:
     present: Mapping[str, Mapping[str, int]]
     """data, videos, meta -> name -> bytes."""
     data: tuple[str, ...]
-    videos: Mapping[str, tuple[str, ...]]
-    """Camera -> its mp4 files."""
+    videos: Mapping[str, Mapping[str, int]]
+    """Camera -> its mp4 files -> frames that they must have."""
 
     def present_videos(self, camera: str) -> dict[str, int]:
         present = self.present["videos"]
@@ -117,7 +117,7 @@ def _list_all(meta: DatasetMeta) -> _Files:
         folders=tuple(meta.root.glob("*")),
         present={kind: list_files(meta.root, folder) for kind, folder in {**tops, "meta": "meta"}.items()},
         data=tuple(data_files(meta)),
-        videos={camera: tuple(video_files(meta, camera)) for camera in meta.cameras},
+        videos={camera: video_files(meta, camera, fps=declared_fps(meta, camera)) for camera in meta.cameras},
     )
 
 
@@ -166,7 +166,7 @@ def _all_problems(
     problems += file_problems(meta, "video_path", all_videos, present["videos"], files.folders)
     problems += span_problems(meta)
     for camera, videos in opened.items():
-        problems += video_problems(meta, camera, videos)
+        problems += video_problems(meta, camera, videos, files.videos[camera])
     sample = next((name for name in files.data if name in present["data"]), None)
     return problems + ([] if sample is None else task_problems(meta, sample))
 

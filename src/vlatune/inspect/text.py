@@ -8,9 +8,9 @@ import io
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from vlatune.dataset.inspect_facts import CameraFacts, EpisodeFacts, StatsFacts
-from vlatune.dataset.inspect_problems import Problem
-from vlatune.dataset.inspection import Inspection
+from vlatune.inspect.facts import CameraFacts, EpisodeFacts, StatsFacts
+from vlatune.inspect.inspection import Inspection
+from vlatune.inspect.problems import Problem
 from vlatune.report.units import format_bytes, format_number, format_seconds, plural
 
 MAX_ROWS = 20
@@ -70,7 +70,7 @@ def _camera_row(one: CameraFacts) -> list[str]:
     size, fps = f"{one.height}x{one.width}", f"{one.fps:g}"
     if one.kind == "image":
         return [one.name, size, "images", "-", fps, "in data/", "-"]
-    source = "" if one.opened else " (info)"  # no file was opened: what info.json says
+    source = " (info)" if one.codec and not one.opened else ""  # no file was opened: what info.json says
     codec, pixels = f"{one.codec or '-'}{source}", one.pixel_format or "-"
     return [one.name, size, codec, pixels, fps, f"{one.files:,}", format_bytes(one.bytes)]
 

@@ -4,7 +4,7 @@ Only the headers are read; no picture is decoded. A file that cannot be opened i
 that does not answer is a failure, as everywhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
@@ -12,10 +12,9 @@ from typing import IO, Any
 import av
 import av.error
 
-from vlatune.dataset.inspect_files import needed_frames
-from vlatune.dataset.inspect_problems import Problem, with_examples
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.storage import Root
+from vlatune.inspect.problems import Problem, with_examples
 
 THREADS = 8
 """Files that are opened at once: the time goes into waiting for the disk or the store."""
@@ -78,17 +77,25 @@ def _read_header(source: str | IO[bytes], file: str) -> VideoFacts:
         )
 
 
-def video_problems(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts]) -> list[Problem]:
-    """How the files of one camera differ from what info.json and meta/episodes say of them."""
+def video_problems(
+    meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], needed: Mapping[str, int]
+) -> list[Problem]:
+    """How the files of one camera differ from what info.json says of them, or lack frames that are `needed`."""
     place = f"camera '{camera}'"
     good = [video for video in videos if not video.error]
+    fps = declared_fps(meta, camera)
+    timed = [video for video in good if _has_fps(video, fps)]  # at another rate, frames cannot be counted
     return [
         *_unreadable(videos, place),
         *_wrong_size(meta, camera, good, place),
-        *_wrong_fps(meta, camera, good, place),
+        *_wrong_fps([video for video in good if not _has_fps(video, fps)], fps, place),
         *_wrong_codec(meta, camera, good, place),
-        *_too_short(meta, camera, good, place),
+        *_too_short(needed, timed, place),
     ]
+
+
+def _has_fps(video: VideoFacts, fps: float) -> bool:
+    return abs(video.fps - fps) <= FPS_TOLERANCE * fps
 
 
 def _unreadable(videos: Sequence[VideoFacts], place: str) -> list[Problem]:
@@ -115,16 +122,14 @@ def _wrong_size(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], pl
     )
 
 
-def _wrong_fps(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], place: str) -> list[Problem]:
-    fps = declared_fps(meta, camera)
-    wrong = [video for video in videos if abs(video.fps - fps) > FPS_TOLERANCE * fps]
+def _wrong_fps(wrong: Sequence[VideoFacts], fps: float, place: str) -> list[Problem]:
     return with_examples(
         "error",
         [f"{video.file}: {video.fps:g} fps" for video in wrong],
         place=place,
         found="files with other frames per second than meta/info.json says",
         expected=f"{fps:g} fps, so that every row has its picture",
-        fix="correct fps in meta/info.json if the rows' timestamps agree with the files; else re-encode the files",
+        fix="correct fps and the feature's video.fps in meta/info.json if the rows' timestamps agree with the files; else re-encode the files",
     )
 
 
@@ -140,8 +145,7 @@ def _wrong_codec(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], p
     )
 
 
-def _too_short(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], place: str) -> list[Problem]:
-    needed = needed_frames(meta, camera, fps=declared_fps(meta, camera))
+def _too_short(needed: Mapping[str, int], videos: Sequence[VideoFacts], place: str) -> list[Problem]:
     wrong = [video for video in videos if 0 < video.num_frames < needed[video.file]]
     return with_examples(
         "error",

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from vlatune.dataset.inspect_problems import degenerate_dims, is_normalised, nan_dims
-from vlatune.dataset.inspect_videos import VideoFacts, declared, declared_fps
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.storage import Root
+from vlatune.inspect.problems import degenerate_dims, is_normalised, nan_dims
+from vlatune.inspect.videos import VideoFacts, declared, declared_fps
 
 
 @dataclass(frozen=True)

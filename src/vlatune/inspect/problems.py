@@ -50,7 +50,7 @@ def with_examples(
 
 
 def meta_problems(meta: DatasetMeta, info: Mapping[str, Any]) -> list[Problem]:
-    """All that can be told from the metadata but the times of videos (inspect_spans.py)."""
+    """All that can be told from the metadata but the times of videos (spans.py)."""
     return [
         *total_problems(meta, info),
         *name_problems(meta.features),
