@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 # huggingface_hub, datasets and lerobot read these when they are imported, and nothing above imports them.
 CACHE = tempfile.mkdtemp(prefix="vlatune-test-cache-")
@@ -22,6 +23,10 @@ os.environ["HF_DATASETS_CACHE"] = f"{CACHE}/datasets"
 os.environ["HF_LEROBOT_HOME"] = f"{CACHE}/lerobot"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # training workers and readers share the cores of a small machine
 os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
+
+
+settings.register_profile("no timing", deadline=None)  # the machine may be busy; timings live in benchmarks
+settings.load_profile("no timing")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlatune.dataset.frame_id import MAX_EPISODES, MAX_FRAMES, content_box, draw_frame_id, read_frame_id
+from vlatune.dataset.frame_id import MAX_EPISODES, MAX_FRAMES, draw_frame_id, read_frame_id
+from vlatune.dataset.resize import letterbox_box
 from vlatune.dataset.video_writer import ENCODERS, Encoder, VideoWriter
 
 # Ids with few, many and alternating bits set, and neighbours, which an encoder is most tempted to blend.
@@ -33,7 +34,7 @@ def pictures(height: int, width: int) -> list[np.ndarray]:
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Into a letterbox, bilinear, as the readers do it."""
-    top, left, content_height, content_width = content_box(image.shape[:2], (height, width))
+    top, left, content_height, content_width = letterbox_box(image.shape[:2], (height, width))
     out = np.zeros((height, width, 3), np.uint8)
     out[top : top + content_height, left : left + content_width] = cv2.resize(
         image, (content_width, content_height), interpolation=cv2.INTER_LINEAR
@@ -95,7 +96,7 @@ def test_ids_survive_video_and_then_a_bilinear_resize(
     recorded: tuple[int, int], shown: tuple[int, int], codec: str, tmp_path: Path
 ) -> None:
     decoded = through_video(pictures(*recorded), replace(ENCODERS[codec], crf=30), tmp_path / "ids.mp4")
-    box = content_box(recorded, shown)
+    box = letterbox_box(recorded, shown)
     assert [read_frame_id(resized(image, *shown), box=box) for image in decoded] == IDS
 
 
@@ -110,14 +111,14 @@ def test_ids_survive_video_and_then_a_bilinear_resize(
     ],
     ids=str,
 )
-def test_content_box_is_where_lerobot_puts_the_picture(recorded: tuple[int, int], shown: tuple[int, int]) -> None:
+def test_letterbox_box_is_where_lerobot_puts_the_picture(recorded: tuple[int, int], shown: tuple[int, int]) -> None:
     torch = pytest.importorskip("torch")
     from lerobot.policies.common.vla_utils import resize_with_pad_torch
 
     white = torch.full((1, 3, *recorded), 255, dtype=torch.uint8)
     filled = resize_with_pad_torch(white, *shown)[0, 0].numpy() == 255
     rows, columns = np.flatnonzero(filled.any(axis=1)), np.flatnonzero(filled.any(axis=0))
-    assert content_box(recorded, shown) == (rows[0], columns[0], len(rows), len(columns))
+    assert letterbox_box(recorded, shown) == (rows[0], columns[0], len(rows), len(columns))
 
 
 def test_a_letterboxed_id_needs_its_box() -> None:

@@ -326,7 +326,6 @@ def test_no_episodes_at_all_in_v21(copy_of):
     assert f"dataset '{folder}': it has no episodes" in refusal(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="meta_v30 takes the maximum of an empty table before anyone counts the episodes")
 def test_no_episodes_at_all_in_v30(copy_of):
     folder = copy_of("v3.0")
     keep_episodes(folder, [])

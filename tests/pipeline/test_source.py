@@ -24,14 +24,14 @@ class Rows:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 60))
-def test_groups_hold_whole_units_in_order_and_end_when_they_are_full(sizes, block_rows):
+def test_groups_hold_whole_units_in_order_and_as_many_as_fit(sizes, block_rows):
     units = [Rows(number, range(size)) for number, size in enumerate(sizes)]
     groups = group_units(units, block_rows)
     assert [unit for group in groups for unit in group] == units
-    for group in groups:
-        assert sum(len(unit.frames) for unit in group[:-1]) < block_rows
-    for group in groups[:-1]:
-        assert sum(len(unit.frames) for unit in group) >= block_rows
+    rows = [sum(len(unit.frames) for unit in group) for group in groups]
+    assert all(held <= block_rows or len(group) == 1 for held, group in zip(rows, groups, strict=True))
+    for held, following in zip(rows, groups[1:], strict=False):
+        assert held + len(following[0].frames) > block_rows
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,12 @@ def test_tasks_are_the_groups_and_announce_their_rows(spec_and_units):
     spec, units = spec_and_units
     source = UnitSource([spec], units, [], block_rows=4)
     tasks = source.get_read_tasks(parallelism=99)
-    assert source.num_tasks == len(tasks) == 3
-    assert [task.metadata.num_rows for task in tasks] == [5, 5, 1]
+    sizes = [sum(len(unit.frames) for unit in group) for group in group_units(units, 4)]
+    assert len(sizes) > 2
+    assert [task.metadata.num_rows for task in tasks] == sizes
+    assert source.num_tasks == len(tasks)
     blocks = [list(task()) for task in tasks]
-    assert [[len(block) for block in made] for made in blocks] == [[5], [5], [1]]
+    assert [[len(block) for block in made] for made in blocks] == [[size] for size in sizes]
     slots = np.concatenate([as_numpy(made[0])["slot"] for made in blocks])
     assert slots.tolist() == np.concatenate([unit.slots for unit in units]).tolist()
     row_bytes = 3 * 48 * 48

@@ -5,7 +5,7 @@ Six by six black or white cells fill the top-left square of side H/4, H the pict
 middle, so an id survives lossy video (4:2:0 chroma) and a bilinear resize down to cells of two pixels; what does not
 carry an id reads as None, flat black or white included.
 
-Letterboxed pictures need the content's `box`: `content_box` says where LeRobot's `resize_with_pad_torch` puts it.
+Letterboxed pictures need the content's `box`: `resize.letterbox_box` says where LeRobot's `resize_with_pad_torch` puts it.
 """
 
 import binascii
@@ -55,18 +55,6 @@ def read_frame_id(image: np.ndarray, *, box: tuple[int, int, int, int] | None = 
     luma_PP = image_HWC[top : top + side, left : left + side] @ _LUMA_WEIGHTS
     bits_GG = weights_GP @ luma_PP @ weights_GP.T > 127.5
     return _unpack(int((bits_GG.reshape(-1).astype(np.uint64) << _SHIFTS).sum()))
-
-
-def content_box(recorded_hw: tuple[int, int], resized_hw: tuple[int, int]) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the picture in the letterbox that `resize_with_pad_torch` makes.
-
-    Example: (480, 640) in (224, 224) gives (28, 0, 168, 224): rows 28 to 196 hold the picture.
-    """
-    (height, width), (padded_height, padded_width) = recorded_hw, resized_hw
-    ratio = max(width / padded_width, height / padded_height)
-    content_height, content_width = int(height / ratio), int(width / ratio)
-    top, left = (padded_height - content_height) // 2, (padded_width - content_width) // 2
-    return top, left, content_height, content_width
 
 
 def _grid(episode_index: int, frame_index: int) -> np.ndarray:

@@ -130,7 +130,7 @@ def fill_template(template: str, numbers: Mapping[str, int], texts: Mapping[str,
             return str(numbers[name]).zfill(int(width or 0))
         raise ValueError(f"meta/info.json: the path template '{template}' asks for '{{{name}}}', which is not known")
 
-    filled = re.sub(r"\{(\w+)(?::0(\d+)d)?\}", replace, template)
+    filled = re.sub(r"\{(\w+)(?::0(\d{1,2})d)?\}", replace, template)
     if "{" in filled or "}" in filled:
         raise ValueError(f"meta/info.json: cannot read the path template '{template}'")
     return filled

@@ -91,6 +91,8 @@ def _read_columns(root: Root, name: str, columns: list[str]) -> pa.Table:
 
 def _offset_in_file(chunk: np.ndarray, file: np.ndarray, from_row: np.ndarray) -> np.ndarray:
     """Row inside the parquet file: the dataset's row less that of the file's first episode."""
+    if len(from_row) == 0:
+        return from_row
     _, group = np.unique(np.stack([chunk, file]), axis=1, return_inverse=True)
     group = group.reshape(-1)
     first = np.full(group.max() + 1, np.iinfo(np.int64).max)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+ORDER_STREAM = 1
+"""Sets this generator apart from those of the noise, which are seeded with the same numbers."""
 MAX_LANES = 64
 """More lanes mix better and cost one window of rows each; 64 gives a batch of 64 its own lane per sample."""
 
@@ -108,7 +110,7 @@ def step_samples(spec: OrderSpec, order: np.ndarray, batch: int) -> np.ndarray:
 
 
 def _generator(spec: OrderSpec, epoch: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([spec.seed, epoch])))
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([ORDER_STREAM, spec.seed, epoch])))
 
 
 def _cut_runs(spec: OrderSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

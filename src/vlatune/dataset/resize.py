@@ -25,4 +25,6 @@ def letterbox_into(image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
     if image_HWC.shape[:2] != (height, width):
         image_HWC = cv2.resize(image_HWC, (width, height), interpolation=cv2.INTER_LINEAR)
     inside = out_CHW[:, top : top + height, left : left + width]
-    cv2.split(image_HWC, [inside[0], inside[1], inside[2]])  # straight into the planes: 3 x faster than a transposed copy
+    cv2.split(
+        image_HWC, [inside[0], inside[1], inside[2]]
+    )  # straight into the planes: 3 x faster than a transposed copy

@@ -17,6 +17,7 @@ from vlatune.dataset.resize import letterbox_into
 
 EXACT_S = 1e-6
 """A frame this near to the wanted time is the nearest one; no need to decode the next to know."""
+SEEK_BACK_S = (0.0, 1.0, 5.0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def _decode(
         raise ValueError(f"{place}: there is no video stream in it; re-encode it")
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1  # one core per read task; frame threads would only add latency
-    container.seek(max(0, round(wanted_s[0] / stream.time_base) - 1), stream=stream, backward=True)
-    frames = _timed(container, stream)
+    stream.codec_context.options = {"err_detect": "explode"}  # h264 would otherwise conceal damage with a neighbour
+    frames = _frames_from(container, stream, wanted_s[0])
     row, before, before_s = 0, None, -np.inf
     for frame, frame_s in frames:
         while row < len(wanted_s) and frame_s >= wanted_s[row] - EXACT_S:
@@ -70,6 +71,23 @@ def _decode(
     while row < len(wanted_s):  # the file ended: the last frame may still be near enough
         _take(before, before_s, wanted_s[row], out_NCHW[row], tolerance_s, place)
         row += 1
+
+
+def _frames_from(container: Any, stream: Any, first_s: float) -> Iterator[tuple[Any, float]]:
+    """Frames with their times, from one at or before `first_s` on.
+
+    A seek goes by decode times, so with B-frames or open groups it may land after the wanted time: then from further
+    back, at last from the start.
+    """
+    for back_s in SEEK_BACK_S:
+        target_s = max(0.0, first_s - back_s)
+        container.seek(max(0, round(target_s / stream.time_base) - 1), stream=stream, backward=True)
+        frames = _timed(container, stream)
+        first = next(frames, None)
+        if first is not None and (first[1] <= first_s + EXACT_S or target_s == 0.0):
+            yield first
+            yield from frames
+            return
 
 
 def _timed(container: Any, stream: Any) -> Iterator[tuple[Any, float]]:

@@ -71,8 +71,8 @@ def plan_segments(
         epoch_end = min(per_epoch, begin + last_step - step)
         for batch in range(begin, epoch_end, most):
             end = min(batch + most, epoch_end)
-            pieces = plan_pieces(plan.order, order, share, begin_batch=batch, end_batch=end)
-            held = reorder_rows(pieces, plan.batch_size, budget.block_rows + plan.order.window_rows)
+            pieces = plan_pieces(plan.order, order, share, begin_batch=batch, end_batch=end, max_rows=budget.block_rows)
+            held = reorder_rows(pieces, plan.batch_size, budget.block_rows)
             yield Segment(epoch, batch, end, tuple(pieces), held)
         step += epoch_end - begin
 
@@ -91,7 +91,7 @@ def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[
     source = UnitSource(
         plan.specs, make_units(plan, segment.pieces), plan.transforms(segment.epoch), block_rows=budget.block_rows
     )
-    _set_limits(budget, max_block_bytes=budget.block_bytes * (1 + plan.order.window_rows // budget.block_rows + 1))
+    _set_limits(budget)
     dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_tasks, concurrency=budget.readers, ray_remote_args={"num_cpus": 1}
     )
@@ -99,14 +99,14 @@ def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[
     yield from cast(Iterator[Columns], batches)
 
 
-def _set_limits(budget: Budget, max_block_bytes: int) -> None:
-    """Settings of the executions that this process starts next. A task's one table must not be split."""
+def _set_limits(budget: Budget) -> None:
+    """Settings of the executions that this process starts next."""
     from ray.data import ExecutionResources
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.target_max_block_size = max_block_bytes
+    context.target_max_block_size = 2 * budget.block_bytes  # a task makes one table, and it must not be split
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = ExecutionResources.for_limits(
         cpu=budget.readers, object_store_memory=budget.limit_bytes

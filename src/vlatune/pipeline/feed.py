@@ -111,8 +111,14 @@ def _pull(plan: DataPlan, budget: Budget, segments: Iterator[Segment]) -> Genera
 def _assemble_all(plan: DataPlan, share: Share, stream: Iterator[Segment | Columns]) -> Generator[Columns]:
     for segment in stream:
         assert isinstance(segment, Segment)  # all blocks of the one before have been taken
-        blocks = (block for block in stream if not isinstance(block, Segment))
-        yield from assemble(plan, share, segment, blocks)
+        yield from assemble(plan, share, segment, _blocks_of(segment, stream))
+
+
+def _blocks_of(segment: Segment, stream: Iterator[Segment | Columns]) -> Iterator[Columns]:
+    for block in stream:
+        if isinstance(block, Segment):
+            raise RuntimeError(f"epoch {segment.epoch}: the blocks of a stretch ended before all its rows had come")
+        yield block
 
 
 def assemble(plan: DataPlan, share: Share, segment: Segment, blocks: Iterator[Columns]) -> Iterator[Columns]:

@@ -37,7 +37,7 @@ def plan_budget(*, store_bytes: int, row_bytes: int, num_workers: int, num_cpus:
     """Blocks small enough that every reader may hold two and the consumer four within the worker's share."""
     readers = max(1, num_cpus // num_workers)
     share_bytes = int(store_bytes * STORE_SHARE / num_workers)
-    wanted = min(MAX_BLOCK_BYTES, share_bytes // (2 * readers + 4))
+    wanted = min(max(MAX_BLOCK_BYTES, row_bytes), share_bytes // (2 * readers + 4))
     block_rows = min(MAX_BLOCK_ROWS, wanted // row_bytes)
     if block_rows < 1:
         raise ValueError(

@@ -51,8 +51,13 @@ class Share:
         return spec.global_batch // self.num_workers
 
 
-def plan_pieces(spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int) -> list[Piece]:
-    """All pieces of optimizer steps [begin_batch, end_batch) of an epoch for one worker, by first need."""
+def plan_pieces(
+    spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int, max_rows: int | None = None
+) -> list[Piece]:
+    """All pieces of optimizer steps [begin_batch, end_batch) of an epoch for one worker, by first need.
+
+    None is longer than `max_rows`, so that a piece always fits a block.
+    """
     pieces: list[Piece] = []
     starts = np.cumsum(spec.lengths) - spec.lengths
     per_step = spec.samples_per_lane_step
@@ -61,7 +66,7 @@ def plan_pieces(spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch
         for begin, end in itertools.pairwise(edges):
             if begin < end:
                 slots = _slots(spec, share, local, np.arange(begin, end))
-                pieces += _split(order[lane, begin:end], slots, starts)
+                pieces += _split(order[lane, begin:end], slots, starts, max_rows or spec.window_rows)
     return sorted(pieces, key=lambda piece: int(piece.slots.min()))
 
 
@@ -88,13 +93,14 @@ def _slots(spec: OrderSpec, share: Share, local_lane: int, positions: np.ndarray
     return step * share.slots_per_step(spec) + local_lane * per_step + within
 
 
-def _split(samples: np.ndarray, slots: np.ndarray, starts: np.ndarray) -> list[Piece]:
-    """Samples of a window, sorted, cut where the episode changes or frames are further apart than MAX_GAP."""
+def _split(samples: np.ndarray, slots: np.ndarray, starts: np.ndarray, max_rows: int) -> list[Piece]:
+    """Samples of a window, sorted, cut where the episode changes, frames are far apart, or the piece is too long."""
     by_frame = np.argsort(samples)
     samples, slots = samples[by_frame], slots[by_frame]
     episode = np.searchsorted(starts, samples, side="right") - 1
     cut = (np.diff(episode) != 0) | (np.diff(samples) > MAX_GAP)
-    bounds = [0, *(np.flatnonzero(cut) + 1).tolist(), len(samples)]
+    natural = [0, *(np.flatnonzero(cut) + 1).tolist(), len(samples)]
+    bounds = [at for begin, end in itertools.pairwise(natural) for at in range(begin, end, max_rows)] + [len(samples)]
     return [
         Piece(int(episode[begin]), samples[begin:end] - starts[episode[begin]], slots[begin:end])
         for begin, end in itertools.pairwise(bounds)

@@ -53,11 +53,11 @@ class UnitSource(Datasource):
 
 
 def group_units(units: Sequence[Unit], block_rows: int) -> list[list[Unit]]:
-    """Neighbouring units together until a block is full; a unit is never cut."""
+    """Neighbouring units together as long as they fit a block; a unit is never cut."""
     groups: list[list[Unit]] = []
     rows = block_rows
     for unit in units:
-        if rows >= block_rows:
+        if rows + len(unit.frames) > block_rows:
             groups.append([])
             rows = 0
         groups[-1].append(unit)

@@ -17,6 +17,8 @@ from vlatune.batch import ACTION, NOISE, STATE, TASK, TIME, TOKEN_MASK, TOKENS, 
 
 NORMALISE_EPS = np.float32(1e-8)
 """LeRobot's `NormalizerProcessorStep.eps`."""
+NOISE_STREAM = 2
+"""Sets the noise's generators apart from the order's, which is seeded with the same numbers."""
 
 
 class Transform(Protocol):
@@ -155,7 +157,7 @@ class DrawFlow:
         noise = np.empty((rows, self.samples, self.horizon, self.dims), dtype=np.float32)
         time = np.empty((rows, self.samples), dtype=np.float32)
         for row, (dataset, index) in enumerate(zip(columns["dataset_index"], columns["index"], strict=True)):
-            words = [self.seed, self.epoch, int(dataset), int(index)]
+            words = [NOISE_STREAM, self.seed, self.epoch, int(dataset), int(index)]
             rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
             rng.standard_normal(out=noise[row], dtype=np.float32)
             time[row] = rng.beta(self.alpha, self.beta, size=self.samples) * self.scale + self.offset

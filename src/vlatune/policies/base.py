@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from vlatune.dataset.meta import DatasetMeta
     from vlatune.pipeline.transforms import Transform
 
-STATS_OF_MODE = {"QUANTILES": ("q01", "q99"), "MIN_MAX": ("min", "max"), "MEAN_STD": ("mean", "std")}
+STATS_OF_MODE = {
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+    "MIN_MAX": ("min", "max"),
+    "MEAN_STD": ("mean", "std"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class PolicySpec:
     tokenizer_file: str
     pad_id: int
     max_tokens: int
+    flow_time: tuple[float, float, float, float] = (1.5, 1.0, 0.999, 0.001)
+    """Of flow matching: time is Beta(first, second) * third + fourth."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
             hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(meta.cameras)}"
             raise ValueError(f"--rename_map: dataset '{meta.root.url}' has no feature '{name}'{hint}")
     renamed = {name: rename_map.get(name, name) for name in meta.cameras}
+    _check_targets(spec, meta, rename_map, renamed)
     delivered = tuple((name, target) for name, target in renamed.items() if target in spec.cameras)
     if not delivered:
         raise ValueError(
@@ -109,6 +117,28 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
         action_dim=_check_width(meta, ACTION, spec.max_action_dim),
         action_names=_names(meta),
     )
+
+
+def _check_targets(
+    spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str], renamed: Mapping[str, str]
+) -> None:
+    """A camera must not vanish through a misspelt name, or behind another that got the same one."""
+    for name, target in rename_map.items():
+        if name in meta.cameras and target not in spec.cameras:
+            close = difflib.get_close_matches(target, spec.cameras, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else f"; it knows {', '.join(spec.cameras)}"
+            raise ValueError(f"--rename_map: the policy has no camera '{target}' (for '{name}'){hint}")
+    for target in set(renamed.values()):
+        owners = [name for name, other in renamed.items() if other == target]
+        if len(owners) > 1:
+            raise ValueError(
+                f"--rename_map: the cameras {' and '.join(owners)} would both be '{target}'; rename one of them"
+            )
+    for name, target in renamed.items():
+        if target in spec.cameras and meta.features[name].is_depth:
+            raise ValueError(
+                f"dataset '{meta.root.url}': camera '{name}' holds depth, the policy's '{target}' takes colours"
+            )
 
 
 def _check_width(meta: DatasetMeta, key: str, most: int) -> int:
@@ -134,4 +164,9 @@ def _names(meta: DatasetMeta) -> tuple[str, ...]:
 def stats_needed(spec: PolicySpec) -> dict[str, Sequence[str]]:
     """Feature -> names of the statistics that the policy's normalisation uses."""
     modes = {STATE: spec.normalisation.get("STATE", "IDENTITY"), ACTION: spec.normalisation.get("ACTION", "IDENTITY")}
+    unknown = [mode for mode in modes.values() if mode != "IDENTITY" and mode not in STATS_OF_MODE]
+    if unknown:
+        raise ValueError(
+            f"policy '{spec.folder}': its normalisation mode '{unknown[0]}' is not known; known: {', '.join(STATS_OF_MODE)}"
+        )
     return {key: STATS_OF_MODE[mode] for key, mode in modes.items() if mode != "IDENTITY"}

@@ -57,6 +57,12 @@ class Pi05Adapter:
             tokenizer_file=str(tokenizer_file),
             pad_id=_pad_id(tokenizer_file),
             max_tokens=int(config["tokenizer_max_length"]),
+            flow_time=(
+                float(config["time_sampling_beta_alpha"]),
+                float(config["time_sampling_beta_beta"]),
+                float(config["time_sampling_scale"]),
+                float(config["time_sampling_offset"]),
+            ),
         )
 
     def make_transforms(
@@ -64,7 +70,8 @@ class Pi05Adapter:
     ) -> tuple[Transform, ...]:
         """Rename, normalise, prompt, tokenise, pad, draw: LeRobot's processors in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
-        flow = DrawFlow(seed=draw.seed, epoch=draw.epoch, horizon=spec.horizon, dims=spec.max_action_dim)
+        alpha, beta, scale, offset = spec.flow_time
+        flow = DrawFlow(draw.seed, draw.epoch, spec.horizon, spec.max_action_dim, 1, alpha, beta, scale, offset)
         return (
             Rename(dict(binding.cameras)),
             *make_normalisers(spec, stats),
