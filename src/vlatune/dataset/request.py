@@ -8,6 +8,7 @@ seen in `meta/` is refused here, before a task starts.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class Delivery:
         row = allocate(self.spec, 1)
         return {name: (str(row[own].dtype), row[own].shape[1:]) for own, name in self.names}
 
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a delivered row, with the longest sentence of the dataset."""
         row = allocate(self.spec, 1)

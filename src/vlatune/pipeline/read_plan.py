@@ -45,7 +45,7 @@ class ReadTaskPlan:
     @property
     def bytes(self) -> int:
         """Of the rows it delivers."""
-        return self.rows * self.delivery.row_bytes()
+        return self.rows * self.delivery.row_bytes
 
     @property
     def dataset_index(self) -> int:
@@ -75,6 +75,7 @@ class ReadPlan:
     partitioning: str
     tasks: tuple[ReadTaskPlan, ...]
     row_bytes: int
+    """Of the dataset whose rows are largest; they differ by the length of their sentences."""
     block_rows: int
 
     @property
@@ -83,7 +84,7 @@ class ReadPlan:
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.row_bytes
+        return sum(task.bytes for task in self.tasks)
 
     @property
     def files(self) -> tuple[tuple[int, str], ...]:
@@ -169,7 +170,7 @@ def _plan(
     selection = select_episodes(metas, wanted)
     if len(selection) == 0:
         raise ValueError("episodes=[]: no episode is asked for; leave it out to read all")
-    row_bytes = max(delivery.row_bytes() for delivery in deliveries)
+    row_bytes = max(delivery.row_bytes for delivery in deliveries)
     block_rows = max(1, block_bytes // row_bytes)
     task_rows = max(TASK_BLOCKS * block_rows, -(-int(selection.length.sum()) // MAX_TASKS))
     tasks = []
