@@ -195,8 +195,10 @@ def test_image_stats_agree_with_lerobots_own(tmp_path: Path) -> None:
     theirs = get_feature_stats(np.stack(pictures).transpose(0, 3, 1, 2), axis=(0, 2, 3), keepdims=True)
     assert stats["count"] == theirs["count"].tolist() == [16]
     assert np.shape(stats["mean"]) == (3, 1, 1)
-    for name in ("mean", "std", "q10", "q50", "q90"):  # ours are of the pictures before encoding
+    for name in ("mean", "std"):  # ours are of the pictures before encoding
         np.testing.assert_allclose(stats[name], theirs[name][0] / 255, atol=0.03, err_msg=name)
+    for name in ("q10", "q50", "q90"):  # theirs are averages of estimates; numpy's are held exactly in the next test
+        np.testing.assert_allclose(stats[name], theirs[name][0] / 255, atol=0.12, err_msg=name)
 
 
 def test_pixel_counts_give_numpys_quantiles() -> None:

@@ -91,23 +91,20 @@ def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[
     source = UnitSource(
         plan.specs, make_units(plan, segment.pieces), plan.transforms(segment.epoch), block_rows=budget.block_rows
     )
-    _set_limits(budget)
     dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_tasks, concurrency=budget.readers, ray_remote_args={"num_cpus": 1}
     )
+    _set_limits(dataset.context, budget)
     batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
     yield from cast(Iterator[Columns], batches)
 
 
-def _set_limits(budget: Budget) -> None:
-    """Settings of the executions that this process starts next."""
-    from ray.data import ExecutionResources
-
-    context = ray.data.DataContext.get_current()
+def _set_limits(context: ray.data.DataContext, budget: Budget) -> None:
+    """Settings of one Dataset; its context is its own copy, so other Datasets of this process keep theirs."""
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = 2 * budget.block_bytes  # a task makes one table, and it must not be split
     context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = ExecutionResources.for_limits(
+    context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
         cpu=budget.readers, object_store_memory=budget.limit_bytes
     )
