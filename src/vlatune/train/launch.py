@@ -60,7 +60,8 @@ def _train_until_done(config: RunConfig, folder: RunFolder) -> None:
             if isinstance(reason, ValueError | RunStoppedError) or attempt == config.max_restarts:
                 raise reason from None
             _say(
-                f"a worker failed ({reason}); restart {attempt + 1} of {config.max_restarts} from the newest checkpoint"
+                f"a worker failed ({reason}; all of it in {folder.logs}/failure-{attempt}.txt); "
+                f"restart {attempt + 1} of {config.max_restarts} from the newest checkpoint"
             )
 
 
@@ -177,8 +178,9 @@ def root_cause(error: BaseException) -> Exception:
     for found in _unwrap(error):
         if type(found) in (ValueError, RuntimeError, RunStoppedError):
             return found  # pyright: ignore[reportReturnType]
-    text = str(error).strip().splitlines()
-    return RuntimeError(f"{type(error).__name__}: {text[-1] if text else 'no message'}")
+    lines = str(error).strip().splitlines() or ["no message"]
+    first_sentence = lines[-1].split(". ")[0][:200]  # Ray goes on for paragraphs; all of it is in logs/
+    return RuntimeError(f"{type(error).__name__}: {first_sentence}")
 
 
 def _unwrap(error: BaseException) -> Iterator[BaseException]:

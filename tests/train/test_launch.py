@@ -1,0 +1,54 @@
+"""What the driver makes of a worker's failure."""
+
+import pytest
+
+from vlatune.errors import RunStoppedError
+from vlatune.train.launch import _interruptible, root_cause
+
+
+class WorkerGroupError(Exception):
+    """As Ray Train has it: the workers' errors by rank."""
+
+    def __init__(self, message: str, worker_failures: dict[int, Exception]) -> None:
+        super().__init__(message)
+        self.worker_failures = worker_failures
+
+
+def wrapped(inner: Exception) -> Exception:
+    """An error inside a task's error inside a worker group's."""
+    task = Exception("RayTaskError(...)")
+    task.cause = inner  # pyright: ignore[reportAttributeAccessIssue]
+    return WorkerGroupError("2 workers failed", {1: task})
+
+
+@pytest.mark.parametrize(
+    "inner", [ValueError("episode 3 is damaged"), RuntimeError("no disk"), RunStoppedError("spilled")]
+)
+def test_our_own_words_come_out_of_rays_layers(inner):
+    assert root_cause(wrapped(inner)) is inner
+
+
+def test_a_dead_process_is_told_in_one_sentence():
+    died = WorkerGroupError("The actor died. Some common causes include: (1) the OOM killer\nmore. And more. " * 3, {})
+    reason = root_cause(died)
+    assert isinstance(reason, RuntimeError)
+    assert str(reason).startswith("WorkerGroupError: more")
+    assert len(str(reason)) < 240
+
+
+def test_an_error_without_a_message_is_still_named():
+    assert str(root_cause(KeyError())) == "KeyError: no message"
+
+
+def test_what_fails_on_the_thread_is_raised_here():
+    def fail() -> None:
+        raise ValueError("from the thread")
+
+    with pytest.raises(ValueError, match="from the thread"):
+        _interruptible(fail)
+
+
+def test_what_succeeds_returns():
+    done = []
+    _interruptible(lambda: done.append(1))
+    assert done == [1]
