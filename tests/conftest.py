@@ -68,7 +68,6 @@ def ray_local() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        _node_ip_address="127.0.0.1",
     )
     yield
     ray.shutdown()

@@ -131,7 +131,6 @@ def _start_ray(options: ReaderBench) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
     )
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

@@ -145,7 +145,7 @@ def make_budget(config: RunConfig, setup: Setup):
 
 @contextmanager
 def local_ray(config: RunConfig, folder: RunFolder) -> Iterator[None]:
-    """A cluster for the time of the run: the one that RAY_ADDRESS names, or one of our own on loopback."""
+    """A cluster for the time of the run: the one that RAY_ADDRESS names, or one of our own on this machine."""
     import ray
 
     _quiet(folder)
@@ -165,7 +165,6 @@ def local_ray(config: RunConfig, folder: RunFolder) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _node_ip_address="127.0.0.1",
         )
     try:
         yield
