@@ -95,6 +95,7 @@ def predict(setup: Setup, module: Any, rows: Columns, options: EvalConfig) -> Pr
         columns = apply_all(setup.transforms(options.seed), batch_rows)
         batch = {key: torch.from_numpy(values) for key, values in columns.items()}
         with torch.no_grad():
+            # Device syncs, both here: evaluation wants the numbers at once, and no training step waits behind it.
             losses.append(float(module(batch)) * num_rows(columns))
             chunk = module.predict(batch, _start_noise(batch[ACTION], options.seed)).float().numpy()
         predicted.append(unscale.inverse(chunk) if unscale else chunk)
