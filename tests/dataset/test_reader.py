@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,7 @@ def test_a_dataset_behind_a_url_gives_the_same_rows(meta, dataset_v3):
 
 def test_a_unit_opens_each_video_once(meta, monkeypatch):
     opened, real = [], video.av.open
+    monkeypatch.setattr(video, "_decoders", OrderedDict())  # none open from before
     monkeypatch.setattr(video.av, "open", lambda source, **options: opened.append(source) or real(source, **options))
     read(meta, make_spec(meta, offsets=(-3, 0)), 5, [0, 4, 9])
     assert opened == [meta.root.join(meta.video_path(5, camera)) for camera in meta.cameras]

@@ -345,3 +345,14 @@ def test_what_cannot_be_made_is_refused(change: dict, complaint: str, tmp_path: 
     with pytest.raises(ValueError, match=complaint):
         make_dataset(tmp_path / "made", replace(SyntheticSpec(), **change))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_noise_is_the_same_for_the_same_seed_and_spares_the_frame_id(tmp_path: Path) -> None:
+    clean, noisy = SyntheticSpec(episodes=2, frames=6), SyntheticSpec(episodes=2, frames=6, noise=4.0)
+    for name, spec in {"clean": clean, "noisy": noisy, "again": noisy}.items():
+        make_dataset(tmp_path / name, spec)
+    films = {name: sorted((tmp_path / name / "videos").rglob("*.mp4")) for name in ("clean", "noisy", "again")}
+    for one, two, plain in zip(films["noisy"], films["again"], films["clean"], strict=True):
+        assert one.read_bytes() == two.read_bytes()
+        assert one.stat().st_size > 2 * plain.stat().st_size
+        assert frame_ids(one) == [(e, f) for e in range(2) for f in range(6)]

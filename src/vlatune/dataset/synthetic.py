@@ -16,7 +16,7 @@ import numpy as np
 
 from vlatune.dataset.frame_id import CORNER_SHARE, MAX_EPISODES, MAX_FRAMES, draw_frame_id
 from vlatune.dataset.video_writer import ENCODERS, MIN_SIDE
-from vlatune.dataset.world import ACTION_NAMES, CAMERAS, STATE_NAMES, WorldEpisode, make_episode
+from vlatune.dataset.world import ACTION_NAMES, CAMERAS, STATE_NAMES, WorldEpisode, cover_corner, make_episode
 from vlatune.dataset.writer import DatasetFormat, DatasetWriter
 from vlatune.dataset.writer_layout import LAYOUTS, EpisodePlace
 
@@ -45,17 +45,20 @@ class SyntheticSpec:
     """Video codec: h264, hevc or av1."""
     vary_length: bool = False
     """Let the lengths of episodes vary by up to a fifth of `frames`."""
+    noise: float = 0.0
+    """Camera noise, in grey levels (standard deviation); a webcam has 2 to 4. Without it video decodes several times faster than a real recording."""
 
 
 def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int], None] | None = None) -> None:
     """Write a dataset to a new or empty folder; `on_episode` gets the index of each episode once it is written."""
     validate(spec)
     form = _dataset_format(spec)
+    grain = Grain(spec) if spec.noise else None
     with _written_aside(Path(folder)) as aside, DatasetWriter(aside, form) as writer:
         for place in LAYOUTS[spec.version].plan(episode_lengths(spec), spec.episodes_per_file):
             episode = make_episode(spec.seed, place.episode_index, place.length, spec.fps)
             vectors = {"observation.state": episode.state_TS, "action": episode.action_TA}
-            films = {key: _film(episode, place, camera, spec) for camera, key in enumerate(form.video_keys)}
+            films = {key: _film(episode, place, camera, spec, grain) for camera, key in enumerate(form.video_keys)}
             writer.add_episode(place, episode.task, vectors, films)
             if on_episode is not None:
                 on_episode(place.episode_index)
@@ -67,6 +70,7 @@ def validate(spec: SyntheticSpec) -> None:
     at_least = {"episodes": 1, "frames": 1, "cameras": 1, "height": MIN_SIDE, "width": MIN_SIDE, "fps": 1, "seed": 0}
     for name, least in (at_least | {"episodes_per_file": 1}).items():
         _require(getattr(spec, name) >= least, spec, name, f"must be {least} or more")
+    _require(0 <= spec.noise <= 64, spec, "noise", "must be 0 to 64")
     for name in ("height", "width"):
         _require(getattr(spec, name) % 2 == 0, spec, name, "must be even, as video has one colour for 2x2 pixels")
     for name, choices in {"version": LAYOUTS, "codec": ENCODERS}.items():
@@ -101,10 +105,32 @@ def _dataset_format(spec: SyntheticSpec) -> DatasetFormat:
     )
 
 
-def _film(episode: WorldEpisode, place: EpisodePlace, camera: int, spec: SyntheticSpec) -> Iterator[np.ndarray]:
+class Grain:
+    """Camera noise: a cut of one large tile, elsewhere for every picture. Drawing it anew would take longer than encoding."""
+
+    def __init__(self, spec: SyntheticSpec) -> None:
+        self._seed = spec.seed
+        rng = np.random.default_rng([spec.seed, 0, 2])
+        self._tile_HWC = np.round(rng.normal(0.0, spec.noise, (spec.height * 2, spec.width * 2, 3))).astype(np.int16)
+
+    def add(self, image_HWC: np.ndarray, *, episode_index: int, camera: int, frame_index: int) -> None:
+        """In place, but not where the frame's id will be."""
+        height, width, _ = image_HWC.shape
+        rng = np.random.default_rng([self._seed, episode_index, camera, frame_index])
+        top, left = rng.integers(0, (height, width), endpoint=True)
+        noisy_HWC = image_HWC + self._tile_HWC[top : top + height, left : left + width]
+        np.clip(noisy_HWC, 0, 255, out=image_HWC, casting="unsafe")
+        cover_corner(image_HWC)
+
+
+def _film(
+    episode: WorldEpisode, place: EpisodePlace, camera: int, spec: SyntheticSpec, grain: Grain | None
+) -> Iterator[np.ndarray]:
     """The pictures of one camera, each with its id."""
     for frame_index in range(place.length):
         image_HWC = episode.render(frame_index, camera, spec.height, spec.width)
+        if grain is not None:
+            grain.add(image_HWC, episode_index=place.episode_index, camera=camera, frame_index=frame_index)
         draw_frame_id(image_HWC, place.episode_index, frame_index)
         yield image_HWC
 

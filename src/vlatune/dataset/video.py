@@ -1,12 +1,17 @@
 """Timestamps of one mp4 -> frames at the policy's size.
 
-Opens the file once, seeks to the key frame before the first wanted time, decodes forward, and converts
-only frames that are wanted. Takes the frame nearest to each wanted time, as LeRobot does, and refuses one
-further away than the tolerance: never a neighbour in its place. A packet that does not decode is an error.
+Seeks to the key frame before the first wanted time, decodes forward, and converts only frames that are wanted. Takes
+the frame nearest to each wanted time, as LeRobot does, and refuses one further away than the tolerance: never a
+neighbour in its place. A packet that does not decode is an error. Local files used last stay open: the next unit of
+work mostly goes on where this one ended, and then neither opens nor seeks (8 % of reading h264).
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import IO, Any
 
 import av
@@ -18,6 +23,10 @@ from vlatune.dataset.resize import letterbox_into
 EXACT_S = 1e-6
 """A frame this near to the wanted time is the nearest one; no need to decode the next to know."""
 SEEK_BACK_S = (0.0, 1.0, 5.0, float("inf"))
+GO_ON_S = 0.2
+"""A wanted time this little after the last frame is reached by decoding on; further ones by a seek."""
+OPEN_DECODERS = 8
+"""One per camera of a large robot. A remote file is closed after each unit: only then it tells of failures on the way."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +42,16 @@ class VideoPlace:
         return f"dataset '{self.dataset}': episode {self.episode_index}, camera '{self.camera}', {self.file}"
 
 
+_decoders: OrderedDict[tuple, "Decoder"] = OrderedDict()
+
+
 def decode_into(
     source: str | IO[bytes], wanted_s: Sequence[float], out_NCHW: np.ndarray, *, tolerance_s: float, place: VideoPlace
 ) -> None:
     """Fill row n of `out_NCHW` (zeroed) with the frame at `wanted_s[n]`; times must not fall."""
     try:
-        with av.open(source, metadata_errors="ignore") as container:
-            _decode(container, wanted_s, out_NCHW, tolerance_s, place)
+        with _decoder(source, place) as decoder:
+            decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; fetch or re-encode it") from error
     except av.error.FFmpegError as error:
@@ -48,53 +60,93 @@ def decode_into(
         ) from error
 
 
-def _decode(
-    container: Any, wanted_s: Sequence[float], out_NCHW: np.ndarray, tolerance_s: float, place: VideoPlace
-) -> None:
-    if not container.streams.video:
-        raise ValueError(f"{place}: there is no video stream in it; re-encode it")
-    stream = container.streams.video[0]
-    stream.codec_context.thread_count = 1  # one core per read task; frame threads would only add latency
-    stream.codec_context.options = {"err_detect": "explode"}  # h264 would otherwise conceal damage with a neighbour
-    frames = _frames_from(container, stream, wanted_s[0])
-    row, before, before_s = 0, None, -np.inf
-    for frame, frame_s in frames:
-        while row < len(wanted_s) and frame_s >= wanted_s[row] - EXACT_S:
-            nearer, nearer_s = (frame, frame_s)
-            if before is not None and wanted_s[row] - before_s < frame_s - wanted_s[row]:
-                nearer, nearer_s = before, before_s
-            _take(nearer, nearer_s, wanted_s[row], out_NCHW[row], tolerance_s, place)
+@contextmanager
+def _decoder(source: str | IO[bytes], place: VideoPlace) -> Iterator["Decoder"]:
+    """The decoder of a file, kept for the next unit when it is a local one and all went well."""
+    if not isinstance(source, str):
+        with closing(Decoder(source, place)) as decoder:
+            yield decoder
+        return
+    stat = Path(source).stat()
+    key = (source, stat.st_ino, stat.st_mtime_ns, stat.st_size)  # a file that was replaced is opened anew
+    decoder = _decoders.pop(key, None) or Decoder(source, place)
+    try:
+        yield decoder
+    except BaseException:
+        decoder.close()
+        raise
+    _decoders[key] = decoder
+    while len(_decoders) > OPEN_DECODERS:
+        _decoders.popitem(last=False)[1].close()
+
+
+class Decoder:
+    """An open file and the frame at which its decoding stands."""
+
+    def __init__(self, source: str | IO[bytes], place: VideoPlace) -> None:
+        self._container: Any = av.open(source, metadata_errors="ignore")
+        if not self._container.streams.video:
+            self._container.close()
+            raise ValueError(f"{place}: there is no video stream in it; re-encode it")
+        self._stream = self._container.streams.video[0]
+        codec = self._stream.codec_context
+        codec.thread_count = 1  # one core per read task; frame threads would only add latency
+        codec.options = {"err_detect": "explode"}  # h264 would otherwise conceal damage with a neighbour
+        self._tick_s = float(self._stream.time_base)
+        self._now: tuple[Any, float] | None = None
+        self._rest: Iterator[tuple[Any, float]] = iter(())
+
+    def close(self) -> None:
+        self._now, self._rest = None, iter(())
+        self._container.close()
+
+    def read_into(self, wanted_s: Sequence[float], out_NCHW: np.ndarray, tolerance_s: float, place: VideoPlace) -> None:
+        row, before, before_s = 0, None, -np.inf
+        for frame, frame_s in self._frames_from(wanted_s[0]):
+            while row < len(wanted_s) and frame_s >= wanted_s[row] - EXACT_S:
+                nearer, nearer_s = (frame, frame_s)
+                if before is not None and wanted_s[row] - before_s < frame_s - wanted_s[row]:
+                    nearer, nearer_s = before, before_s
+                _take(nearer, nearer_s, wanted_s[row], out_NCHW[row], tolerance_s, place)
+                row += 1
+            if row == len(wanted_s):
+                return
+            before, before_s = frame, frame_s
+        while row < len(wanted_s):  # the file ended: the last frame may still be near enough
+            _take(before, before_s, wanted_s[row], out_NCHW[row], tolerance_s, place)
             row += 1
-        if row == len(wanted_s):
-            return
-        before, before_s = frame, frame_s
-    while row < len(wanted_s):  # the file ended: the last frame may still be near enough
-        _take(before, before_s, wanted_s[row], out_NCHW[row], tolerance_s, place)
-        row += 1
 
+    def _frames_from(self, first_s: float) -> Iterator[tuple[Any, float]]:
+        """Frames with their times, from one at or before `first_s` on."""
+        if self._now is not None and 0.0 <= first_s + EXACT_S - self._now[1] <= GO_ON_S:
+            yield self._now
+        else:
+            self._rest = self._seek(first_s)
+        for now in self._rest:
+            self._now = now
+            yield now
+        self._now = None  # the end: whoever comes next must seek
 
-def _frames_from(container: Any, stream: Any, first_s: float) -> Iterator[tuple[Any, float]]:
-    """Frames with their times, from one at or before `first_s` on.
+    def _seek(self, first_s: float) -> Iterator[tuple[Any, float]]:
+        """A seek goes by decode times, so with B-frames or open groups it may land after the wanted time: then from
+        further back, at last from the start.
 
-    A seek goes by decode times, so with B-frames or open groups it may land after the wanted time: then from further
-    back, at last from the start.
-    """
-    for back_s in SEEK_BACK_S:
-        target_s = max(0.0, first_s - back_s)
-        container.seek(max(0, round(target_s / stream.time_base) - 1), stream=stream, backward=True)
-        frames = _timed(container, stream)
-        first = next(frames, None)
-        if first is not None and (first[1] <= first_s + EXACT_S or target_s == 0.0):
-            yield first
-            yield from frames
-            return
+        A first frame within half a tick after the wanted time is the nearest one: the frame before it is a tick away.
+        """
+        self._now = None
+        for back_s in SEEK_BACK_S:
+            target_s = max(0.0, first_s - back_s)
+            self._container.seek(max(0, round(target_s / self._tick_s)), stream=self._stream, backward=True)
+            frames = self._decoded()
+            first = next(frames, None)
+            if first is not None and (first[1] <= first_s + self._tick_s / 2 + EXACT_S or target_s == 0.0):
+                return chain([first], frames)
+        return iter(())
 
-
-def _timed(container: Any, stream: Any) -> Iterator[tuple[Any, float]]:
-    time_base = stream.time_base
-    for frame in container.decode(stream):
-        if frame.pts is not None:
-            yield frame, float(frame.pts * time_base)
+    def _decoded(self) -> Iterator[tuple[Any, float]]:
+        for frame in self._container.decode(self._stream):
+            if frame.pts is not None:
+                yield frame, frame.pts * self._tick_s
 
 
 def _take(
