@@ -27,8 +27,10 @@ LAYERS = [
 """From the command line down; a room imports from its own line and from those below."""
 
 RAY_FILES = {
+    "vlatune.bench.feed_run",
     "vlatune.bench.reader",
     "vlatune.bench.reader_peers",
+    "vlatune.pipeline.execution",
     "vlatune.pipeline.read_lerobot",
     "vlatune.pipeline.source",
     "vlatune.pipeline.build",

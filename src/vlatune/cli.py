@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from vlatune import __version__
-from vlatune.config import DemoConfig, EvalConfig, RunConfig
+from vlatune.config import DemoConfig, EvalConfig, ExportConfig, RunConfig
 from vlatune.flags import MissingOperandError, parse_command
 from vlatune.names import did_you_mean
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
-BENCHMARKS = ("reader",)
 MAX_FOREIGN_TEXT = 300
 
 
@@ -95,25 +94,59 @@ def evaluate(options: EvalConfig, run_dir: str) -> None:
     print(json.dumps(evaluate_run(Path(run_dir), options), indent=2))
 
 
+def export(options: ExportConfig, run_dir: str, folder: str) -> None:
+    from vlatune.checkpoint.export import export_run, export_text
+
+    done = export_run(Path(run_dir), Path(folder), options, warn=partial(print, file=sys.stderr))
+    print(export_text(done), flush=True)
+
+
 def report(_: NoFlags, run_dir: str) -> None:
     from vlatune.report.html import write_report
 
     print(write_report(Path(run_dir)))
 
 
-def bench(options: Any, name: str) -> None:
-    if name not in BENCHMARKS:
-        hint = did_you_mean(name, BENCHMARKS) or f"; there is {', '.join(BENCHMARKS)}"
-        raise ValueError(f"unknown benchmark '{name}'{hint}")
+def bench(_: NoFlags, name: str) -> None:
+    """Reached only with a name that is none: each benchmark is a command of its own."""
+    hint = did_you_mean(name, BENCHMARKS) or f"; there are {', '.join(BENCHMARKS)}"
+    raise ValueError(f"unknown benchmark '{name}'{hint}")
+
+
+def bench_reader(options: Any) -> None:
     from vlatune.bench import reader
 
     reader.run(options)
+
+
+def bench_feed(options: Any) -> None:
+    from vlatune.bench import feed
+
+    feed.run(options)
+
+
+def bench_step(options: Any) -> None:
+    from vlatune.bench import step
+
+    step.run(options)
 
 
 def _reader_bench() -> type:
     from vlatune.bench.options import ReaderBench
 
     return ReaderBench
+
+
+def _feed_bench() -> type:
+    from vlatune.bench.options import FeedBench
+
+    return FeedBench
+
+
+def _step_bench() -> type:
+    from vlatune.bench.options import StepBench
+
+    return StepBench
 
 
 def _inspect_options() -> type:
@@ -160,6 +193,13 @@ COMMANDS = {
         operands=("RUN",),
         run_dir=lambda _, run_dir: Path(run_dir),
     ),
+    "export": Command(
+        "write a run's checkpoint as a LeRobot pretrained_model folder",
+        flags=lambda: ExportConfig,
+        call=export,
+        operands=("RUN", "DIR"),
+        run_dir=lambda _, run_dir, __: Path(run_dir),
+    ),
     "report": Command(
         "write RUN/report.html anew",
         flags=lambda: NoFlags,
@@ -168,12 +208,19 @@ COMMANDS = {
         run_dir=lambda _, run_dir: Path(run_dir),
     ),
     "bench": Command(
-        "measure one part against its peers: reader",
-        flags=_reader_bench,
+        "measure one part against its peers: reader, feed, step; `vlatune bench NAME --help` lists its flags",
+        flags=lambda: NoFlags,
         call=bench,
         operands=("NAME",),
     ),
 }
+
+BENCHMARKS = {
+    "reader": Command("how near to the decoder's limit a dataset is read", flags=_reader_bench, call=bench_reader),
+    "feed": Command("whether a consumer is kept fed, and nothing spills", flags=_feed_bench, call=bench_feed),
+    "step": Command("what a micro-step of PI0.5 costs, and how often it waits", flags=_step_bench, call=bench_step),
+}
+"""Commands of two words, `bench NAME`, with flags of their own."""
 
 
 @dataclass(frozen=True)
@@ -214,13 +261,23 @@ def _make_job(words: list[str]) -> Job:
         case [name, *_] if name not in COMMANDS:
             hint = did_you_mean(name, COMMANDS) or "; `vlatune --help` lists the commands"
             raise ValueError(f"unknown command '{name}'{hint}")
-        case [name, *rest] if "--help" in rest or "-h" in rest:
-            return Job(partial(print, _command_help(name), flush=True))
-    return _make_command_job(words[0], words[1:])
+    name, command, rest = _find_command(words)
+    if "--help" in rest or "-h" in rest:
+        return Job(partial(print, _command_help(name, command), flush=True))
+    return _make_command_job(name, command, rest)
 
 
-def _make_command_job(name: str, words: list[str]) -> Job:
-    command = COMMANDS[name]
+def _find_command(words: list[str]) -> tuple[str, Command, list[str]]:
+    """The name of a command, the command, and what comes after the name."""
+    name, *rest = words
+    of_bench = [word for word in rest if word in BENCHMARKS] if name == "bench" else []
+    if of_bench:
+        rest.remove(of_bench[0])
+        return f"bench {of_bench[0]}", BENCHMARKS[of_bench[0]], rest
+    return name, COMMANDS[name], rest
+
+
+def _make_command_job(name: str, command: Command, words: list[str]) -> Job:
     try:
         config, operands = parse_command(words, command.flags(), operands=command.operands)
     except MissingOperandError as error:
@@ -238,11 +295,10 @@ def _help() -> str:
     )
 
 
-def _command_help(name: str) -> str:
+def _command_help(name: str, command: Command) -> str:
     from vlatune.flag_help import help_text, table
     from vlatune.recipes import RECIPES
 
-    command = COMMANDS[name]
     cls = command.flags()
     parts = [f"usage: {command.usage(name)}", f"{command.description[0].upper()}{command.description[1:]}."]
     if fields(cls):

@@ -7,18 +7,22 @@ remedy. How flags, files and recipes become a `RunConfig` is the business of `fl
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+CHANGEABLE = ("base", "dataset", "config", "versions")
 POLICY_TYPES = ("pi05",)
-TRAIN_WAYS = ("heads", "expert", "full")
+TRAIN_WAYS = ("heads", "expert", "lora", "full")
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
     root: tuple[str, ...] = ()
     """Folder or URL of a LeRobot dataset; give the flag again for several."""
+    weight: tuple[float, ...] = ()
+    """Share of the samples that each root gives, in the order of the roots; by its number of frames when left out."""
     repo_id: str | None = None
     """Hub repository of the dataset, used when no root is given."""
     revision: str | None = None
@@ -29,10 +33,16 @@ class DatasetConfig:
     """Share of the episodes held out of training, for `vlatune eval`; 0 trains on all."""
     tolerance_s: float = 1e-4
     """How far a frame's time may lie from its row's timestamp."""
+    on_bad_episode: Literal["fail", "skip"] = "fail"
+    """fail stops at the first bad episode; skip checks all rows and mp4 files first and leaves the bad episodes out."""
+    storage_options: str | None = None
+    """JSON object for fsspec when root is a URL, as {"endpoint_url": "https://..."}; secrets belong in the environment."""
     run_length: int = 32
     """Neighbouring frames that are decoded together; longer runs decode faster, shorter ones mix better."""
     window_rows: int = 32
     """Samples of a lane that are mixed with each other before they are used."""
+    drop_last: bool = True
+    """true leaves frames that fill no whole global batch out of the epoch; false fills the last batch up with others."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,19 @@ class PolicyConfig:
     revision: str | None = None
     """Revision of the hub repository."""
     train: str = "expert"
-    """What is trained: heads (projections), expert (action expert and heads) or full."""
+    """What is trained: heads (projections), expert (action expert and heads), lora (adapters and heads) or full."""
     dtype: str | None = None
-    """float32 or bfloat16 for the weights; what the base model says when left out."""
+    """float32 or bfloat16 for computing and for frozen weights; what the base model says when left out."""
+    flow_samples: int = 1
+    """Noise and time draws per observation; the pictures and the sentence are looked at once for all of them."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping their activations: less memory, slower."""
+    compile: bool = False
+    """Run the layers through torch.compile: minutes at the start, faster steps."""
+    lora_rank: int = 16
+    """Rank of the adapters of --policy.train=lora."""
+    lora_alpha: float = 16.0
+    """The adapters' output is scaled by lora_alpha / lora_rank."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +80,9 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """AdamW's weight decay."""
     grad_clip_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    ema_decay: float = 0.0
+    """Keep a moving average of the trained weights with this decay, e.g. 0.999, and evaluate it; 0 keeps none."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +126,28 @@ class RunConfig:
     """Micro-steps per optimizer step."""
     num_workers: int = 1
     """Training workers, one per GPU where there are GPUs."""
+    prefetch_batches: int = 1
+    """Micro-batches that lie ready on the device while one computes."""
     seed: int = 1000
     """Decides the order of samples, the noise and the initial weights of what is new."""
     log_freq: int = 10
     """Optimizer steps between two lines of metrics.jsonl."""
     save_freq: int = 500
-    """Optimizer steps between two checkpoints; 0 keeps only the last."""
+    """Optimizer steps between two checkpoints; 0 leaves it to save_every_s."""
+    save_every_s: float = 600.0
+    """Seconds after which the next log step saves a checkpoint, if none was saved meanwhile; 0 leaves it to save_freq."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
+    keep_best: int = 0
+    """How many stay beside them: those of lowest training loss, the mean over the steps since the checkpoint before."""
+    storage_path: str | None = None
+    """Folder or URL for checkpoints, as s3://bucket/runs: they go below it, under the run folder's name."""
     resume: bool = False
     """Continue the run in output_dir from its newest checkpoint."""
+    strict_resume: bool = False
+    """Refuse a damaged newest checkpoint instead of taking the one before it."""
+    allow_changed: tuple[str, ...] = ()
+    """Continue though these are not what the checkpoint was made with: base, dataset, config, versions."""
     log_samples: bool = False
     """Write the sample ids of every optimizer step to samples.jsonl."""
     max_restarts: int = 3
@@ -144,6 +178,18 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class ExportConfig:
+    checkpoint: str | None = None
+    """Name of the checkpoint in RUN/checkpoints; the newest when left out."""
+    base: str | None = None
+    """Where the base model is now, if not where the run had it."""
+    adapter: bool = False
+    """Only the adapters of --policy.train=lora, as LeRobot and PEFT load them beside the base."""
+    weights: Literal["auto", "ema", "trained"] = "auto"
+    """ema (the averaged ones), trained, or auto: averaged ones where there are some."""
+
+
+@dataclass(frozen=True)
 class DemoConfig:
     output_dir: str = "runs/demo"
     """Folder for the dataset, the base model and the run."""
@@ -157,6 +203,7 @@ def validate(config: RunConfig) -> None:
     """Refuse what cannot work, before anything is started or loaded."""
     at_least = {"steps": 1, "batch_size": 1, "grad_accum": 1, "num_workers": 1, "log_freq": 1, "save_freq": 0}
     at_least |= {"keep_checkpoints": 1, "max_restarts": 0, "max_spilled_bytes": 0, "seed": 0}
+    at_least |= {"keep_best": 0, "save_every_s": 0, "prefetch_batches": 1}
     for name, least in at_least.items():
         _require(getattr(config, name) >= least, f"--{name}={getattr(config, name)}: must be {least} or more")
     for name, least in {"run_length": 1, "window_rows": 1}.items():
@@ -168,18 +215,55 @@ def validate(config: RunConfig) -> None:
         bool(config.dataset.root or config.dataset.repo_id),
         "no dataset: name one with --dataset.root=FOLDER (or --dataset.repo_id=NAME), or make one with `vlatune make-dataset DIR`",
     )
+    _check_weights(config.dataset)
     _require(
         config.policy.path is not None,
         "no base model: name one with --policy.path=FOLDER_OR_REPO, e.g. --policy.path=lerobot/pi05_base",
     )
+    for group in config.allow_changed:
+        _one_of("--allow_changed", group, CHANGEABLE)
     _one_of("--policy.type", config.policy.type, POLICY_TYPES)
     _one_of("--policy.train", config.policy.train, TRAIN_WAYS)
     if config.policy.dtype is not None:
         _one_of("--policy.dtype", config.policy.dtype, ("float32", "bfloat16"))
-    _require(config.optimizer.lr > 0, f"--optimizer.lr={config.optimizer.lr}: must be above 0")
+    for name in ("flow_samples", "lora_rank"):
+        value = getattr(config.policy, name)
+        _require(value >= 1, f"--policy.{name}={value}: must be 1 or more")
+    _require(config.policy.lora_alpha > 0, f"--policy.lora_alpha={config.policy.lora_alpha}: must be above 0")
+    _check_optimizer(config.optimizer, config.scheduler)
     store = config.ray.object_store_bytes
     least_store = 80 * 1024 * 1024  # Ray refuses to start a store below 75 MiB
     _require(store >= least_store, f"--ray.object_store_bytes={store}: must be {least_store} or more")
+
+
+def _check_weights(dataset: DatasetConfig) -> None:
+    roots, weights = max(1, len(dataset.root)), dataset.weight
+    _require(
+        len(weights) in (0, roots),
+        f"--dataset.weight: {len(weights)} weights for {roots} datasets; give one for each --dataset.root, or none",
+    )
+    for weight in weights:
+        _require(0 < weight < math.inf, f"--dataset.weight={weight}: must be above 0; leave out a dataset of no weight")
+
+
+def _check_optimizer(optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> None:
+    for name in ("lr", "eps"):
+        value = getattr(optimizer, name)
+        _require(0 < value < math.inf, f"--optimizer.{name}={value}: must be above 0")
+    for name in ("weight_decay", "grad_clip_norm"):
+        value = getattr(optimizer, name)
+        _require(0 <= value < math.inf, f"--optimizer.{name}={value}: must be 0 or more")
+    _require(
+        all(0 <= beta < 1 for beta in optimizer.betas), f"--optimizer.betas={optimizer.betas}: each at least 0, below 1"
+    )
+    _require(
+        0 <= optimizer.ema_decay < 1, f"--optimizer.ema_decay={optimizer.ema_decay}: must be at least 0 and below 1"
+    )
+    warmup, decay = scheduler.num_warmup_steps, scheduler.num_decay_steps
+    _require(decay >= 1, f"--scheduler.num_decay_steps={decay}: must be 1 or more")
+    _require(0 <= warmup <= decay, f"--scheduler.num_warmup_steps={warmup}: must be 0 to num_decay_steps={decay}")
+    floor = scheduler.decay_lr
+    _require(0 <= floor < math.inf, f"--scheduler.decay_lr={floor}: must be 0 or more")
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:

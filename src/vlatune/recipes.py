@@ -48,6 +48,10 @@ RECIPES = {
         "PI0.5, the action expert and its projections; the vision-language model stays as it is",
         _pi05("expert", batch_size=8),
     ),
+    "pi05-lora": Recipe(
+        "PI0.5, adapters on language model and action expert, and the projections: learns new scenes on one GPU",
+        _pi05("lora", batch_size=4),
+    ),
     "pi05-full": Recipe(
         "PI0.5, every weight: the most memory",
         _pi05("full", batch_size=4),

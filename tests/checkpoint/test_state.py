@@ -1,65 +1,193 @@
-"""Training that goes on from stored state does exactly what it would have done."""
+"""Training that goes on from a checkpoint does exactly what it would have done, random draws included."""
 
+import random
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from small_run import SmallRun, make_finished, running, small_config
 from torch import nn
 
-from vlatune.checkpoint.state import TrainState, load_optimizer, load_trainable, read_state, write_state
-from vlatune.config import OptimizerConfig
-from vlatune.train.optim import make_optimizer
+from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng
+from vlatune.checkpoint.snapshot import Snapshots
+from vlatune.checkpoint.state import EMA, OPTIMIZER, TRAINABLE, load_ema, load_optimizer, load_result, load_trainable
+from vlatune.checkpoint.state_file import TrainState, parse_state, read_state, state_bytes
+from vlatune.checkpoint.store import list_checkpoints
+from vlatune.config import OptimizerConfig, RunConfig
 
-STATE = TrainState(optimizer_step=3, lanes=8, loss_sum=1.25, loss_count=2, fingerprints={"config": "abc"})
+CPU = torch.device("cpu")
 
 
-def make_model() -> nn.Module:
+@pytest.fixture
+def config(dataset_v3, small_base, tmp_path) -> RunConfig:
+    optimizer = OptimizerConfig(lr=1e-2, ema_decay=0.9)
+    return small_config(dataset_v3, small_base, tmp_path / "run", optimizer=optimizer)
+
+
+def train(run: SmallRun, steps: int) -> list[float]:
+    return [run.step() for _ in range(steps)]
+
+
+def test_a_resumed_run_is_the_undisturbed_one_to_the_last_bit(config):
+    with running(config) as whole:
+        train(whole, 3)
+        whole.save()
+        expected = train(whole, 3)
+    torch.manual_seed(1)  # another process has other states
+    with running(config) as resumed:
+        assert resumed.done == 3
+        assert train(resumed, 3) == expected
+    assert resumed.loss_sum == whole.loss_sum
+    assert resumed.loss_count == whole.loss_count == 6
+    assert whole.ema
+    assert resumed.ema
+    for mine, theirs in ((whole.trainable, resumed.trainable), (whole.ema.tensors(), resumed.ema.tensors())):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_snapshot_is_of_its_moment(config):
+    """The loop goes on while the thread still writes."""
+    with running(config) as run:
+        train(run, 1)
+        before = {name: value.detach().clone() for name, value in run.trainable.items()}
+        run.save()
+        train(run, 2)
+    stored = load_file(config.run_dir / "checkpoints" / "00000001" / TRAINABLE)
+    assert all(torch.equal(stored[name], before[name]) for name in before)
+    assert not torch.equal(
+        before["policy.model.action_in_proj.bias"], run.trainable["policy.model.action_in_proj.bias"]
+    )
+
+
+def test_a_checkpoint_holds_only_what_trains_in_safetensors_and_json(config):
+    make_finished(config)
+    (folder,) = list_checkpoints(config.run_dir)
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {path.rpartition(".")[2] for path in names} == {"safetensors", "json"}
+    assert names >= {TRAINABLE, EMA, OPTIMIZER, RNG, "state.json", "manifest.json", "policy/policy_preprocessor.json"}
+    trained = load_file(folder / TRAINABLE)
+    assert len(trained) == 8  # weights and biases of the four heads
+    assert all("action_" in name or "time_mlp" in name for name in trained)
+    state = read_state(folder)
+    assert (state.optimizer_step, state.epoch, state.epoch_samples, state.lanes) == (2, 0, 16, 8)
+    assert state.config["seed"] == config.seed
+    assert {name.partition(".")[0] for name in state.fingerprints} == {"dataset", "base", "versions"}
+
+
+def test_averages_begin_where_a_checkpoint_has_none(config, tmp_path):
+    without = replace(config, optimizer=replace(config.optimizer, ema_decay=0.0))
+    make_finished(without)
+    (folder,) = list_checkpoints(config.run_dir)
+    into = {name: torch.zeros_like(value) for name, value in load_file(folder / TRAINABLE).items()}
+    load_ema(folder, into)
+    assert all(torch.equal(into[name], value) for name, value in load_file(folder / TRAINABLE).items())
+    with pytest.raises(ValueError, match="has no averaged weights; leave --weights out"):
+        load_result(folder, into, "ema")
+    assert load_result(folder, into) == "trained"
+
+
+def test_averages_are_taken_where_there_are_some(config):
+    make_finished(config)
+    (folder,) = list_checkpoints(config.run_dir)
+    into = {name: torch.zeros_like(value) for name, value in load_file(folder / TRAINABLE).items()}
+    for weights, file in (("auto", EMA), ("ema", EMA), ("trained", TRAINABLE)):
+        load_result(folder, into, weights)
+        assert all(torch.equal(into[name], value) for name, value in load_file(folder / file).items())
+    assert not torch.equal(load_file(folder / EMA)[next(iter(into))], load_file(folder / TRAINABLE)[next(iter(into))])
+
+
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two groups, in another order than the parameters have: the optimizer numbers them its own way."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    groups = [{"params": [model[1].weight, model[1].bias], "lr": 0.1}, {"params": list(model[0].parameters())}]
+    return model, torch.optim.AdamW(groups, lr=0.01)
 
 
-def trainable_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def test_moments_find_their_parameters_in_any_grouping(tmp_path):
+    from safetensors.torch import save_file
+
+    from vlatune.checkpoint.state import tensors_to_save
+
+    model, optimizer = make_model()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    snapshot = Snapshots().take(tensors_to_save(dict(model.named_parameters()), optimizer))
+    save_file(dict(snapshot.files[OPTIMIZER]), tmp_path / OPTIMIZER)
+    other, fresh = make_model()
+    load_optimizer(tmp_path, dict(other.named_parameters()), fresh)
+    for name, parameter in model.named_parameters():
+        state, loaded = optimizer.state[parameter], fresh.state[other.get_parameter(name)]
+        assert all(torch.equal(state[key], loaded[key]) for key in state)
+    assert fresh.param_groups[0]["lr"] == 0.1
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def test_another_set_of_parameters_or_shapes_is_refused(config):
+    make_finished(config)
+    (folder,) = list_checkpoints(config.run_dir)
+    stored = load_file(folder / TRAINABLE)
+    first = min(stored)
+    with pytest.raises(ValueError, match=rf"other parameters than this run \({first}\); is --policy.train another"):
+        load_trainable(folder, {name: value for name, value in stored.items() if name != first})
+    with pytest.raises(ValueError, match=rf"'{first}' has shape .*here it is \(1,\); is the base model another"):
+        load_trainable(folder, stored | {first: torch.zeros(1)})
 
 
-def test_resumed_training_is_bit_equal(tmp_path):
-    whole = make_model()
-    optimizer = make_optimizer(trainable_of(whole).values(), OptimizerConfig(lr=1e-2))
-    take_steps(whole, optimizer, 0, 3)
-    write_state(tmp_path, STATE, trainable_of(whole), optimizer)
-    take_steps(whole, optimizer, 3, 6)
-
-    resumed = make_model()
-    optimizer = make_optimizer(trainable_of(resumed).values(), OptimizerConfig(lr=1e-2))
-    load_trainable(tmp_path, trainable_of(resumed))
-    load_optimizer(tmp_path, list(trainable_of(resumed)), optimizer)
-    take_steps(resumed, optimizer, 3, 6)
-
-    for name, value in whole.named_parameters():
-        assert torch.equal(value, resumed.get_parameter(name)), name
+def draw() -> list[float]:
+    return [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand(), float(torch.rand(()))]
 
 
-def test_numbers_come_back(tmp_path):
-    model = make_model()
-    write_state(tmp_path, STATE, trainable_of(model), make_optimizer(model.parameters(), OptimizerConfig()))
-    assert read_state(tmp_path) == STATE
+def test_random_states_come_back_whatever_was_drawn_before():
+    draw()  # an odd number of Gaussian draws: half a pair is kept inside the generators
+    states = get_rng(CPU)
+    expected = draw()
+    draw()
+    set_rng(states, CPU)
+    assert draw() == expected
 
 
-def test_another_set_of_parameters_is_refused(tmp_path):
-    model = make_model()
-    write_state(tmp_path, STATE, trainable_of(model), make_optimizer(model.parameters(), OptimizerConfig()))
-    model[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"other parameters than this run \(0.weight"):
-        load_trainable(tmp_path, trainable_of(model))
+def test_random_states_are_each_ranks_own(config, tmp_path):
+    """Two ranks whose generators stand elsewhere, as rank 0 stores them."""
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        states.append(get_rng(CPU))
+    with running(config) as run:
+        run.step()
+        run.saving.save(1, run.loss_sum, 1, gather=lambda mine: [(0.25, 1.0, states[0]), (0.75, 1.0, states[1])])
+    folder = config.run_dir / "checkpoints" / "00000001"
+    for rank, expected in enumerate(states):
+        found = load_rng(folder, rank, 2)
+        assert found is not None
+        assert all((found[name] == expected[name]).all() for name in expected)
+    assert load_rng(folder, 0, 1) is None  # another number of workers: no rank's state fits
+    state = read_state(folder)
+    assert [state.loss_sum(0, 2), state.loss_sum(1, 2), state.loss_sum(0, 1)] == [0.25, 0.75, 0.5]
 
 
-def test_another_format_is_refused(tmp_path):
-    (tmp_path / "state.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="format 99"):
-        read_state(tmp_path)
+def test_only_rank_0_has_a_clock_and_a_pen(config):
+    """The others learn of its decision, and give it what they have."""
+    run = SmallRun(replace(config, save_every_s=1e-9))
+    run.saving.begin()
+    assert run.saving.is_due()
+    second = SmallRun(replace(config, save_every_s=1e-9))
+    second.saving._rank = 1
+    second.saving.begin()
+    assert not second.saving.is_due()
+    second.saving.save(1, second.loss_sum, 0, gather=lambda mine: [mine])
+    second.saving.finish()
+    assert list_checkpoints(config.run_dir) == []
+
+
+def test_the_page_of_json_comes_back():
+    state = TrainState(3, 0, 24, 24, 8, (1.25, 0.1), 2, {"seed": 1}, {"base.weights": "ab"}, {"cameras": []})
+    assert parse_state(state_bytes(state), "here") == state
+
+
+def test_another_format_is_refused():
+    with pytest.raises(ValueError, match="checkpoint here: format 99, this version reads 2"):
+        parse_state(b'{"format": 99}', "here")
+    with pytest.raises(ValueError, match="has not the expected fields"):
+        parse_state(b'{"format": 2, "surprise": 1}', "here")

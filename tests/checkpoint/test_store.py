@@ -1,80 +1,174 @@
-"""A checkpoint is whole or not there, and damage is seen."""
+"""A checkpoint is whole or not there, damage is seen, and one valid checkpoint is there at every instant."""
 
+import json
+import signal
 from pathlib import Path
 
 import pytest
+from kill_at_phase import content, save_twice
 
+from vlatune.checkpoint.local_store import ASIDE, REMOVING, LocalStore
+from vlatune.checkpoint.manifest import MANIFEST, parse_manifest
+from vlatune.checkpoint.phases import PHASES
 from vlatune.checkpoint.store import (
-    ASIDE_PREFIX,
-    MANIFEST,
-    checkpoint_path,
+    absolute_storage,
+    choose,
     find_newest,
     list_checkpoints,
+    open_store,
     prune,
-    verify,
     write_checkpoint,
 )
 
-
-def write(run_dir: Path, optimizer_step: int, text: str = "weights") -> Path:
-    return write_checkpoint(
-        run_dir, optimizer_step, lambda folder: (folder / "trainable.bin").write_text(text) and None
-    )
+FILE, NESTED = "trainable.bin", "policy/config.json"
 
 
-def test_what_is_written_verifies_and_is_found(tmp_path):
-    write(tmp_path, 5)
-    newest = write(tmp_path, 10)
-    assert verify(newest) is None
-    assert find_newest(tmp_path, warn=pytest.fail) == newest == checkpoint_path(tmp_path, 10)
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "checkpoints")
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_damage_is_seen_and_the_one_before_is_taken(tmp_path, damage):
-    before, newest = write(tmp_path, 5), write(tmp_path, 10)
-    file = newest / "trainable.bin"
+def write(store: LocalStore, step: int, text: str = "weights", loss: float | None = None) -> Path:
+    files = {FILE: lambda path: path.write_text(text), NESTED: lambda path: path.write_text("{}")}
+    write_checkpoint(store, step, files, loss=loss)
+    return store.path(step)
+
+
+def test_what_is_written_verifies_and_is_found(store):
+    write(store, 5)
+    newest = write(store, 10)
+    assert store.problem(10) is None
+    assert find_newest(store, warn=pytest.fail, strict=True) == 10
+    assert list_checkpoints(store.folder.parent) == [store.path(5), newest]
+    assert set(parse_manifest((newest / MANIFEST).read_bytes()).files) == {FILE, NESTED}
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "nested", "manifest", "no manifest"])
+def test_damage_is_seen_and_the_one_before_is_taken_or_refused(store, damage):
+    write(store, 5)
+    newest = write(store, 10)
     match damage:
         case "flip":
-            file.write_text("weighty")
+            (newest / FILE).write_text("weightz")
         case "truncate":
-            file.write_text("weig")
+            (newest / FILE).write_text("weight")
         case "remove":
-            file.unlink()
+            (newest / FILE).unlink()
+        case "nested":
+            (newest / NESTED).write_text("[]")
         case "manifest":
             (newest / MANIFEST).write_text('{"files":')
+        case "no manifest":
+            (newest / MANIFEST).unlink()
     warnings: list[str] = []
-    assert find_newest(tmp_path, warn=warnings.append) == before
+    assert find_newest(store, warn=warnings.append) == 5
     assert len(warnings) == 1
-    assert str(newest) in warnings[0]
+    assert f"WARNING: checkpoint {newest} is DAMAGED" in warnings[0]
+    with pytest.raises(ValueError, match=rf"checkpoint {newest} is damaged .*--strict_resume=true does not go back"):
+        find_newest(store, warn=pytest.fail, strict=True)
 
 
-def test_a_write_that_breaks_off_leaves_nothing_visible(tmp_path):
-    before = write(tmp_path, 5)
+def test_when_all_are_damaged_nothing_begins_anew_by_itself(store):
+    for step in (5, 10):
+        (write(store, step) / FILE).unlink()
+    with pytest.raises(ValueError, match=r"all 2 checkpoints are damaged.*remove them to begin anew"):
+        find_newest(store, warn=lambda _: None)
 
-    def fail(folder: Path) -> None:
-        (folder / "trainable.bin").write_text("half")
+
+def test_a_manifest_cannot_point_outside_of_its_folder(store):
+    manifest = write(store, 5) / MANIFEST
+    content = json.loads(manifest.read_text())
+    content["files"]["../../secret"] = content["files"].pop(FILE)
+    manifest.write_text(json.dumps(content))
+    assert "outside of its folder" in (store.problem(5) or "")
+
+
+def test_a_write_that_breaks_off_leaves_nothing(store):
+    write(store, 5)
+
+    def fail(path: Path) -> None:
+        path.write_text("half")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_checkpoint(tmp_path, 10, fail)
-    assert list_checkpoints(tmp_path) == [before]
-    prune(tmp_path, keep=3)
-    assert not list((tmp_path / "checkpoints").glob(f"{ASIDE_PREFIX}*"))
+        write_checkpoint(store, 10, {FILE: fail})
+    assert [path.name for path in store.folder.iterdir()] == ["00000005"]
 
 
-def test_the_same_step_may_be_written_again(tmp_path):
-    write(tmp_path, 5, "first")
-    again = write(tmp_path, 5, "second")
-    assert (again / "trainable.bin").read_text() == "second"
-    assert verify(again) is None
+def test_leftovers_are_ignored_and_cleaned(store):
+    write(store, 5)
+    for prefix in (ASIDE, REMOVING):
+        (store.folder / f"{prefix}00000009").mkdir()
+        (store.folder / f"{prefix}00000009" / MANIFEST).write_text("{}")
+    assert store.steps() == [5]
+    store.clean()
+    assert [path.name for path in store.folder.iterdir()] == ["00000005"]
 
 
-def test_prune_keeps_the_newest(tmp_path):
-    for step in (1, 2, 3, 4):
-        write(tmp_path, step)
-    prune(tmp_path, keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["00000003", "00000004"]
+def test_a_whole_checkpoint_is_not_replaced_and_a_damaged_one_is(store):
+    path = write(store, 5, "first")
+    write(store, 5, "second")
+    assert (path / FILE).read_text() == "first"
+    (path / FILE).write_text("fault")
+    write(store, 5, "third")
+    assert (path / FILE).read_text() == "third"
+    assert store.problem(5) is None
 
 
-def test_no_checkpoints_is_none(tmp_path):
-    assert find_newest(tmp_path, warn=pytest.fail) is None
+def test_the_newest_and_the_best_are_kept(store):
+    for step, loss in enumerate([0.5, 0.1, 0.4, 0.3, 0.2], start=1):
+        write(store, step, loss=loss)
+    prune(store, keep_last=2, keep_best=1)
+    assert store.steps() == [2, 4, 5]
+    write(store, 6, loss=0.9)
+    prune(store, keep_last=1)
+    assert store.steps() == [6]
+
+
+def test_damaged_ones_are_not_among_the_best(store):
+    (write(store, 1, loss=0.1) / MANIFEST).write_text("")
+    write(store, 2, loss=0.5)
+    write(store, 3, loss=0.6)
+    prune(store, keep_last=1, keep_best=1)
+    assert store.steps() == [2, 3]
+
+
+def test_a_person_chooses_by_name(store):
+    with pytest.raises(ValueError, match="there is no checkpoint yet"):
+        choose(store, None, warn=pytest.fail)
+    damaged = write(store, 5)
+    write(store, 10)
+    assert choose(store, None, warn=pytest.fail) == 10
+    assert choose(store, "00000005", warn=pytest.fail) == choose(store, "5", warn=pytest.fail) == 5
+    with pytest.raises(ValueError, match="--checkpoint=7: there is no such checkpoint; there are: 00000005, 00000010"):
+        choose(store, "7", warn=pytest.fail)
+    (damaged / FILE).unlink()
+    with pytest.raises(ValueError, match=f"--checkpoint=5: .* is damaged \\({FILE} is missing\\)"):
+        choose(store, "5", warn=pytest.fail)
+
+
+def test_a_storage_path_holds_checkpoints_under_the_runs_name(tmp_path):
+    store = open_store(tmp_path / "runs" / "fold", str(tmp_path / "shared"))
+    assert store.where(7) == str(tmp_path / "shared" / "fold" / "checkpoints" / "00000007")
+    assert absolute_storage("shared") == str(Path.cwd() / "shared")
+    assert absolute_storage("s3://bucket/x") == "s3://bucket/x"
+    with pytest.raises(ValueError, match="--storage_path: the scheme 's4' is not known; use a folder, s3://"):
+        open_store(tmp_path / "run", "s4://bucket/x")
+    with pytest.raises(ValueError, match="--storage_path: URL holds a password") as error:
+        open_store(tmp_path / "run", "s3://me:hunter2@bucket/x")
+    assert "hunter2" not in str(error.value)
+
+
+KILLED_AT = [(phase, nth) for phase in PHASES if phase not in ("uploading", "uploaded") for nth in (1, 2)]
+
+
+@pytest.mark.parametrize(("phase", "nth"), [one for one in KILLED_AT if one[0] == "file" or one[1] == 1])
+def test_killed_at_any_phase_one_valid_checkpoint_is_there(store, phase, nth):
+    """Keeping one: the second save is killed for real, in another process."""
+    run_dir = store.folder.parent
+    assert save_twice(run_dir, None, kill_at=(phase, nth)) == -signal.SIGKILL
+    found = find_newest(store, warn=pytest.fail, strict=True) or 0
+    assert found == (2 if PHASES.index(phase) >= PHASES.index("committed") else 1)
+    assert store.read_bytes(found, "weights.bin") == content(found)
+    assert save_twice(run_dir, None, kill_at=None) == 0
+    assert [path.name for path in store.folder.iterdir()] == ["00000002"]

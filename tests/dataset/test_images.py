@@ -14,6 +14,7 @@ from PIL import Image
 
 from vlatune.dataset import images
 from vlatune.dataset.images import OPEN_STREAMS, decode_image, read_images_into
+from vlatune.dataset.recorded import Recorded
 from vlatune.dataset.storage import Root
 from vlatune.dataset.video import VideoPlace
 
@@ -91,6 +92,7 @@ def test_memory_does_not_grow_with_the_row_group(tmp_path):
     code = f"""
 import numpy as np
 from vlatune.dataset.images import read_images_into
+from vlatune.dataset.recorded import Recorded
 from vlatune.dataset.storage import Root
 from vlatune.dataset.video import VideoPlace
 
@@ -137,10 +139,12 @@ def test_depth_and_absent_pictures_are_named():
 
 def test_a_column_of_another_type_and_a_missing_one_are_named(tmp_path):
     pq.write_table(pa.table({"cam": pa.array(["a.png"])}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"rows.parquet, column 'cam': its type is string; a picture is bytes"):
+    with pytest.raises(
+        ValueError, match=r"episode 3, camera 'cam', rows.parquet: column 'cam' is of type string; a picture is bytes"
+    ):
         read(Root(str(tmp_path)), [0])
     pq.write_table(pa.table({"top": pa.array([b"x"])}), tmp_path / "other.parquet")
-    with pytest.raises(ValueError, match=r"column 'cam': it is not there, though meta/info.json names it"):
+    with pytest.raises(ValueError, match=r"episode 3, .*: there is no column 'cam', though meta/info.json names it"):
         read(Root(str(tmp_path)), [0], name="other.parquet")
 
 
@@ -148,8 +152,15 @@ def test_missing_rows_and_missing_or_damaged_files_are_named(tmp_path):
     root = write(tmp_path)
     with pytest.raises(ValueError, match=f"there is no row {ROWS}; meta and data disagree"):
         read(root, [ROWS])
-    with pytest.raises(ValueError, match=r"camera 'cam', none.parquet: the file is missing; fetch the dataset anew"):
+    with pytest.raises(ValueError, match=r"camera 'cam', none.parquet: the file is missing; fetch it"):
         read(root, [0], name="none.parquet")
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(ValueError, match=r"camera 'cam', bad.parquet: is not readable parquet"):
         read(root, [0], name="bad.parquet")
+
+
+def test_a_picture_of_another_size_is_refused_even_when_it_would_be_resized(tmp_path):
+    root, out = write(tmp_path), np.zeros((1, 3, 12, 12), np.uint8)
+    read_images_into(root, [0], out, VideoPlace(root.url, 3, "cam", "rows.parquet", Recorded(6, 8)))
+    with pytest.raises(ValueError, match=r"episode 3, camera 'cam', rows.parquet: its pictures are 6x8 .* says 8x6"):
+        read_images_into(root, [0], out, VideoPlace(root.url, 3, "cam", "rows.parquet", Recorded(8, 6)))

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vlatune.dataset.meta import Feature, fill_template, load_meta
+from vlatune.dataset.meta import Feature, check_complete, fill_template, load_meta
 from vlatune.dataset.storage import Root
 
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
@@ -42,7 +42,7 @@ def change_info(folder: Path, **changes) -> None:
     (folder / "meta/info.json").write_text(json.dumps(info))
 
 
-def change_episodes(folder: Path, column: str, row: int, value: int) -> None:
+def change_episodes(folder: Path, column: str, row: int, value: float) -> None:
     table = pq.read_table(folder / EPISODES)
     values = table.column(column).to_pylist()
     values[row] = value
@@ -173,6 +173,8 @@ def test_metadata_is_read_from_a_url(dataset_v3):
         ((3, 480, 640), None, (480, 640)),
         ((480, 640, 3), None, (480, 640)),
         ((480, 640, 1), None, (480, 640)),
+        ((640, 480, 3), ("width", "height", "channels"), (480, 640)),
+        ((3, 480, 640), ("height", "width", "channels"), (480, 640)),
     ],
 )
 def test_the_recorded_size_is_found_in_either_order(shape, names, expected):
@@ -230,12 +232,10 @@ def test_a_camera_named_like_a_field_is_not_filled_again():
         fill_template("{video_key}", {"chunk_index": 2}, {"video_key": "{chunk_index}"})
 
 
-def test_a_template_that_leaves_the_folder_is_refused_when_it_is_used(copy_of):
+def test_a_template_that_leaves_the_folder_is_refused(copy_of):
     folder = copy_of("v3.0")
     change_info(folder, data_path="../../{chunk_index}.parquet")
-    meta = load_meta(str(folder))
-    with pytest.raises(ValueError, match="leaves the dataset's folder"):
-        meta.root.open(meta.data_path(0))
+    assert f"dataset '{folder}': the file name '../../0.parquet' leaves the dataset's folder" in refusal(folder)
 
 
 # What is refused
@@ -243,24 +243,33 @@ def test_a_template_that_leaves_the_folder_is_refused_when_it_is_used(copy_of):
 
 def test_a_folder_that_is_not_there(tmp_path):
     message = refusal(tmp_path / "none")
-    assert message == f"dataset '{tmp_path / 'none'}': there is no such folder; check --dataset.root"
+    assert message == f"dataset '{tmp_path / 'none'}': there is no such folder; check the path"
 
 
 def test_a_folder_without_a_dataset(tmp_path):
     message = refusal(tmp_path)
     assert f"dataset '{tmp_path}': no meta/info.json in it" in message
-    assert "point --dataset.root at the folder that holds meta/" in message
+    assert "the path must be the folder that holds meta/, data/ and videos/" in message
+    with pytest.raises(ValueError, match=r"--dataset.root must be the folder that holds meta/"):
+        load_meta(str(tmp_path), argument="--dataset.root")
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [(None, "None"), ("v2.0", "'v2.0'"), ("v4.0", "'v4.0'"), ("2.0", "'v2.0'")]
+    ("version", "said", "remedy"),
+    [
+        (None, "has no codebase_version", "set it if the files are laid out"),
+        ("v2.0", "says codebase_version 'v2.0'", "convert it with LeRobot's conversion scripts"),
+        ("2.0", "says codebase_version '2.0'", "convert it with LeRobot's conversion scripts"),
+        ("v4.0", "says codebase_version 'v4.0'", "it is newer than this vlatune: update vlatune"),
+        (["v3.0"], "says codebase_version ['v3.0']", "convert the dataset"),
+    ],
 )
-def test_another_version(version, said, copy_of):
+def test_another_version(version, said, remedy, copy_of):
     folder = copy_of("v3.0")
     change_info(folder, codebase_version=version)
     message = refusal(folder)
-    assert f"dataset '{folder}': meta/info.json says codebase_version {said}; vlatune reads v3.0 and v2.1" in message
-    assert "convert it with LeRobot's conversion scripts" in message
+    assert f"dataset '{folder}': meta/info.json {said}; vlatune reads v3.0 and v2.1" in message
+    assert remedy in message
 
 
 @pytest.mark.parametrize("content", ["", "{", "{'fps': 10}", "\xff\xfe"])
@@ -270,14 +279,69 @@ def test_info_that_is_not_json(content, copy_of):
     assert f"dataset '{folder}': meta/info.json is not readable JSON" in refusal(folder)
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "{}", '{"fps": 0}'])
-def test_info_that_is_not_lerobots(content, copy_of):
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"v3.0"'])
+def test_info_that_is_not_an_object(content, copy_of):
     folder = copy_of("v3.0")
     (folder / "meta/info.json").write_text(content)
-    assert f"dataset '{folder}': meta/info.json has no 'fps'; it is not a LeRobot info file" in refusal(folder)
+    assert f"dataset '{folder}': meta/info.json: it is " in refusal(folder)
+    assert "expected a JSON object, as LeRobot writes it; fetch meta/ anew" in refusal(folder)
 
 
-@pytest.mark.parametrize("feature", [3, {"dtype": "float32"}, {"shape": [2]}])
+@pytest.mark.parametrize("fps", [None, 0, -10, "30", "fast", [30], True, float("nan"), float("inf")])
+def test_a_rate_that_is_no_number_above_0(fps, copy_of):
+    folder = copy_of("v3.0")
+    change_info(folder, fps=fps)
+    found = "there is no 'fps'" if fps is None else f"'fps' is {fps!r}"
+    assert refusal(folder) == (
+        f"dataset '{folder}': meta/info.json: {found}, expected frames per second, a number above 0; "
+        f"set it to the rate of the recording"
+    )
+
+
+@pytest.mark.parametrize("features", [None, [], {}, [{"name": "action"}], "action", 3])
+def test_features_that_are_no_object(features, copy_of):
+    folder = copy_of("v3.0")
+    change_info(folder, features=features)
+    message = refusal(folder)
+    assert f"dataset '{folder}': meta/info.json: 'features' is " in message
+    assert "expected an object of name -> {dtype, shape, names}; fetch meta/ anew" in message
+
+
+@pytest.mark.parametrize("shape", [7, "7", None, [0], [-1], [2.5], ["x"], [[7]], {"a": 1}])
+def test_a_shape_that_is_no_list_of_whole_numbers(shape, copy_of):
+    folder = copy_of("v3.0")
+    change_info(folder, features={"action": {"dtype": "float32", "shape": shape}})
+    message = refusal(folder)
+    assert f"meta/info.json: feature 'action' has shape {shape!r}, expected a list of whole numbers, as [7]" in message
+    assert message.endswith("fetch meta/ anew, or convert the dataset anew")
+
+
+@pytest.mark.parametrize(("key", "value"), [("chunks_size", "x"), ("chunks_size", 0), ("total_episodes", -1)])
+def test_counts_that_are_none(key, value, copy_of):
+    folder = copy_of("v3.0")
+    change_info(folder, **{key: value})
+    assert f"meta/info.json: '{key}' is {value!r}, expected a whole number" in refusal(folder)
+
+
+@pytest.mark.parametrize("template", [3, ["a"], "data/{secret}.parquet", "data/{chunk_index"])
+def test_a_template_that_cannot_be_used(template, copy_of):
+    folder = copy_of("v3.0")
+    change_info(folder, data_path=template)
+    assert refusal(folder).startswith(f"dataset '{folder}': meta/info.json: ")
+
+
+def test_odd_notes_on_a_feature_are_not_read(copy_of):
+    """names and info are for people; whatever is in them, the dataset is read."""
+    folder = copy_of("v3.0")
+    info = json.loads((folder / "meta/info.json").read_text())
+    for odd in (3, "x", [3], {}, {"motors": 3}):
+        for feature in info["features"].values():
+            feature |= {"names": odd, "info": odd}
+        (folder / "meta/info.json").write_text(json.dumps(info))
+        assert load_meta(str(folder)).features["action"].shape == (3,)
+
+
+@pytest.mark.parametrize("feature", [3, {"dtype": "float32"}, {"shape": [2]}, {"dtype": None, "shape": [2]}])
 def test_a_feature_without_its_shape(feature, copy_of):
     folder = copy_of("v3.0")
     change_info(folder, features={"action": feature})
@@ -287,22 +351,65 @@ def test_a_feature_without_its_shape(feature, copy_of):
 def test_a_camera_that_is_not_a_picture(copy_of):
     folder = copy_of("v3.0")
     change_info(folder, features={"top": {"dtype": "video", "shape": [96, 96]}})
-    assert "camera 'top' has shape (96, 96), expected (H, W, 3)" in refusal(folder)
+    assert "camera 'top' has shape [96, 96], expected three sides, as [480, 640, 3]" in refusal(folder)
 
 
 def test_a_gap_between_episodes(copy_of):
     folder = copy_of("v3.0")
-    rows = pq.read_table(folder / EPISODES).column("dataset_from_index").to_pylist()
     keep_episodes(folder, [0, 1, 3, 4, 5, 6])
     message = refusal(folder)
-    assert f"episode 3 starts at row {rows[3]}, expected {rows[2]} after episode 1" in message
-    assert "meta/episodes is damaged, convert the dataset anew" in message
+    assert f"dataset '{folder}': meta/ lists episode 3 after episode 1, expected episode 2" in message
+    assert message.endswith("meta/ is damaged: fetch it anew, or convert the dataset anew")
+
+
+def test_the_first_episodes_are_missing(copy_of):
+    folder = copy_of("v3.0")
+    keep_episodes(folder, [2, 3, 4, 5, 6])
+    assert f"dataset '{folder}': meta/ lists episode 2 first, expected episode 0" in refusal(folder)
+
+
+@pytest.mark.parametrize(("change", "how"), [(3, "leaves a gap before it"), (-3, "overlaps the episode before it")])
+def test_rows_of_episodes_that_leave_a_gap_or_overlap(change, how, copy_of):
+    folder = copy_of("v3.0")
+    row = pq.read_table(folder / EPISODES).column("dataset_from_index").to_pylist()[4]
+    change_episodes(folder, "dataset_from_index", 4, row + change)
+    message = refusal(folder)
+    assert f"dataset '{folder}': episode 4 begins at row {row + change} and {how}, expected row {row}; " in message
+    assert message.endswith("meta/ is damaged: fetch it anew, or convert the dataset anew")
+
+
+def test_a_gap_in_v21(copy_of):
+    folder = copy_of("v2.1")
+    lines = (folder / "meta/episodes.jsonl").read_text().splitlines()
+    (folder / "meta/episodes.jsonl").write_text("\n".join(lines[:2] + lines[3:]))
+    assert f"dataset '{folder}': meta/ lists episode 3 after episode 1, expected episode 2" in refusal(folder)
+
+
+@pytest.mark.parametrize("time", [float("nan"), -1.0])
+def test_an_episode_at_no_time_of_its_video(time, copy_of):
+    folder = copy_of("v3.0")
+    change_episodes(folder, "videos/observation.images.top/from_timestamp", 1, time)
+    message = refusal(folder)
+    assert f"episode 1, camera 'observation.images.top': meta/episodes places it at {time} s of chunk 0" in message
+
+
+def test_fewer_episodes_than_info_promises(copy_of):
+    """As when the last file of meta/episodes did not arrive."""
+    folder = copy_of("v3.0")
+    keep_episodes(folder, [0, 1, 2, 3, 4])
+    meta = load_meta(str(folder))
+    with pytest.raises(ValueError, match=r"says total_episodes 7, but meta/ lists only 5; fetch meta/ anew, or set"):
+        check_complete(meta)
+    change_info(folder, total_episodes=5)
+    check_complete(load_meta(str(folder)))
 
 
 def test_an_episode_that_is_listed_twice(copy_of):
     folder = copy_of("v3.0")
     keep_episodes(folder, [0, 1, 2, 2, 3, 4, 5, 6])
-    assert "episode 2 starts at row" in refusal(folder)
+    assert "meta/ lists episode 2 after episode 2, expected episode 3: missing, or one is there twice" in refusal(
+        folder
+    )
 
 
 @pytest.mark.parametrize("length", [0, -3])
@@ -382,7 +489,87 @@ def test_tasks_that_do_not_count_from_zero(copy_of):
     pq.write_table(pa.table({"task_index": [1, 2], "task": ["go", "stop"]}), new / "meta/tasks.parquet")
     (old / "meta/tasks.jsonl").write_text('{"task_index": 1, "task": "go"}\n{"task_index": 2, "task": "stop"}\n')
     for folder in (new, old):
-        assert "task_index must count 0, 1, 2, ...; found [1, 2]" in refusal(folder)
+        assert "task_index must count 0, 1, 2, ...; found 1, 2; fetch meta/ anew" in refusal(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"no parquet", b"PAR1PAR1"])
+def test_tasks_that_are_not_parquet(content, copy_of):
+    folder = copy_of("v3.0")
+    (folder / "meta/tasks.parquet").write_bytes(content)
+    message = refusal(folder)
+    assert f"dataset '{folder}': meta/tasks.parquet is not readable parquet" in message
+    assert message.endswith("; fetch meta/ anew")
+
+
+@pytest.mark.parametrize("sentence", [None, 3])
+def test_a_task_that_is_no_sentence(sentence, copy_of):
+    new, old = copy_of("v3.0"), copy_of("v2.1")
+    pq.write_table(pa.table({"task_index": [0], "task": [sentence]}), new / "meta/tasks.parquet")
+    (old / "meta/tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": sentence}))
+    for folder in (new, old):
+        assert f"the sentence of task_index 0 is {sentence!r}, expected text; fetch meta/ anew" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"action": 3}', '{"action": {"mean": ["x"]}}', '{"a": {"b": [[1], [1, 2]]}}']
+)
+def test_statistics_that_are_none(content, copy_of):
+    folder = copy_of("v3.0")
+    (folder / "meta/stats.json").write_text(content)
+    message = refusal(folder)
+    assert message.startswith(f"dataset '{folder}': meta/stats.json")
+    assert message.endswith("delete the file and vlatune computes its own, or fetch meta/ anew")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{", "is not JSON"),
+        ("3", "is not a JSON object"),
+        ('{"episode_index": 7}', "there is no 'length', expected a whole number"),
+        ('{"episode_index": 7, "length": "12"}', "'length' is '12', expected a whole number"),
+        ('{"episode_index": 7, "length": 1.5}', "'length' is '1.5', expected a whole number"),
+        ('{"length": 12}', "there is no 'episode_index', expected a whole number"),
+    ],
+)
+def test_a_line_of_episodes_that_is_none(line, found, copy_of):
+    folder = copy_of("v2.1")
+    with (folder / "meta/episodes.jsonl").open("a") as file:
+        file.write(line)
+    message = refusal(folder)
+    assert message.startswith(f"dataset '{folder}': meta/episodes.jsonl, line 8")
+    assert found in message
+    assert message.endswith("fetch meta/ anew, or correct the line")
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        None,
+        3,
+        {"action": 3},
+        {"action": {"mean": [0, 0, 0]}},
+        {"action": {key: [0, 0] for key in ("min", "max", "mean", "std")}},
+    ],
+)
+def test_a_line_of_statistics_that_is_none(stats, copy_of):
+    folder = copy_of("v2.1")
+    if isinstance(stats, dict) and isinstance(stats["action"], dict):
+        stats["action"]["count"] = [4]
+    with (folder / "meta/episodes_stats.jsonl").open("a") as file:
+        file.write(json.dumps({"episode_index": 7, "stats": stats}))
+    message = refusal(folder)
+    assert message.startswith(f"dataset '{folder}': meta/episodes_stats.jsonl, line 8")
+    assert message.endswith("delete the file and vlatune computes its own, or fetch meta/ anew")
+
+
+@pytest.mark.parametrize("column", ["length", "data/file_index", "videos/observation.images.top/from_timestamp"])
+@pytest.mark.parametrize("values", [["a"] * 7, [None] * 7, [[1]] * 7])
+def test_a_column_of_episodes_that_holds_no_numbers(column, values, copy_of):
+    folder = copy_of("v3.0")
+    table = pq.read_table(folder / EPISODES)
+    pq.write_table(table.set_column(table.column_names.index(column), column, pa.array(values)), folder / EPISODES)
+    assert refusal(folder).startswith(f"dataset '{folder}': {EPISODES}, column '{column}'")
 
 
 def test_tasks_are_found_in_an_unnamed_index(copy_of):

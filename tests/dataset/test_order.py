@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlatune.dataset.mixture import Mixture
 from vlatune.dataset.order import (
     MAX_LANES,
     Cursor,
     OrderSpec,
+    all_batches,
     check_order,
     choose_lanes,
     cursor_at,
@@ -19,6 +21,7 @@ from vlatune.dataset.order import (
     step_samples,
     window_edges,
 )
+from vlatune.dataset.shuffle_meter import measure_shuffle
 from vlatune.pipeline.plan import Share
 
 unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
@@ -26,7 +29,15 @@ PLAIN = OrderSpec(lengths=(30,) * 20, seed=7, global_batch=8, lanes=8, run_lengt
 
 
 @st.composite
-def specs(draw, *, lanes=(1, 2, 3, 4, 8, 16)):
+def mixtures(draw, episodes: int) -> Mixture:
+    """Up to three datasets, each with an episode and a sample."""
+    count = draw(st.integers(1, min(3, episodes)))
+    extra = draw(st.lists(st.integers(0, count - 1), min_size=episodes - count, max_size=episodes - count))
+    return Mixture((*range(count), *extra), tuple(draw(st.lists(st.floats(0.3, 5), min_size=count, max_size=count))))
+
+
+@st.composite
+def specs(draw, *, lanes=(1, 2, 3, 4, 8, 16), weighted=(False,)):
     num_lanes = draw(st.sampled_from(lanes))
     spec = OrderSpec(
         lengths=tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))),
@@ -35,9 +46,11 @@ def specs(draw, *, lanes=(1, 2, 3, 4, 8, 16)):
         lanes=num_lanes,
         run_length=draw(st.integers(1, 12)),
         window_rows=draw(st.integers(1, 20)),
+        drop_last=draw(st.booleans()),
     )
-    missing = spec.global_batch - spec.num_samples
-    return spec if missing <= 0 else replace(spec, lengths=(*spec.lengths, missing))
+    missing = max(spec.global_batch, 60) - spec.num_samples
+    spec = spec if missing <= 0 else replace(spec, lengths=(*spec.lengths, missing))
+    return replace(spec, mixture=draw(mixtures(len(spec.lengths)))) if draw(st.sampled_from(weighted)) else spec
 
 
 def all_steps(spec: OrderSpec, epoch: int) -> np.ndarray:
@@ -48,17 +61,42 @@ def all_steps(spec: OrderSpec, epoch: int) -> np.ndarray:
 
 @unhurried
 @given(specs(), st.integers(0, 5))
-def test_an_epoch_has_every_frame_at_most_once_and_drops_less_than_a_batch(spec, epoch):
+def test_an_epoch_has_every_frame_once_but_for_its_ragged_end(spec, epoch):
     check_order(spec)
     samples = all_steps(spec, epoch).reshape(-1)
-    assert len(np.unique(samples)) == len(samples)
-    assert samples.min() >= 0
-    assert samples.max() < spec.num_samples
-    assert spec.num_samples - len(samples) < spec.global_batch
+    times = np.bincount(samples, minlength=spec.num_samples)
+    assert len(times) == spec.num_samples
+    if spec.drop_last:
+        assert times.max() == 1
+        assert np.count_nonzero(times == 0) == spec.num_samples % spec.global_batch
+    else:
+        assert times.min() == 1
+        assert times.max() <= 2
+        assert np.count_nonzero(times == 2) == -spec.num_samples % spec.global_batch
 
 
 @unhurried
-@given(specs(lanes=(8, 16, 24)), st.integers(0, 3))
+@given(specs(weighted=(True,)), st.integers(0, 5))
+def test_each_dataset_has_its_share_of_an_epoch_but_for_the_ragged_end(spec, epoch):
+    check_order(spec)
+    samples = all_steps(spec, epoch).reshape(-1)
+    dataset = np.repeat(spec.mixture.dataset, spec.lengths)[samples]
+    shares = np.asarray(spec.mixture.weights) / sum(spec.mixture.weights)
+    off = np.bincount(dataset, minlength=len(shares)) - shares * spec.num_samples
+    assert np.abs(off).max() < spec.global_batch + 1
+    assert abs(len(samples) - spec.num_samples) < spec.global_batch
+
+
+@unhurried
+@given(specs(), st.integers(0, 5))
+def test_the_end_is_filled_up_with_what_the_epoch_began_with(spec, epoch):
+    """Unmixed, the lanes laid end to end are the epoch's sequence: its first frames come again at its end."""
+    kept = epoch_order(replace(spec, window_rows=1, drop_last=False), epoch).reshape(-1)
+    assert np.array_equal(kept[spec.num_samples :], kept[: len(kept) - spec.num_samples])
+
+
+@unhurried
+@given(specs(lanes=(8, 16, 24), weighted=(False, True)), st.integers(0, 3))
 def test_global_batches_are_the_same_for_1_2_4_and_8_workers(spec, epoch):
     order, expected = epoch_order(spec, epoch), all_steps(spec, epoch)
     for num_workers in (1, 2, 4, 8):
@@ -74,7 +112,7 @@ def _steps_of(spec: OrderSpec) -> tuple[int, int]:
 
 
 @unhurried
-@given(specs(), st.data())
+@given(specs(weighted=(False, True)), st.data())
 def test_the_order_after_n_steps_is_the_tail_of_the_whole(spec, data):
     steps = 2 * spec.batches_per_epoch + 1
     done = data.draw(st.integers(0, steps - 1))
@@ -84,6 +122,12 @@ def test_the_order_after_n_steps_is_the_tail_of_the_whole(spec, data):
         cursor = cursor_at(spec, step)
         tail.append(step_samples(spec, epoch_order(spec, cursor.epoch), cursor.batch))
     assert np.array_equal(tail, whole[done:])
+
+
+@unhurried
+@given(specs(weighted=(False, True)), st.integers(0, 3))
+def test_all_batches_are_the_steps_one_after_the_other(spec, epoch):
+    assert np.array_equal(all_batches(spec, epoch_order(spec, epoch)), all_steps(spec, epoch))
 
 
 def test_a_cursor_counts_whole_epochs():
@@ -170,7 +214,7 @@ def test_lanes_divide_the_batch_and_the_workers_share_them(per_worker, num_worke
 
 @unhurried
 @given(st.integers(1, MAX_LANES))
-def test_up_to_64_the_lanes_do_not_depend_on_the_workers(global_batch):
+def test_up_to_512_the_lanes_do_not_depend_on_the_workers(global_batch):
     workers = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
     assert {choose_lanes(global_batch, num_workers) for num_workers in workers} == {global_batch}
 
@@ -180,6 +224,8 @@ def test_what_cannot_be_ordered_is_refused():
         check_order(replace(PLAIN, global_batch=608))
     with pytest.raises(ValueError, match="8 lanes do not divide the global batch of 12"):
         check_order(replace(PLAIN, global_batch=12))
+    with pytest.raises(ValueError, match=r"dataset 1 has the weight 2.0 and no episode to train on; lower --dataset"):
+        check_order(replace(PLAIN, mixture=Mixture((0,) * 20, (1.0, 2.0))))
     with pytest.raises(
         ValueError, match="3 workers cannot share 8 lanes evenly; use a number of workers that divides 8"
     ):
@@ -188,21 +234,29 @@ def test_what_cannot_be_ordered_is_refused():
 
 @pytest.mark.parametrize(("run_length", "window_rows"), [(8, 16), (32, 32), (32, 64)])
 @pytest.mark.parametrize(("episodes", "length"), [(20, 50), (20, 400), (60, 90)])
-def test_batches_are_nearly_as_mixed_as_a_permutation(episodes, length, run_length, window_rows):
+def test_batches_of_32_are_nearly_as_mixed_as_a_permutation(episodes, length, run_length, window_rows):
     spec = OrderSpec((length,) * episodes, 3, 32, choose_lanes(32, 1), run_length, window_rows)
-    ours = np.concatenate([all_steps(spec, epoch) for epoch in range(4)])
-    rng = np.random.default_rng(0)
-    shuffled = [rng.permutation(spec.num_samples)[: spec.batches_per_epoch * 32] for _ in range(4)]
-    true = np.concatenate(shuffled).reshape(-1, 32)
-    assert distinct_episodes(ours, length) >= 0.9 * distinct_episodes(true, length)
-    assert neighbours(ours) <= 2 * neighbours(true) + 0.1
+    for epoch in range(3):
+        check_mixed(spec, epoch)
 
 
-def distinct_episodes(batches: np.ndarray, length: int) -> float:
-    """Mean number of episodes in a batch."""
-    return float(np.mean([len(np.unique(batch // length)) for batch in batches]))
+@pytest.mark.parametrize("global_batch", [32, 64, 128, 256, 512])
+def test_large_batches_are_as_mixed_as_small_ones(global_batch):
+    """200 episodes: a permutation's batch of 256 holds 145 of them, lanes of four samples a step would hold 87."""
+    check_mixed(OrderSpec((300,) * 200, 3, global_batch, choose_lanes(global_batch, 1), 32, 32), 0)
 
 
-def neighbours(batches: np.ndarray) -> float:
-    """Mean number of pairs in a batch that are one frame apart."""
-    return float(np.mean([np.count_nonzero(np.diff(np.sort(batch)) == 1) for batch in batches]))
+def check_mixed(spec: OrderSpec, epoch: int) -> None:
+    found = measure_shuffle(spec, epoch)
+    assert found.distinct_episodes.order >= 0.95 * found.distinct_episodes.permutation
+    assert found.neighbour_rate.order <= found.neighbour_rate.permutation
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4, 8, 16])
+def test_the_windows_of_many_lanes_begin_evenly_for_every_worker(num_workers):
+    """Otherwise a worker would need many rows at one step and none for long after it."""
+    spec = OrderSpec((300,) * 200, 3, 256, 256, 32, 32)
+    for rank in range(num_workers):
+        first = [int(window_edges(spec, lane)[1]) for lane in Share(rank, num_workers).lanes(spec)]
+        begins = np.bincount(np.asarray(first) - 1, minlength=spec.window_rows)
+        assert begins.max() <= 2 * spec.lanes / num_workers / spec.window_rows + 1

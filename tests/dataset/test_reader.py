@@ -19,6 +19,7 @@ from vlatune.dataset.frame_id import read_frame_id
 from vlatune.dataset.meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec, allocate, make_unit, read_into, read_unit
 from vlatune.dataset.resize import letterbox_box
+from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 
 HORIZON = 5
 TOP = "observation.images.top"
@@ -218,15 +219,6 @@ def refusal(folder: Path, episode: int, frames, *, cameras=(TOP,)) -> str:
     return str(caught.value)
 
 
-def test_a_missing_video_is_named(damaged, meta):
-    file = meta.video_path(4, TOP)
-    (damaged / file).unlink()
-    message = refusal(damaged, 4, [0])
-    assert (
-        message == f"dataset '{damaged}': episode 4, camera '{TOP}', {file}: the file is missing; fetch or re-encode it"
-    )
-
-
 @pytest.mark.parametrize("content", [b"", b"not a video at all\n" * 40])
 def test_a_file_that_is_no_video_is_named(content, damaged, meta):
     file = meta.video_path(4, TOP)
@@ -263,21 +255,30 @@ def test_a_truncated_video_gives_right_frames_or_errors(damaged, meta):
     assert "no frame within 0.0001 s of" in refused[2, last] or "cannot be decoded" in refused[2, last]
 
 
-def test_a_video_damaged_inside_gives_right_frames_or_errors(damaged, meta):
-    """Forty bytes of noise here and there: the decoder would rather show the picture before, or a torn one."""
-    path, noise = damaged / meta.video_path(0, TOP), np.random.default_rng(0).bytes(40)
+@pytest.mark.parametrize("codec", ["h264", "av1"])
+def test_a_video_damaged_inside_gives_right_frames_or_errors(codec, tmp_path):
+    """Forty bytes of noise here and there: a decoder would rather show the picture before, or a torn one.
+
+    hevc is not here: FFmpeg shows such pictures without a word, and nothing in the file could tell.
+    """
+    root = tmp_path / codec
+    make_dataset(root, SyntheticSpec(episodes=3, frames=12, cameras=1, codec=codec))
+    path, noise = root / load_meta(str(root)).video_path(0, TOP), np.random.default_rng(0).bytes(40)
     whole, messages = path.read_bytes(), []
-    for share in np.linspace(0.2, 0.95, 12):
+    clean, _ = frames_or_refusals(root, episodes=(0, 1, 2))
+    for share in np.linspace(0.25, 0.95, 10):
         begin = int(share * len(whole))
         path.write_bytes(whole[:begin] + noise + whole[begin + len(noise) :])
-        messages += frames_or_refusals(damaged, episodes=(0, 1, 2))[1].values()
-    assert len(messages) >= 12
+        right, refused = frames_or_refusals(root, episodes=(0, 1, 2))
+        assert all(np.array_equal(picture, clean[place]) for place, picture in right.items())
+        messages += refused.values()
+    assert len(messages) >= 10
     assert all("cannot be decoded" in message for message in messages)
 
 
-def frames_or_refusals(folder: Path, episodes) -> tuple[list[tuple[int, int]], dict[tuple[int, int], str]]:
-    """Read the frames one by one: those that came, all of them right, and what was said of the others."""
-    meta, right, refused = load_meta(str(folder)), [], {}
+def frames_or_refusals(folder: Path, episodes) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], str]]:
+    """Read the frames one by one: those that came, all of them right by their ids, and what was said of the others."""
+    meta, right, refused = load_meta(str(folder)), {}, {}
     spec = make_spec(meta, cameras=[TOP])
     for episode in episodes:
         for frame in range(int(meta.episodes.length[episode])):
@@ -287,44 +288,8 @@ def frames_or_refusals(folder: Path, episodes) -> tuple[list[tuple[int, int]], d
                 refused[episode, frame] = str(error)
             else:
                 assert ids_of(columns[TOP]) == [(episode, frame)]
-                right.append((episode, frame))
+                right[episode, frame] = columns[TOP][0]
     return right, refused
-
-
-def test_timestamps_that_are_off_are_named(damaged, meta):
-    rewrite(damaged, "timestamp", lambda values, episode: np.where(episode == 2, values + np.float32(0.03), values))
-    message = refusal(damaged, 2, [0])
-    assert f"dataset '{damaged}': episode 2, camera '{TOP}', " in message
-    begin_s = meta.episodes.videos[TOP].from_s[2]
-    assert f"no frame within 0.0001 s of {begin_s + 0.03:.4f} s (nearest {begin_s:.4f} s)" in message
-    assert message.endswith("re-encode it or raise --dataset.tolerance_s")
-
-
-def test_a_task_without_its_sentence_is_named(damaged, meta):
-    rewrite(damaged, "task_index", lambda values, episode: np.where(episode == 3, 99, values))
-    message = refusal(damaged, 3, [0], cameras=())
-    assert message.startswith(f"dataset '{damaged}': episode 3, {meta.data_path(3)}: task_index 99 has no sentence")
-    assert f"meta/tasks lists {len(meta.tasks)}" in message
-
-
-def test_a_data_file_with_too_few_rows_is_named(damaged, meta):
-    path = damaged / meta.data_path(6)
-    rows = pq.read_table(path)
-    pq.write_table(rows.slice(0, len(rows) - 1), path)
-    begin, length = int(meta.episodes.data_offset[6]), int(meta.episodes.length[6])
-    message = refusal(damaged, 6, [0], cameras=())
-    assert message.startswith(f"dataset '{damaged}': episode 6, {meta.data_path(6)}: has {len(rows) - 1} rows")
-    assert f"meta/episodes places the episode at rows {begin} to {begin + length}" in message
-
-
-def test_a_data_file_with_other_rows_is_named(damaged, meta):
-    path = damaged / meta.data_path(6)
-    rows = pq.read_table(path)
-    pq.write_table(pa.concat_tables([rows.slice(1), rows.slice(0, 1)]), path)
-    begin, first = int(meta.episodes.data_offset[6]), int(meta.episodes.from_row[6])
-    message = refusal(damaged, 6, [0], cameras=())
-    assert f"dataset '{damaged}': episode 6, {meta.data_path(6)}: row {begin} is episode 6, frame 1" in message
-    assert f"expected episode 6, frame 0, index {first}; meta and data disagree" in message
 
 
 def test_a_vector_of_another_width_is_named(damaged, meta):

@@ -44,13 +44,13 @@ def test_an_episode_is_wanted_by_its_index_not_by_its_place(meta):
     shifted = replace(meta, episodes=replace(meta.episodes, index=meta.episodes.index + 10))
     assert select_episodes([shifted], [12]).position.tolist() == [2]
     with pytest.raises(
-        ValueError, match=r"there is no episode 2; it has 7 episodes, 10 to 16; correct --dataset.episod"
+        ValueError, match=r"there is no episode 2; it has 7 episodes, 10 to 16; correct the list of episodes"
     ):
         select_episodes([shifted], [12, 2])
 
 
 def test_an_episode_that_is_not_there_is_named(meta):
-    with pytest.raises(ValueError, match=r"there is no episode 7; .* 0 to 6; correct --dataset.episodes") as caught:
+    with pytest.raises(ValueError, match=r"there is no episode 7; .* 0 to 6; correct the list of episodes") as caught:
         select_episodes([meta], [0, 7, 9])
     assert meta.root.url in str(caught.value)
 

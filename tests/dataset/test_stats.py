@@ -1,6 +1,8 @@
 """Statistics: the dataset's own where it has them, exact ones from its rows where it has not."""
 
 import json
+import shutil
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,3 +118,47 @@ def test_statistics_of_an_array_are_numpys():
     for name, share in QUANTILES.items():
         assert np.array_equal(stats[name], np.quantile(exact, share, axis=0))
     assert {values.dtype for values in stats.values()} == {np.dtype(np.float64)}
+
+
+def test_statistics_of_many_episodes_do_not_stay_in_memory(tmp_path):
+    """28 MB of text; a part of it at a time, and its sums."""
+    rng = np.random.default_rng(0)
+    line = json.dumps(
+        {
+            "stats": {
+                "action": {name: rng.random(70).tolist() for name in ("min", "max", "mean", "std")} | {"count": [9]}
+            }
+        }
+    )
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/episodes_stats.jsonl").write_text("\n".join([line] * 5000))
+    tracemalloc.start()
+    try:
+        stats = meta_v21.read_stats(Root(str(tmp_path)))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert stats["action"]["count"].tolist() == [45_000]
+    assert (tmp_path / "meta/episodes_stats.jsonl").stat().st_size > 25e6
+    assert peak_bytes < 14e6
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_lines_are_cut_where_they_end_whatever_the_reads(size, tmp_path, monkeypatch):
+    monkeypatch.setattr(meta_v21, "CHUNK_BYTES", size)
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n{"a": "\\u00e9 and more"}\r\n{"a": 3}')
+    found = list(meta_v21.read_lines(Root(str(tmp_path)), "rows.jsonl"))
+    assert [row["a"] for _, row in found] == [1, "é and more", 3]
+    assert [where.rpartition(" ")[2] for where, _ in found] == ["1", "3", "4"]
+
+
+def test_episodes_that_are_left_out_are_not_read(dataset_v3, tmp_path):
+    folder = Path(shutil.copytree(dataset_v3, tmp_path / "damaged"))
+    meta = load_meta(str(folder))
+    (folder / meta.data_path(6)).write_bytes(b"")
+    with pytest.raises(ValueError, match="is not readable parquet"):
+        read_feature([meta], "action")
+    kept = read_feature([replace(meta, left_out=frozenset({1, 5, 6}))], "action")
+    whole, begin, length = rows_of(dataset_v3, "action"), meta.episodes.from_row, meta.episodes.length
+    expected = np.concatenate([whole[begin[one] : begin[one] + length[one]] for one in (0, 2, 3, 4)])
+    assert np.array_equal(kept, expected)

@@ -3,13 +3,14 @@
 import os
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import CACHED_FILES, read_columns, to_numpy
+from vlatune.dataset.tables import CACHED_FILES, read_columns, read_rows, to_numpy
 
 
 def write(folder: Path, name: str = "rows.parquet", **columns) -> Root:
@@ -151,3 +152,37 @@ def test_the_files_used_last_stay_in_memory(tmp_path):
     read_columns(root, names[-1], ["index"])
     assert read_columns(root, names[0], ["index"]) is first[0]
     assert read_columns(root, names[1], ["index"]) is not first[1]
+
+
+def test_an_object_that_was_replaced_is_read_again(tmp_path):
+    memory = fsspec.filesystem("memory")
+    root = Root("memory://tables-replaced")
+    for values in ([1, 2], [3, 4]):
+        write(tmp_path, index=pa.array(values))
+        memory.put(str(tmp_path / "rows.parquet"), "/tables-replaced/rows.parquet")
+        assert read_columns(root, "rows.parquet", ["index"])["index"].tolist() == values
+        assert read_rows(root, "rows.parquet", ["index"], 0, 2).columns["index"].tolist() == values
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    root = write(tmp_path, index=pa.array([1]))
+
+    def refuse(self: Root, name: str):
+        raise PermissionError(f"'{name}': access denied")
+
+    monkeypatch.setattr(Root, "open", refuse)
+    for read in (
+        lambda: read_columns(root, "rows.parquet", ["index"]),
+        lambda: read_rows(root, "rows.parquet", ["index"], 0, 1),
+    ):
+        with pytest.raises(PermissionError, match="access denied"):
+            read()
+
+
+def test_rows_are_read_though_others_of_the_file_are_bad(tmp_path):
+    root = write(tmp_path, index=pa.array([0, 1, None, 3]))
+    rows = read_rows(root, "rows.parquet", ["index"], 0, 2)
+    assert rows.columns["index"][: 2 - rows.begin].tolist() == [0, 1]
+    assert rows.file_rows == 4
+    with pytest.raises(ValueError, match=r"rows.parquet, column 'index': 1 values are null"):
+        read_rows(root, "rows.parquet", ["index"], 2, 4)

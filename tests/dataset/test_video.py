@@ -1,9 +1,12 @@
 """Files that stay open between units: never a wrong frame, whatever was read before from the same file."""
 
+import io
 import shutil
 from collections import OrderedDict
 from pathlib import Path
 
+import av
+import av.error
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from vlatune.dataset import video
 from vlatune.dataset.frame_id import read_frame_id
+from vlatune.dataset.recorded import decoder_options
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.dataset.video import VideoPlace, decode_into
 
@@ -94,3 +98,39 @@ def test_a_decoder_that_failed_is_not_kept(film, opened):
         decode_into(str(film), [99.0], out_NCHW, tolerance_s=1e-4, place=PLACE)
     assert frames_of(film, [5]) == [(0, 5)]
     assert len(opened) == 2
+
+
+def test_a_frame_that_the_decoder_marks_as_damaged_is_refused(tmp_path):
+    """Of single bits that are flipped, h264 conceals some and only marks the frame; those after it look whole."""
+    make_dataset(tmp_path / "film", SyntheticSpec(episodes=1, frames=16, cameras=1, fps=FPS))
+    film = next((tmp_path / "film/videos").rglob("*.mp4"))
+    whole, rng, marked = film.read_bytes(), np.random.default_rng(0), 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[rng.integers(whole.index(b"mdat") + 4, len(whole))] ^= 1 << int(rng.integers(8))
+        if _is_marked(bytes(damaged)):
+            marked += 1
+            (tmp_path / f"{marked}.mp4").write_bytes(damaged)
+            out_NCHW = np.zeros((16, 3, 96, 96), np.uint8)
+            with pytest.raises(ValueError, match=r"file-000.mp4: cannot be decoded \(the decoder marks a frame as dam"):
+                decode_into(
+                    str(tmp_path / f"{marked}.mp4"),
+                    [n / FPS for n in range(16)],
+                    out_NCHW,
+                    tolerance_s=1e-4,
+                    place=PLACE,
+                )
+    assert marked > 0
+
+
+def _is_marked(film: bytes) -> bool:
+    """Whether all packets decode with the reader's options, and a frame is marked."""
+    try:
+        with av.open(io.BytesIO(film)) as container:
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1
+            stream.codec_context.options = decoder_options(stream)
+            marks = [frame.is_corrupt for frame in container.decode(stream)]  # all of them: an error goes first
+            return any(marks)
+    except av.error.FFmpegError:
+        return False

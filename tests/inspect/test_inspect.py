@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vlatune import cli
+from vlatune.dataset.listing import list_files, top_folder
 from vlatune.dataset.storage import Root
-from vlatune.inspect.files import list_files, top_folder
 from vlatune.inspect.inspection import inspect_dataset
 from vlatune.inspect.problems import Problem
 from vlatune.inspect.text import inspection_text
@@ -304,7 +304,8 @@ def test_a_data_file_that_is_no_parquet(copy_of):
     folder = copy_of()
     (folder / "data/chunk-000/file-000.parquet").write_text("version https://git-lfs")
     problem = only_problem(folder)
-    assert (problem.severity, problem.place) == ("error", "data/chunk-000/file-000.parquet")
+    assert (problem.severity, problem.place, problem.count) == ("error", "data files", 1)
+    assert problem.examples[0].startswith("data/chunk-000/file-000.parquet is not readable parquet")
 
 
 def test_a_sentence_that_only_the_episodes_name_is_shown_as_such(copy_of):
@@ -360,7 +361,7 @@ def test_times_that_are_not_numbers(copy_of):
 @pytest.mark.parametrize(
     ("change", "severity", "expected"),
     [
-        (lambda info: info["features"][TOP].update(shape=[48, 64, 3]), "warning", "48x64"),
+        (lambda info: info["features"][TOP].update(shape=[48, 64, 3]), "error", "48x64"),
         (lambda info: info["features"][TOP]["info"].update({"video.fps": 30}), "error", "30 fps, so that"),
         (lambda info: info["features"][TOP]["info"].update({"video.codec": "av1"}), "warning", "av1"),
     ],
@@ -433,7 +434,9 @@ def test_any_info_file_gives_a_report(copy_of, text):
 def test_a_v21_line_without_a_length_is_reported(copy_of):
     folder = copy_of("v2.1")
     (folder / "meta/episodes.jsonl").write_text('{"episode_index": 0}\n')
-    assert "KeyError" in only_problem(folder).found
+    problem = only_problem(folder)
+    assert problem.found == "meta/episodes.jsonl, line 1: there is no 'length', expected a whole number"
+    assert problem.fix == "fetch meta/ anew, or correct the line"
 
 
 # The command

@@ -15,9 +15,10 @@ from vlatune.dataset.order import cursor_at, epoch_order, step_samples
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.pipeline import build
 from vlatune.pipeline.build import DataPlan, plan_segments
-from vlatune.pipeline.feed import Feed, assemble
-from vlatune.pipeline.memory import Budget, plan_budget
+from vlatune.pipeline.feed import Feed, StageTimes, assemble
+from vlatune.pipeline.memory import CONSUMER_BLOCKS, STORE_SHARE, Budget, plan_budget
 from vlatune.pipeline.plan import Share
+from vlatune.pipeline.source import READ_S
 from vlatune.pipeline.transforms import apply_all
 from vlatune.train.setup import make_setup
 
@@ -49,7 +50,7 @@ def small_blocks(plan: DataPlan, *, num_workers: int = 1) -> Budget:
     """Blocks of a few rows, so that a batch comes out of several."""
     row_bytes = plan.row_bytes()
     readers = 2 // num_workers
-    store_bytes = 5 * row_bytes * (2 * readers + 4) * num_workers * 2
+    store_bytes = int(5 * row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / STORE_SHARE) + 1
     return plan_budget(store_bytes=store_bytes, row_bytes=row_bytes, num_workers=num_workers, num_cpus=2)
 
 
@@ -93,7 +94,7 @@ def expected(plan) -> Callable[[int, int], list[Columns]]:
     def batch_of(step: int) -> Columns:
         cursor = cursor_at(plan.order, step)
         samples = step_samples(plan.order, epoch_order(plan.order, cursor.epoch), cursor.batch)
-        slots = cursor.batch * len(samples) + np.arange(len(samples))
+        slots = step * len(samples) + np.arange(len(samples))
         return {key: values[samples] for key, values in rows_of_epoch(cursor.epoch).items()} | {"slot": slots}
 
     return lambda first, last: [batch_of(step) for step in range(first, last)]
@@ -136,8 +137,8 @@ def test_two_workers_together_get_the_same_global_batches(plan, expected, datase
 
 
 def test_a_later_start_gives_the_tail_also_in_short_segments(plan, expected, feeds, monkeypatch):
-    """Two read tasks per execution: a segment ends in the middle of windows, and the next one begins there."""
-    monkeypatch.setattr(build, "SEGMENT_TASKS", 2)
+    """One read task per execution: a segment ends in the middle of windows, and the next one begins there."""
+    monkeypatch.setattr(build, "SEGMENT_TASKS", 1)
     budget = small_blocks(plan)
     first, last = plan.order.batches_per_epoch - 3, plan.order.batches_per_epoch + 1
     segments = list(plan_segments(plan, Share(0, 1), budget, first_step=first, last_step=last))
@@ -180,22 +181,26 @@ def test_a_damaged_video_ends_the_feed_with_its_episode_and_camera(dataset_v3, s
 # What needs no Ray
 
 
-def test_segments_cover_every_step_once_and_stay_inside_an_epoch(plan):
-    per_epoch = plan.order.batches_per_epoch
-    budget = small_blocks(plan)
-    segments = list(plan_segments(plan, Share(0, 1), budget, first_step=3, last_step=2 * per_epoch + 2))
-    steps = [s.epoch * per_epoch + batch for s in segments for batch in range(s.begin_batch, s.end_batch)]
-    assert steps == list(range(3, 2 * per_epoch + 2))
-    assert all(0 <= s.begin_batch < s.end_batch <= per_epoch for s in segments)
+def test_segments_cover_every_step_once_over_the_ends_of_epochs(plan, monkeypatch):
+    per_epoch, budget = plan.order.batches_per_epoch, small_blocks(plan)
+    first, last = 3, 2 * per_epoch + 2
+    (whole,) = plan_segments(plan, Share(0, 1), budget, first_step=first, last_step=last)
+    assert [part.epoch for part in whole.parts] == [0, 1, 2]
+    monkeypatch.setattr(build, "SEGMENT_TASKS", 2)
+    segments = list(plan_segments(plan, Share(0, 1), budget, first_step=first, last_step=last))
+    assert [step for one in segments for step in range(one.begin_step, one.end_step)] == list(range(first, last))
+    for some in (segments, [whole]):
+        slots = [piece.slots for one in some for part in one.parts for piece in part.pieces]
+        assert sorted(np.concatenate(slots)) == list(range(first * GLOBAL_BATCH, last * GLOBAL_BATCH))
     assert list(plan_segments(plan, Share(0, 1), budget, first_step=5, last_step=5)) == []
 
 
 def test_data_that_ends_early_is_an_error_that_says_where(plan, expected):
     (segment,) = plan_segments(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=2)
-    rows = joined(expected(0, 1))
-    batches = assemble(plan, Share(0, 1), segment, iter([rows]))
+    rows = joined(expected(0, 1)) | {READ_S: np.zeros(GLOBAL_BATCH, np.float32)}
+    batches = assemble(plan, Share(0, 1), segment, iter([rows]), StageTimes())
     assert_same([next(batches)], expected(0, 1))
-    with pytest.raises(RuntimeError, match="the data ended early: epoch 0, sample 8 of 16 is missing"):
+    with pytest.raises(RuntimeError, match="the data ended early: optimizer step 1, sample 8 is missing"):
         next(batches)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vlatune.dataset.order import OrderSpec, epoch_order, step_samples
 from vlatune.pipeline.plan import MAX_GAP, Piece, Share, plan_pieces, reorder_rows
-from vlatune.pipeline.source import group_units
+from vlatune.pipeline.source import cut_units
 
 unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 
@@ -105,7 +105,7 @@ def test_a_later_start_is_the_tail_of_the_whole(plan):
 
 def peak_rows(pieces: list[Piece], batch_rows: int, block_rows: int) -> int:
     """Rows that a consumer holds at most when it takes batches as soon as they are complete."""
-    blocks = iter(group_units(pieces, block_rows))  # pieces have frames, all that grouping looks at
+    blocks = cut_units(pieces, block_rows)  # pieces have frames and slots, all that cutting looks at
     total = sum(len(piece.frames) for piece in pieces)
     first = min(int(piece.slots.min()) for piece in pieces)
     here: set[int] = set()

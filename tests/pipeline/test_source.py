@@ -1,4 +1,4 @@
-"""Units become read tasks: whole units, in order, in blocks that are just full; one task makes one table."""
+"""Units become read tasks: in order, in blocks that are just full; a task makes some of them."""
 
 from dataclasses import dataclass
 
@@ -10,28 +10,30 @@ from ray.data.block import BlockAccessor
 
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, Unit, VectorSpec, make_unit, read_unit
-from vlatune.pipeline.source import UnitSource, group_units, read_block, to_table
+from vlatune.pipeline.source import READ_S, UnitSource, cut_units, read_blocks, to_table
 from vlatune.pipeline.transforms import Normalise, Rename
 
 
 @dataclass(frozen=True)
 class Rows:
-    """All that grouping looks at."""
+    """All that cutting looks at."""
 
     number: int
     frames: range
+    slots: range
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 60))
-def test_groups_hold_whole_units_in_order_and_as_many_as_fit(sizes, block_rows):
-    units = [Rows(number, range(size)) for number, size in enumerate(sizes)]
-    groups = group_units(units, block_rows)
-    assert [unit for group in groups for unit in group] == units
-    rows = [sum(len(unit.frames) for unit in group) for group in groups]
-    assert all(held <= block_rows or len(group) == 1 for held, group in zip(rows, groups, strict=True))
-    for held, following in zip(rows, groups[1:], strict=False):
-        assert held + len(following[0].frames) > block_rows
+def test_blocks_are_full_but_the_last_and_keep_the_order_of_rows(sizes, block_rows):
+    units = [Rows(number, range(size), range(100, 100 + size)) for number, size in enumerate(sizes)]
+    blocks = list(cut_units(units, block_rows))  # pyright: ignore[reportArgumentType]
+    rows = [sum(len(unit.frames) for unit in block) for block in blocks]
+    assert rows[:-1] == [block_rows] * (len(rows) - 1)
+    assert all(0 < last <= block_rows for last in rows[-1:])
+    cut = [(unit.number, frame) for block in blocks for unit in block for frame in unit.frames]
+    assert cut == [(unit.number, frame) for unit in units for frame in unit.frames]
+    assert all([100 + frame for frame in unit.frames] == list(unit.slots) for block in blocks for unit in block)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_a_block_is_its_units_one_after_the_other_transformed(spec_and_units):
     spec, units = spec_and_units
     low, high = np.full(units[0].frames.shape, -1.0), np.full(units[0].frames.shape, 3.0)
     transforms = [Rename({spec.cameras[0].name: "picture"}), Normalise("action", "MIN_MAX", low, high)]
-    (table,) = read_block([spec], units[:4], transforms)
+    (table,) = read_blocks([spec], [units[:4]], transforms)
     columns, alone = as_numpy(table), [read_unit(spec, unit) for unit in units[:4]]
     for key in ("slot", "index", "timestamp", "action_is_pad", "task"):
         assert np.array_equal(columns[key], np.concatenate([part[key] for part in alone])), key
@@ -82,18 +84,19 @@ def test_fixed_shapes_stay_one_buffer_and_strings_stay_strings():
     assert back["slot"].tolist() == [5, 6]
 
 
-def test_tasks_are_the_groups_and_announce_their_rows(spec_and_units):
+@pytest.mark.parametrize("task_blocks", [1, 2])
+def test_tasks_make_their_blocks_and_announce_their_rows(task_blocks, spec_and_units):
     spec, units = spec_and_units
-    source = UnitSource([spec], units, [], block_rows=4)
+    source = UnitSource([spec], [(units, [])], block_rows=4, task_blocks=task_blocks)
     tasks = source.get_read_tasks(parallelism=99)
-    sizes = [sum(len(unit.frames) for unit in group) for group in group_units(units, 4)]
-    assert len(sizes) > 2
-    assert [task.metadata.num_rows for task in tasks] == sizes
-    assert source.num_tasks == len(tasks)
     blocks = [list(task()) for task in tasks]
-    assert [[len(block) for block in made] for made in blocks] == [[size] for size in sizes]
-    slots = np.concatenate([as_numpy(made[0])["slot"] for made in blocks])
-    assert slots.tolist() == np.concatenate([unit.slots for unit in units]).tolist()
+    sizes = [[len(block) for block in made] for made in blocks]
+    assert sizes == {1: [[4], [4], [3]], 2: [[4, 4], [3]]}[task_blocks]
+    assert [task.metadata.num_rows for task in tasks] == [sum(made) for made in sizes]
+    assert source.num_tasks == len(tasks)
+    columns = [as_numpy(block) for made in blocks for block in made]
+    assert np.concatenate([one["slot"] for one in columns]).tolist() == [slot for unit in units for slot in unit.slots]
+    assert all((one[READ_S] > 0).all() for one in columns)
     row_bytes = 3 * 48 * 48
     assert source.estimate_inmemory_data_size() >= 11 * row_bytes
 
@@ -104,4 +107,4 @@ def test_damage_is_named_by_the_task_that_meets_it(spec_and_units):
     with pytest.raises(
         ValueError, match=r"episode 4, camera 'observation.images.top', videos/none.mp4: the file is miss"
     ):
-        list(read_block([spec], [units[0], gone], []))
+        list(read_blocks([spec], [[units[0], gone]], []))

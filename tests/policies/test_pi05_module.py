@@ -1,148 +1,184 @@
-"""Our PI0.5 is LeRobot's: same weights, same loss, same gradients, same actions."""
+"""Our PI0.5 is LeRobot's: same loss, same gradients, same actions, for every way to train; and it wastes nothing."""
 
-import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lerobot.policies.pi05 import PI05Policy
-from safetensors.torch import load_file, save_file
+from pi05_parity import (
+    DRAWS,
+    GRADIENT_RTOL,
+    LOSS_RTOL,
+    WAYS,
+    distance,
+    gradients,
+    lerobot_loss,
+    load_lerobot,
+    randomise_adapters,
+    worst_distance,
+)
 
-from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
-from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.dataset.reader import make_unit, read_unit
-from vlatune.pipeline.transforms import apply_all
-from vlatune.policies.pi05_module import load_weights
-from vlatune.policies.pi05_size import building_at, read_size
-from vlatune.train.setup import make_setup
-
-
-@pytest.fixture(scope="module")
-def setup(dataset_v3, small_base):
-    config = RunConfig(dataset=DatasetConfig(root=(str(dataset_v3),)), policy=PolicyConfig(path=str(small_base)))
-    return make_setup(config)
-
-
-@pytest.fixture(scope="module")
-def batch(setup) -> dict[str, torch.Tensor]:
-    frames = np.arange(4)
-    rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))
-    return {key: torch.from_numpy(values) for key, values in apply_all(setup.transforms(0), rows).items()}
+from vlatune.batch import ACTION, TOKEN_MASK, TOKENS
+from vlatune.policies.base import ModuleOptions
+from vlatune.policies.pi05_module import Pi05Module
 
 
-@pytest.fixture(scope="module")
-def lerobot_policy(small_base) -> PI05Policy:
-    size = read_size(Path(small_base))
-    assert size is not None
-    with building_at(size):
-        policy = PI05Policy.from_pretrained(small_base)
-    policy.train()
-    return policy
+def load(setup, train: str, **options: Any) -> Pi05Module:
+    chosen = ModuleOptions(**({"train": train, "dtype": "float32"} | options))
+    module = setup.adapter.load_module(setup.policy, setup.binding, chosen)
+    randomise_adapters(module)
+    return module.train()
 
 
-def lerobot_loss(policy: PI05Policy, batch: dict[str, torch.Tensor], monkeypatch) -> torch.Tensor:
-    """LeRobot's own training forward on the same draws: floats in [0, 1], actions cut to the dataset's dims."""
-    monkeypatch.setattr(policy.model, "sample_noise", lambda shape, device: batch[NOISE][:, 0])
-    monkeypatch.setattr(policy.model, "sample_time", lambda size, device: batch[TIME][:, 0])
-    dims = policy.config.output_features[ACTION].shape[0]
-    theirs = {key: batch[key].float() / 255.0 for key in batch if key.startswith("observation.images.")}
-    theirs |= {TOKENS: batch[TOKENS], TOKEN_MASK: batch[TOKEN_MASK], ACTION: batch[ACTION][..., :dims]}
-    loss, _ = policy.forward(theirs)
-    return loss
+def with_peft(parity_base: Path, module: Pi05Module) -> PI05Policy:
+    """LeRobot's policy with PEFT's own layers on the same modules, by name, and with the same adapters."""
+    import peft
+
+    theirs = load_lerobot(parity_base)
+    adapted = [name.removesuffix(".lora_A") for name, _ in module.policy.named_modules() if name.endswith(".lora_A")]
+    config = peft.LoraConfig(r=16, lora_alpha=16, target_modules=adapted)
+    wrapped = peft.get_peft_model(theirs, config).get_base_model()
+    ours = dict(module.policy.named_parameters())
+    for name, parameter in wrapped.named_parameters():
+        parameter.data.copy_(ours[name].data)
+        parameter.requires_grad_(ours[name].requires_grad)
+    return wrapped
 
 
-@pytest.mark.parametrize("train", ["heads", "expert", "full"])
-def test_loss_and_gradients_equal_lerobots(setup, batch, lerobot_policy, monkeypatch, train):
-    module = setup.adapter.load_module(setup.policy, setup.binding, train=train, dtype="float32")
-    module.train()
-    ours = module(batch)
-    ours.backward()
-    lerobot_policy.zero_grad()
-    theirs = lerobot_loss(lerobot_policy, batch, monkeypatch)
-    theirs.backward()
-    assert torch.allclose(ours, theirs, rtol=1e-6)
-    reference = dict(lerobot_policy.named_parameters())
-    trained = [name for name, p in module.policy.named_parameters() if p.requires_grad]
-    assert trained
-    for name in trained:
-        assert torch.allclose(module.policy.get_parameter(name).grad, reference[name].grad, rtol=1e-5, atol=1e-7), name
+# Parity
 
 
-@pytest.mark.parametrize("train", ["heads", "expert", "full"])
-def test_every_trained_parameter_gets_a_gradient(setup, batch, train):
+@pytest.mark.parametrize("train", WAYS)
+def test_loss_and_gradients_equal_lerobots(setup, batch, parity_base, lerobot_policy, train):
+    module = load(setup, train)
+    theirs = with_peft(parity_base, module) if train == "lora" else lerobot_policy
+    our_loss, their_loss = module(batch), lerobot_loss(theirs, batch)
+    assert distance(our_loss, their_loss) <= LOSS_RTOL
+    ours, reference = gradients(module.policy, our_loss), gradients(theirs, their_loss)
+    error, name = worst_distance(ours, reference)
+    assert error <= GRADIENT_RTOL, name
+
+
+@pytest.mark.parametrize("train", WAYS)
+def test_exactly_what_trains_gets_a_gradient(setup, batch, train):
     """Otherwise DDP would hang or need to search for unused parameters."""
-    module = setup.adapter.load_module(setup.policy, setup.binding, train=train, dtype="float32")
+    module = load(setup, train)
     module(batch).backward()
-    assert [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert trained
+    assert {name for name, p in module.named_parameters() if p.grad is not None} == trained
+    assert all(p.grad.abs().sum() > 0 for p in module.parameters() if p.requires_grad)
 
 
-def test_only_unused_parameters_are_frozen_in_full(setup, batch, lerobot_policy, monkeypatch):
-    module = setup.adapter.load_module(setup.policy, setup.binding, train="full", dtype="float32")
-    lerobot_policy.zero_grad()
-    lerobot_loss(lerobot_policy, batch, monkeypatch).backward()
-    used = {name for name, p in lerobot_policy.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-    frozen = {name for name, p in module.policy.named_parameters() if not p.requires_grad}
-    assert not used & frozen
+@pytest.mark.parametrize("train", ["expert", "full"])
+def test_only_unused_parameters_are_frozen(setup, batch, lerobot_policy, train):
+    module = load(setup, train)
+    used = {
+        name for name, gradient in gradients(lerobot_policy, lerobot_loss(lerobot_policy, batch)).items()
+        if gradient.abs().sum() > 0
+    }  # fmt: skip
+    if train == "expert":
+        used = {name for name in used if "paligemma.model" not in name}
+    assert used == {name for name, p in module.policy.named_parameters() if p.requires_grad}
 
 
-def test_actions_equal_lerobots(setup, batch, lerobot_policy):
-    module = setup.adapter.load_module(setup.policy, setup.binding, train="heads", dtype="float32")
-    module.eval()
+def test_adapters_are_on_every_linear_layer_that_counts(setup):
+    module = load(setup, "lora")
+    adapted = {name.removesuffix(".lora_A") for name, _ in module.policy.named_modules() if name.endswith(".lora_A")}
+    joint = "model.paligemma_with_expert."
+    towers = (f"{joint}paligemma.model.language_model.layers.", f"{joint}gemma_expert.model.layers.")
+    linears = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    everywhere = {f"{tower}{layer}.{linear}" for tower in towers for layer in range(3) for linear in linears}
+    unused = {f"{towers[0]}2.{linear}" for linear in linears if linear not in ("self_attn.k_proj", "self_attn.v_proj")}
+    assert adapted == everywhere - unused
+    heads = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
+    assert all(getattr(module.policy.model, head).weight.requires_grad for head in heads)
+
+
+def test_new_adapters_change_nothing(setup, batch):
+    options = ModuleOptions(train="lora", dtype="float32", lora_rank=4, lora_alpha=8.0)
+    module = setup.adapter.load_module(setup.policy, setup.binding, options)
+    plain = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions(train="heads", dtype="float32"))
+    assert distance(module(batch), plain(batch)) <= LOSS_RTOL
+    layer = module.policy.model.paligemma_with_expert.gemma_expert.model.layers[0].mlp.up_proj
+    assert layer.lora_A["default"].weight.shape[0] == 4
+    assert layer.scaling["default"] == 2.0
+
+
+def test_merged_adapters_are_lerobots_own_policy(setup, batch, lerobot_policy):
+    module = load(setup, "lora")
+    expected = module(batch)
+    merged = module.as_lerobot()
+    assert set(merged.state_dict()) == set(lerobot_policy.state_dict())
+    assert distance(lerobot_loss(merged, batch), expected) <= 1e-5
+
+
+def test_actions_equal_lerobots_to_the_bit(setup, batch, lerobot_policy):
+    module = load(setup, "heads").eval()
     noise = torch.randn(batch[ACTION].shape, generator=torch.Generator().manual_seed(1))
     ours = module.predict(batch, noise)
     theirs = {key: batch[key].float() / 255.0 for key in batch if key.startswith("observation.images.")}
     theirs |= {TOKENS: batch[TOKENS], TOKEN_MASK: batch[TOKEN_MASK]}
     assert torch.equal(ours, lerobot_policy.predict_action_chunk(theirs, noise=noise))
+    lerobot_policy.train()
 
 
-def test_pictures_reach_the_model_between_minus_one_and_one(setup, batch):
-    module = setup.adapter.load_module(setup.policy, setup.binding, train="heads", dtype="float32")
-    images, masks = module._images(batch)
-    assert len(images) == len(masks) == len(setup.policy.cameras)
-    for image in images:
-        assert image.min() >= -1.0
-        assert image.max() <= 1.0
-        assert image.max() - image.min() > 0.5  # a picture, not a constant
+# Cameras, prompts, draws
 
 
-def test_a_camera_without_data_is_masked(setup, batch):
-    from dataclasses import replace
-
+@pytest.mark.parametrize("train", ["heads", "full"])
+def test_a_camera_without_data_is_as_lerobots_masked_one(setup, batch, lerobot_policy, train):
     first, second = setup.binding.cameras
     binding = replace(setup.binding, cameras=(first,), missing_cameras=(second[1],))
-    module = setup.adapter.load_module(setup.policy, binding, train="heads", dtype="float32")
-    images, masks = module._images(batch)
+    module = setup.adapter.load_module(setup.policy, binding, ModuleOptions(train=train, dtype="float32"))
+    blind = {key: value for key, value in batch.items() if key != second[1]}
+    our_loss, their_loss = module(blind), lerobot_loss(lerobot_policy, blind)
+    assert distance(our_loss, their_loss) <= LOSS_RTOL
+    error, name = worst_distance(gradients(module.policy, our_loss), gradients(lerobot_policy, their_loss))
+    assert error <= GRADIENT_RTOL, name
+    images, masks = module._images(blind)
     assert masks[0].all()
     assert not masks[1].any()
     assert (images[1] == -1.0).all()
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape", "truncated", "no file"])
-def test_weights_that_do_not_fit_are_refused(small_base, lerobot_policy, tmp_path, damage):
-    folder = tmp_path / "base"
-    shutil.copytree(small_base, folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.action_in_proj.weight"
-    match damage:
-        case "missing":
-            del tensors[name]
-        case "unexpected":
-            tensors["model.something_else.weight"] = torch.zeros(1)
-        case "shape":
-            tensors[name] = tensors[name][:1].contiguous()
-    save_file(tensors, file)
-    if damage == "truncated":
-        file.write_bytes(file.read_bytes()[:1000])
-    if damage == "no file":
-        file.unlink()
-    says = {
-        "missing": r"1 missing \['model.action_in_proj.weight'\]",
-        "unexpected": r"1 unexpected \['model.something_else.weight'\]",
-        "shape": "size mismatch for model.action_in_proj.weight",
-        "truncated": "is damaged",
-        "no file": "is missing",
-    }[damage]
-    with pytest.raises(ValueError, match=says):
-        load_weights(lerobot_policy, folder)
+def test_a_prompt_cut_to_the_longest_of_the_batch_changes_nothing(setup, batch):
+    module = load(setup, "full")
+    longest = int(batch[TOKEN_MASK].sum(dim=1).max())
+    padded = {
+        TOKENS: torch.nn.functional.pad(batch[TOKENS][:, :longest], (0, 16)),
+        TOKEN_MASK: torch.nn.functional.pad(batch[TOKEN_MASK][:, :longest], (0, 16)),
+    }
+    cut = {key: value[:, :longest] for key, value in padded.items()}
+    whole_loss, cut_loss = module(batch | padded), module(batch | cut)
+    assert distance(cut_loss, whole_loss) <= LOSS_RTOL
+    error, name = worst_distance(gradients(module, cut_loss), gradients(module, whole_loss))
+    assert error <= GRADIENT_RTOL, name
+
+
+@pytest.mark.parametrize("train", ["heads", "full"])
+def test_many_draws_are_the_mean_of_single_ones(setup, draws, lerobot_policy, train):
+    module = load(setup, train, flow_samples=DRAWS)
+    our_loss = module(draws)
+    losses = [lerobot_loss(lerobot_policy, draws, draw) for draw in range(DRAWS)]
+    assert len({float(loss.detach()) for loss in losses}) == DRAWS
+    their_loss = torch.stack(losses).mean()
+    assert distance(our_loss, their_loss) <= LOSS_RTOL
+    error, name = worst_distance(gradients(module.policy, our_loss), gradients(lerobot_policy, their_loss))
+    assert error <= GRADIENT_RTOL, name
+
+
+def test_another_number_of_draws_than_announced_is_refused(setup, draws):
+    with pytest.raises(ValueError, match=r"3 draws of noise and 3 of time .* --policy.flow_samples=1"):
+        load(setup, "heads")(draws)
+
+
+def test_pictures_reach_the_model_between_minus_one_and_one(setup, batch):
+    images, masks = load(setup, "heads")._images(batch)
+    assert len(images) == len(masks) == len(setup.policy.cameras)
+    for image in images:
+        assert image.min() >= -1.0
+        assert image.max() <= 1.0
+        assert image.max() - image.min() > 0.5  # a picture, not a constant

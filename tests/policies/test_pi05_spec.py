@@ -20,8 +20,8 @@ TOP, WRIST = "observation.images.top", "observation.images.wrist"
 
 @pytest.fixture
 def base(small_base, tmp_path) -> Path:
-    """A copy of the base model's folder without its weights, free to be changed."""
-    folder = Path(shutil.copytree(small_base, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors")))
+    """A copy of the base model's folder, free to be changed; its weights are tried in test_pi05_weights.py."""
+    folder = Path(shutil.copytree(small_base, tmp_path / "base"))
     change_tokenizer_name(folder, str(folder / "tokenizer"))
     return folder
 
@@ -84,8 +84,27 @@ def test_the_spec_is_what_the_folder_says(small_base, spec, meta):
     assert spec.pad_id == 0
 
 
-def test_a_spec_needs_no_weights(base, spec):
+def test_a_spec_is_the_same_wherever_the_folder_is(base, spec):
     assert replace(Pi05Adapter().read_spec(base), folder=spec.folder, tokenizer_file=spec.tokenizer_file) == spec
+
+
+@pytest.mark.parametrize("changes", [{"chunk_size": "many"}, {"image_resolution": 224}, {"input_features": [1]}])
+def test_a_config_that_is_not_lerobots(base, changes):
+    change(base, "config.json", **changes)
+    assert f"policy '{base}': config.json is not as LeRobot writes it for PI0.5 (" in refusal(base)
+    (base / "config.json").write_text("[]")
+    assert "config.json is not readable JSON (it holds a list, expected an object)" in refusal(base)
+
+
+@pytest.mark.parametrize("steps", [None, {}, ["tokenizer"], [{"registry_name": "tokenizer_processor"}]])
+def test_a_preprocessor_without_a_tokenizer(base, steps):
+    change(base, PREPROCESSOR, steps=steps)
+    assert f"{PREPROCESSOR} names no tokenizer" in refusal(base)
+
+
+def test_a_damaged_tokenizer_is_named(base):
+    (base / "tokenizer/tokenizer.json").write_text('{"added_tokens": [')
+    assert "tokenizer.json is not readable JSON" in refusal(base)
 
 
 def test_the_pad_token_is_the_one_that_the_tokenizer_names(base):
@@ -122,7 +141,7 @@ def test_a_tokenizer_of_the_hub_that_cannot_be_had_is_named(base):
     change_tokenizer_name(base, "google/paligemma-3b-pt-224")
     message = refusal(base)
     assert "hub repository 'google/paligemma-3b-pt-224' cannot be fetched" in message
-    assert "HF_TOKEN (gated repositories need one), or give a local folder" in message
+    assert "check the network, HF_HUB_OFFLINE and HF_HOME; or give a local folder" in message
 
 
 @pytest.mark.parametrize("kind", ["smolvla", None])
@@ -186,7 +205,7 @@ def test_a_repository_that_cannot_be_had_is_one_clear_line(fetch, tmp_path, monk
     with pytest.raises(ValueError, match="hub repository 'lerobot/pi05_base' cannot be fetched") as caught:
         fetch()
     message = str(caught.value)
-    assert "check the name, the network and HF_TOKEN" in message
+    assert "the hub cannot be reached, nor is all of it in the cache; check the network" in message
     assert "\n" not in message
 
 

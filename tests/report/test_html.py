@@ -14,6 +14,7 @@ SECTIONS = [
     "What the model saw and what it predicted",
     "Evaluation on held-out episodes",
     "Where the time went",
+    "How the samples were mixed",
     "Memory and object store",
     "Settings and versions",
 ]

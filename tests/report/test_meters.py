@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.report.meters import StepMeter
+from vlatune.report.meters import STAGES, StepMeter
 
 
 class Clock:
@@ -28,7 +28,7 @@ def test_an_interval_divides_the_wall_clock():
         meter.waited(clock.pass_s(0.5))
         clock.pass_s(1.5)
         meter.stepped(8)
-    assert meter.take_interval() == {"samples_per_s": 4.0, "wait_share": 0.25, "step_s": 2.0}
+    assert meter.take_interval() == {"samples_per_s": 4.0, "wait_share": 0.25, "step_s": 2.0, "wait_s": 0.5}
 
 
 def test_the_next_interval_starts_from_nothing():
@@ -40,7 +40,7 @@ def test_the_next_interval_starts_from_nothing():
     meter.take_interval()
     clock.pass_s(2.0)
     meter.stepped(8)
-    assert meter.take_interval() == {"samples_per_s": 4.0, "wait_share": 0.0, "step_s": 2.0}
+    assert meter.take_interval() == {"samples_per_s": 4.0, "wait_share": 0.0, "step_s": 2.0, "wait_s": 0.0}
 
 
 def test_the_start_counts_in_no_rate():
@@ -52,7 +52,39 @@ def test_the_start_counts_in_no_rate():
     meter.stepped(8)
     totals = meter.totals()
     assert (totals["wait_share"], totals["samples_per_s"]) == (0.0, 8.0)
-    assert totals["time_s"] == {"start": 60.0, "wait": 0.0, "compute": 1.0, "checkpoint": 0.0, "total": 61.0}
+    wall_s = {"start": 60.0, "wait": 0.0, "compute": 1.0, "checkpoint": 0.0, "total": 61.0}
+    assert totals["time_s"] == wall_s | dict.fromkeys(STAGES, 0.0)
+
+
+def test_the_worker_that_waits_longest_is_reported_and_stages_are_added_up():
+    clock = Clock()
+    meter = StepMeter(clock=clock)
+    clock.pass_s(5.0)
+    meter.first_batch({"decode": 3.0, "transport": 0.0, "collate": 1.0, "copy": 0.0})
+    for decoded_s, waits in ((7.0, (1.0, 3.0)), (9.0, (2.0, 0.5))):
+        clock.pass_s(10.0)
+        meter.waited(waits[0])
+        meter.stepped(8)
+        mine = meter.take_spent({"decode": decoded_s, "transport": 0.5, "collate": 1.5, "copy": 0.25})
+        assert mine[0] == waits[0]
+        other = [waits[1], 10.0, 0.0, 0.0, 0.0]
+        line = meter.take_interval([mine, other])
+        assert line["wait_share"] == max(waits) / 10
+        assert line["wait_s"] == max(waits)
+    totals = meter.totals()
+    assert totals["wait_s_by_worker"] == [3.0, 3.5]
+    assert totals["wait_share"] == 3.5 / 20
+    assert totals["time_s"] == {
+        "start": 5.0,
+        "wait": 3.5,
+        "compute": 16.5,
+        "checkpoint": 0.0,
+        "total": 25.0,
+        "decode": 26.0,
+        "transport": 0.5,
+        "collate": 0.5,
+        "copy": 0.25,
+    }
 
 
 def test_a_run_that_died_before_its_first_batch_was_all_start():

@@ -80,6 +80,14 @@ def test_records_without_the_key_are_gaps():
     assert "nan" not in plots.loss_chart([*metrics, {"optimizer_step": 4, "loss": 0.4}])
 
 
+def test_the_stages_beside_the_loop_are_drawn_against_computing():
+    drawn = plots.stage_bars({"decode": 120.0, "transport": 3.0, "collate": 1.5, "copy": 0.25, "compute": 60.0})
+    for words in ("decoding, all readers", "2 min 00 s", "copying to the device", "250 ms", "computing, in the loop"):
+        assert words in drawn
+    assert "width:100.00%" in drawn
+    assert "width:50.00%" in drawn
+
+
 def test_the_time_bar_shows_what_the_parts_leave_over():
     parts = {"start": 10.0, "wait": 5.0, "compute": 80.0, "checkpoint": 5.0}
     assert "other" not in plots.time_bar({**parts, "total": 100.0})

@@ -1,6 +1,6 @@
 import pytest
 
-from vlatune.report.verdict import eval_meaning, judge, verdict
+from vlatune.report.verdict import eval_meaning, judge, missing_readers, readers_busy, verdict
 
 CONFIG = {"num_workers": 1, "ray": {"object_store_bytes": 512_000_000}}
 SUMMARY = {
@@ -47,6 +47,54 @@ def test_a_starved_trainer_is_told_how_many_readers_it_lacks(wait_share, num_rea
     assert found.tone == "warn"
     assert found.line.startswith("data-bound: the trainer waited")
     assert asked in found.line
+
+
+STAGES = {"start": 10.0, "compute": 59.0, "wait": 41.0, "checkpoint": 0.0, "total": 110.0}
+
+
+@pytest.mark.parametrize(
+    ("decode_s_per_sample", "samples_per_s", "num_readers", "busy"),
+    [(0.5, 6, 4, 0.75), (2.0, 2, 4, 1.0), (0.1, 1, 2, 0.05)],
+)
+def test_the_share_in_which_readers_decode(decode_s_per_sample, samples_per_s, num_readers, busy):
+    assert readers_busy(decode_s_per_sample, samples_per_s, num_readers) == busy
+
+
+@pytest.mark.parametrize(
+    ("wait_share", "num_readers", "missing"), [(0.5, 4, 4), (0.41, 4, 3), (1 / 3, 2, 1), (0.06, 1, 1), (0.999, 1, 99)]
+)
+def test_so_many_readers_are_missing(wait_share, num_readers, missing):
+    assert missing_readers(wait_share, num_readers) == missing
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "stages_s", "line"),
+    [
+        # 4 readers could decode for 400 s in the loop's 100 s, and did for 380.
+        (
+            1,
+            {"decode": 380.0, "transport": 60.0},
+            "decode-bound: 3 more CPU readers would keep this worker fed; the trainer waited 41 % of the time, "
+            "4 readers decoded 95 % of it",
+        ),
+        (2, {"decode": 280.0}, "decode-bound: 3 more CPU readers would keep the workers fed; "),
+        (
+            1,
+            {"decode": 80.0, "collate": 90.0, "copy": 20.0},
+            "collate-bound: the trainer waited 41 % of the time, collate",
+        ),
+        (1, {"decode": 80.0, "copy": 60.0}, "copy-bound: "),
+        (2, {"decode": 80.0, "collate": 90.0}, "data-bound: "),  # of two workers' 200 s
+        (
+            1,
+            {"decode": 80.0},
+            "data-bound: the trainer waited 41 % of the time; readers decoded only 20 % of it, so more",
+        ),
+    ],
+)
+def test_a_starved_trainer_is_told_which_stage_held_it_up(num_workers, stages_s, line):
+    measured = {"wait_share": 0.41, "num_readers": 4, "samples_per_s": 12.0, "time_s": STAGES | stages_s}
+    assert verdict(SUMMARY | measured, CONFIG | {"num_workers": num_workers}).startswith(line)
 
 
 def test_slow_checkpoints_are_named():

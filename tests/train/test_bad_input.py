@@ -85,3 +85,15 @@ def test_nothing_is_left_behind(flags, tmp_path):
 
 def test_eval_of_something_that_is_no_run(tmp_path):
     assert "is not a run folder" in refused("eval", str(tmp_path))
+
+
+def test_bad_episodes_are_failed_or_skipped_and_nothing_else(flags):
+    line = refused("train", "--dataset.on_bad_episode=ignore", *flags)
+    assert "--dataset.on_bad_episode=ignore: expected one of fail, skip" in line
+
+
+def test_a_secret_in_storage_options_is_refused_and_left_nowhere(flags, tmp_path):
+    line = refused("train", '--dataset.storage_options={"secret": "hunter2"}', *flags)
+    assert "'secret' looks like a secret" in line
+    assert "hunter2" not in line
+    assert not (tmp_path / "run").exists()

@@ -53,7 +53,7 @@ def test_the_same_command_goes_on_after_a_crash(config):
 def test_workers_may_change_while_the_global_batch_stays(config):
     open_run(config)
     open_run(replace(config, num_workers=2, batch_size=4))
-    with pytest.raises(ValueError, match=r"batch_size \* grad_accum \* num_workers was 8, now 16"):
+    with pytest.raises(ValueError, match=r"batch_size \* grad_accum \* num_workers, was 8, now 16"):
         open_run(replace(config, num_workers=2, batch_size=8))
 
 

@@ -12,14 +12,14 @@ import av
 from vlatune.dataset.meta import DatasetMeta
 
 
-def decode_rows_per_s(meta: DatasetMeta, *, to_rgb: bool, threads: int) -> float:
+def decode_rows_per_s(meta: DatasetMeta, *, to_rgb: bool, threads: int, passes: int = 1) -> float:
     """Rows (one frame of every camera) per second: each episode and camera is one task, decoded from its start."""
-    tasks = [(position, camera) for position in range(len(meta.episodes)) for camera in meta.cameras]
+    tasks = [(position, camera) for position in range(len(meta.episodes)) for camera in meta.cameras] * passes
     begin = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         frames = sum(pool.map(partial(_decode_episode, meta, to_rgb), tasks))
     rows = frames / len(meta.cameras)
-    assert rows == meta.num_frames, f"decoded {rows} rows of {meta.num_frames}"
+    assert rows == meta.num_frames * passes, f"decoded {rows} rows of {meta.num_frames * passes}"
     return rows / (time.perf_counter() - begin)
 
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ReaderBench:
     root: str | None = None
-    """Dataset to read; one is made when left out."""
+    """Dataset to read; one is made per codec when left out."""
+    codec: tuple[str, ...] = ("av1", "h264")
+    """Codecs of the datasets that are made: av1, h264 or hevc; give the flag again for several."""
     episodes: int = 6
-    """Episodes of the dataset that is made."""
+    """Episodes of the dataset that is made, half of them in a file."""
     frames: int = 150
     """Frames per episode."""
     cameras: int = 3
@@ -17,11 +19,81 @@ class ReaderBench:
     """Recorded height."""
     width: int = 640
     """Recorded width."""
-    codec: str = "av1"
-    """av1, h264 or hevc."""
+    texture: float = 8.0
+    """Texture of the pictures, as `vlatune make-dataset` has it; without it video decodes several times faster than a recording."""
+    noise: float = 2.0
+    """Noise of the cameras."""
+    passes: int = 4
+    """How often the limit and ours go through the dataset in a round; the peers, ten times as slow, read two thirds of it once."""
     rounds: int = 3
     """How often every way is run."""
     peers: bool = True
     """Also run the peers' ways; false measures the limit and ours alone."""
     object_store_bytes: int = 2_000_000_000
     """Object store of the cluster; generous, so that the peers need not spill."""
+
+
+@dataclass(frozen=True)
+class StepBench:
+    width: int = 2048
+    """Width of the language model; the other widths follow in PI0.5's proportions."""
+    depth: int = 3
+    """Layers of the language model and of the action expert; the published PI0.5 has 18."""
+    vision_depth: int = 5
+    """Layers of the vision tower; the published PI0.5 has 27 to the language model's 18."""
+    batch_size: int = 1
+    """Samples per micro-step."""
+    flow_samples: int = 8
+    """Noise and time draws per observation whose cost is measured against one."""
+    train: tuple[str, ...] = ("heads", "expert", "lora", "full")
+    """What is trained; give the flag again for several."""
+    rounds: int = 3
+    """How often every way is run."""
+    cameras: int = 3
+    """Pictures per sample."""
+    image_size: int = 224
+    """Pixels on a side of a picture."""
+    tokens: int = 200
+    """Prompt tokens, padding included."""
+    horizon: int = 50
+    """Actions per sample."""
+    small_batch_size: int = 8
+    """Samples per micro-step of the small model, on which the host's own time is measured."""
+    small_steps: int = 20
+    """Micro-steps of the small model."""
+    seed: int = 0
+    """Decides weights and batches."""
+
+
+@dataclass(frozen=True)
+class FeedBench:
+    root: str | None = None
+    """Dataset to read; one is made when left out."""
+    codec: str = "h264"
+    """Codec of the dataset that is made: av1, h264 or hevc."""
+    episodes: int = 8
+    """Episodes of the dataset that is made."""
+    frames: int = 50
+    """Frames per episode."""
+    cameras: int = 3
+    """Cameras."""
+    height: int = 480
+    """Recorded height."""
+    width: int = 640
+    """Recorded width."""
+    texture: float = 8.0
+    """Texture of the pictures, as `vlatune make-dataset` has it."""
+    noise: float = 2.0
+    """Noise of the cameras."""
+    store_bytes: int = 500_000_000
+    """Object store."""
+    small_store_bytes: int = 150_000_000
+    """Another, smaller one."""
+    batch_size: int = 8
+    """Samples per batch."""
+    step_s: float = 1.0
+    """Seconds that the slow consumer takes per batch."""
+    rows: int = 400
+    """Samples that the slow consumer takes."""
+    peers: bool = True
+    """Also run the template's way."""

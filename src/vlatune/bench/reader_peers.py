@@ -1,11 +1,12 @@
 """[ray] The peers' ways of reading a LeRobot dataset, each the way its users call it.
 
-`template_rows` follows the public template's pipeline as described: a file group per task, full-size frames as rows of
+`read_as_template` follows the public template's pipeline as described: a file group per task, full-size frames as rows of
 HWC arrays, then a map that turns them into CHW float32. The others call the peer's own code.
 """
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,21 +30,42 @@ def require_torchcodec() -> None:
         raise CannotRunError("torchcodec finds no FFmpeg shared libraries on this system") from error
 
 
-def consume(dataset: Any) -> tuple[int, float, float]:
-    """(rows, seconds to the first row, seconds in all) of going through a Ray Dataset block by block."""
-    begin, first_s, rows = time.perf_counter(), 0.0, 0
+@dataclass(frozen=True)
+class Read:
+    """One pass through a Ray Dataset."""
+
+    rows: int
+    bytes: int
+    """Of its blocks, as they lay in the object store."""
+    first_row_s: float
+    seconds: float
+
+    @property
+    def rows_per_s(self) -> float:
+        return self.rows / self.seconds
+
+
+def consume(dataset: Any) -> Read:
+    """Go through a Ray Dataset block by block and drop it."""
+    begin, first_s, rows, size = time.perf_counter(), 0.0, 0, 0
     for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
         first_s = first_s or time.perf_counter() - begin
         rows += batch.num_rows
-    return rows, first_s, time.perf_counter() - begin
+        size += batch.nbytes
+    return Read(rows, size, first_s, time.perf_counter() - begin)
 
 
-def ray_rows_per_s(meta: DatasetMeta) -> float:
+def some_episodes(meta: DatasetMeta) -> list[int]:
+    """Positions of two episodes in three, so that every file has a part."""
+    return [position for position in range(len(meta.episodes)) if position % 3 < 2]
+
+
+def read_as_ray(meta: DatasetMeta, positions: list[int]) -> Read:
     """`ray.data.read_lerobot` with an action window, as its documentation shows."""
     require_torchcodec()
     deltas = {"action": [offset / meta.fps for offset in range(ACTION_HORIZON)]}
-    rows, _, seconds = consume(ray.data.read_lerobot(meta.root.path, delta_timestamps=deltas))
-    return rows / seconds
+    episodes = meta.episodes.index[positions].tolist()
+    return consume(ray.data.read_lerobot(meta.root.path, episodes=episodes, delta_timestamps=deltas))
 
 
 def lerobot_rows_per_s(meta: DatasetMeta, *, shuffle: bool, workers: int, max_rows: int) -> float:
@@ -64,19 +86,18 @@ def lerobot_rows_per_s(meta: DatasetMeta, *, shuffle: bool, workers: int, max_ro
     return rows / (time.perf_counter() - begin)
 
 
-def template_rows_per_s(meta: DatasetMeta) -> float:
+def read_as_template(meta: DatasetMeta, positions: list[int]) -> Read:
     to_float: Any = partial(_to_float_chw, list(meta.cameras))
-    read = ray.data.read_datasource(TemplateSource(meta))
-    rows, _, seconds = consume(read.map_batches(to_float, batch_size=8, batch_format="numpy"))
-    return rows / seconds
+    read = ray.data.read_datasource(TemplateSource(meta, positions))
+    return consume(read.map_batches(to_float, batch_size=8, batch_format="numpy"))
 
 
 class TemplateSource(Datasource):
     """A read task per group of files; one row at a time."""
 
-    def __init__(self, meta: DatasetMeta) -> None:
+    def __init__(self, meta: DatasetMeta, positions: list[int]) -> None:
         super().__init__()
-        self._meta = meta
+        self._meta, self._positions = meta, positions
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -85,7 +106,7 @@ class TemplateSource(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
     ) -> list[ReadTask]:
         groups: dict[tuple[str, ...], list[int]] = {}
-        for position in range(len(self._meta.episodes)):
+        for position in self._positions:
             files = tuple(self._meta.video_path(position, camera) for camera in self._meta.cameras)
             groups.setdefault(files, []).append(position)
         return [self._make_task(positions) for positions in groups.values()]

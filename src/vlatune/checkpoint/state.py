@@ -1,86 +1,93 @@
-"""What a checkpoint holds: the tensors that train, the optimizer's, and a page of JSON. safetensors only, no pickle.
+"""The tensors of a checkpoint: what trains, its average if there is one, and the optimizer's. safetensors, no pickle."""
 
-The order of samples and the noise are pure functions of (seed, step), so the place in the data is one number and
-there is no generator whose state could be lost.
-"""
-
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 TRAINABLE = "trainable.safetensors"
+EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
-FORMAT = 1
+
+Tensors = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class TrainState:
-    """The numbers beside the tensors."""
-
-    optimizer_step: int
-    lanes: int
-    """The order's number of lanes, which stays with the run."""
-    loss_sum: float
-    loss_count: int
-    """Losses since the last line of metrics.jsonl, so that the next line is the same after a restart."""
-    fingerprints: Mapping[str, str]
-    """What the run was made of: hashes of config, dataset and base model, and versions."""
-    format: int = FORMAT
+def tensors_to_save(
+    trainable: Tensors, optimizer: torch.optim.Optimizer, ema: Tensors | None = None
+) -> dict[str, Tensors]:
+    """File name -> its tensors, still on the device."""
+    files = {TRAINABLE: trainable, OPTIMIZER: _optimizer_tensors(trainable, optimizer)}
+    return files | ({EMA: ema} if ema is not None else {})
 
 
-def write_state(
-    folder: Path, state: TrainState, trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> None:
-    save_file({name: value.detach().contiguous() for name, value in trainable.items()}, folder / TRAINABLE)
-    save_file(_optimizer_tensors(list(trainable), optimizer), folder / OPTIMIZER)
-    (folder / STATE).write_text(json.dumps(asdict(state), indent=2))
-
-
-def read_state(folder: Path) -> TrainState:
-    raw: dict[str, Any] = json.loads((folder / STATE).read_bytes())
-    if raw.get("format") != FORMAT:
-        raise ValueError(
-            f"checkpoint {folder}: format {raw.get('format')}, this version reads {FORMAT}; use the version that wrote it"
-        )
-    return TrainState(**raw)
-
-
-def load_trainable(folder: Path, trainable: Mapping[str, Tensor]) -> None:
+def load_trainable(folder: Path, trainable: Tensors) -> None:
     """Copy the stored tensors into the model's; names and shapes must be the same."""
-    stored = load_file(folder / TRAINABLE)
-    if stored.keys() != trainable.keys():
-        odd = sorted(stored.keys() ^ trainable.keys())
+    _copy(folder / TRAINABLE, trainable)
+
+
+def load_ema(folder: Path, ema: Tensors) -> None:
+    """The same for the averages; a run whose checkpoint has none begins to average where it stands."""
+    if has_ema(folder):
+        _copy(folder / EMA, ema)
+    else:
+        _copy(folder / TRAINABLE, ema)
+
+
+def load_result(folder: Path, trainable: Tensors, weights: str = "auto") -> str:
+    """Into a model that is used rather than trained: `ema`, `trained`, or for `auto` the averages where there are some."""
+    if weights == "ema" and not has_ema(folder):
         raise ValueError(
-            f"checkpoint {folder}: it trains other parameters than this run ({odd[0]} and {len(odd) - 1} more differ); is --policy.train another?"
+            f"checkpoint {folder}: it has no averaged weights; leave --weights out, or train with --optimizer.ema_decay"
         )
-    with torch.no_grad():
-        for name, value in stored.items():
-            trainable[name].copy_(value)
+    file = EMA if weights != "trained" and has_ema(folder) else TRAINABLE
+    _copy(folder / file, trainable)
+    return "ema" if file == EMA else "trained"
 
 
-def load_optimizer(folder: Path, names: list[str], optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer its stored moments and step counts, parameter by parameter in the order of `names`."""
+def has_ema(folder: Path) -> bool:
+    return (folder / EMA).exists()
+
+
+def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer its stored moments and step counts, parameter by parameter."""
     stored = load_file(folder / OPTIMIZER)
     per_parameter: dict[int, dict[str, Tensor]] = {}
-    for position, name in enumerate(names):
+    for position, name in enumerate(_names_in_order(trainable, optimizer)):
         prefix = f"{name}|"
         per_parameter[position] = {key.removeprefix(prefix): v for key, v in stored.items() if key.startswith(prefix)}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 
 
-def _optimizer_tensors(names: list[str], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _copy(file: Path, into: Tensors) -> None:
+    stored = load_file(file)
+    if stored.keys() != into.keys():
+        odd = sorted(stored.keys() ^ into.keys())
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        raise ValueError(
+            f"checkpoint {file.parent}: {file.name} has other parameters than this run ({odd[0]}{more}); is --policy.train another?"
+        )
+    for name, value in stored.items():
+        if value.shape != into[name].shape:
+            raise ValueError(
+                f"checkpoint {file.parent}: '{name}' has shape {tuple(value.shape)}, here it is {tuple(into[name].shape)}; "
+                f"is the base model another?"
+            )
+    with torch.no_grad():
+        for name, value in stored.items():
+            into[name].copy_(value)
+
+
+def _optimizer_tensors(trainable: Tensors, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """`name|exp_avg` -> tensor; `|` is in no parameter's name."""
+    names = _names_in_order(trainable, optimizer)
     state = optimizer.state_dict()["state"]
-    return {
-        f"{names[position]}|{key}": value.detach().contiguous()
-        for position, values in state.items()
-        for key, value in values.items()
-    }
+    return {f"{names[position]}|{key}": value for position, values in state.items() for key, value in values.items()}
+
+
+def _names_in_order(trainable: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's parameters as it numbers them: group by group."""
+    names = {id(parameter): name for name, parameter in trainable.items()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,16 +1,69 @@
-"""The page of JSON in a checkpoint, readable without torch."""
+"""The page of JSON in a checkpoint: where the run stands and what it was made of. Readable without torch."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
+FORMAT = 2
 
 
-def read_json_state(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE).read_bytes())
+@dataclass(frozen=True)
+class TrainState:
+    """The numbers beside the tensors."""
+
+    optimizer_step: int
+    epoch: int
+    epoch_samples: int
+    """Samples of this epoch that are used up: with `lanes` and the seed, the place in the data."""
+    samples_seen: int
+    """Samples since the run began, over all epochs."""
+    lanes: int
+    """The order's number of lanes, which stays with the run."""
+    loss_sums: tuple[float, ...]
+    """Each rank's losses since the last line of metrics.jsonl, so that the next line is the same after a restart."""
+    loss_count: int
+    """Optimizer steps since that line."""
+    config: Mapping[str, Any]
+    """The whole run config, so that a change can be named."""
+    fingerprints: Mapping[str, str]
+    """Hashes of dataset and base model, and versions."""
+    binding: Mapping[str, Any]
+    """The policy's inputs matched with the dataset's features: what an export needs of the dataset."""
+    format: int = FORMAT
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.loss_sums)
+
+    def loss_sum(self, rank: int, num_workers: int) -> float:
+        """What a rank goes on adding to: its own sum, or the mean where the number of workers is another."""
+        if num_workers == self.num_workers:
+            return self.loss_sums[rank]
+        return sum(self.loss_sums) / self.num_workers
 
 
-def stored_lanes(folder: Path) -> int:
-    """The order's number of lanes, which stays with the run whatever the number of workers."""
-    return int(read_json_state(folder)["lanes"])
+def state_bytes(state: TrainState) -> bytes:
+    return json.dumps(asdict(state), indent=2, allow_nan=False).encode()
+
+
+def parse_state(data: bytes, where: str) -> TrainState:
+    raw: dict[str, Any] = json.loads(data)
+    if raw.get("format") != FORMAT:
+        raise ValueError(
+            f"checkpoint {where}: format {raw.get('format')}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    names = {field.name for field in fields(TrainState)}
+    if raw.keys() != names:
+        odd = ", ".join(sorted(raw.keys() ^ names))
+        raise ValueError(
+            f"checkpoint {where}: {STATE} has not the expected fields ({odd}); use the version that wrote it"
+        )
+    raw["loss_sums"] = tuple(raw["loss_sums"])
+    return TrainState(**raw)
+
+
+def read_state(folder: Path) -> TrainState:
+    return parse_state((folder / STATE).read_bytes(), str(folder))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vlatune.dataset.storage import Root
+
 
 @dataclass(frozen=True)
 class VideoSpan:
@@ -32,3 +34,43 @@ class Episodes:
 
     def __len__(self) -> int:
         return len(self.index)
+
+
+def check_episodes(root: Root, episodes: Episodes) -> None:
+    """Refuse gaps, overlaps, episodes without frames, and places that cannot be."""
+    where, remedy = f"dataset '{root.url}'", "meta/ is damaged: fetch it anew, or convert the dataset anew"
+    if len(episodes) == 0:
+        raise ValueError(f"{where}: it has no episodes; record some, or fetch meta/ anew")
+    empty = np.flatnonzero(episodes.length <= 0)
+    if len(empty):
+        index, length = episodes.index[empty[0]], episodes.length[empty[0]]
+        raise ValueError(f"{where}: episode {index} has length {length}, expected 1 or more; {remedy}")
+    number = np.flatnonzero(episodes.index != np.arange(len(episodes)))
+    if len(number):
+        here = int(number[0])
+        found = f"episode {episodes.index[here]}" + (f" after episode {episodes.index[here - 1]}" if here else " first")
+        raise ValueError(
+            f"{where}: meta/ lists {found}, expected episode {here}: missing, or one is there twice; {remedy}"
+        )
+    expected = np.cumsum(episodes.length) - episodes.length
+    moved = np.flatnonzero(episodes.from_row != expected)
+    if len(moved):
+        here = int(moved[0])
+        how = "leaves a gap before it" if episodes.from_row[here] > expected[here] else "overlaps the episode before it"
+        raise ValueError(
+            f"{where}: episode {episodes.index[here]} begins at row {episodes.from_row[here]} and {how}, "
+            f"expected row {expected[here]}; {remedy}"
+        )
+    _check_spans(where, episodes, remedy)
+
+
+def _check_spans(where: str, episodes: Episodes, remedy: str) -> None:
+    """A time that is no number would be near to every frame and to none."""
+    for camera, span in episodes.videos.items():
+        bad = np.flatnonzero(~np.isfinite(span.from_s) | (span.from_s < 0) | (span.chunk < 0) | (span.file < 0))
+        if len(bad):
+            here = bad[0]
+            raise ValueError(
+                f"{where}: episode {episodes.index[here]}, camera '{camera}': meta/episodes places it at "
+                f"{span.from_s[here]} s of chunk {span.chunk[here]}, file {span.file[here]}, expected 0 or more; {remedy}"
+            )

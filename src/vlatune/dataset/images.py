@@ -9,15 +9,17 @@ holds twice the encoded pictures of an episode and camera (measured: 2.1 times).
 import io
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
+from vlatune.dataset.listing import missing_remedy
+from vlatune.dataset.recorded import check_size
 from vlatune.dataset.resize import letterbox_into
 from vlatune.dataset.storage import Root
+from vlatune.dataset.tables import UNREADABLE
 from vlatune.dataset.video import VideoPlace
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
@@ -31,9 +33,12 @@ _streams: OrderedDict[tuple, "ImageStream"] = OrderedDict()
 
 
 def read_images_into(root: Root, rows: Sequence[int], out_NCHW: np.ndarray, place: VideoPlace) -> None:
-    """Fill `out_NCHW` (zeroed) with the pictures in these rows of a data file; rows must not fall."""
+    """Fill `out_NCHW` with the pictures in these rows of a data file; rows must not fall."""
     for number, data in enumerate(_encoded(root, rows, place)):
-        letterbox_into(decode_image(data, place), out_NCHW[number])
+        image_HWC = decode_image(data, place)
+        if place.recorded is not None:
+            check_size(image_HWC.shape[0], image_HWC.shape[1], place.recorded, place)
+        letterbox_into(image_HWC, out_NCHW[number])
 
 
 def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:
@@ -52,34 +57,38 @@ def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:
 
 
 def _encoded(root: Root, rows: Sequence[int], place: VideoPlace) -> Iterator[bytes | None]:
-    path = Path(root.join(place.file))
-    version = path.stat().st_mtime_ns if root.is_local and path.exists() else 0
-    key = (root.url, place.file, place.camera, version)
-    stream = _streams.pop(key, None)
+    stream = None
     try:
-        stream = stream or ImageStream(root, place.file, place.camera)
+        key = (root.url, place.file, place.camera, root.version(place.file))
+        stream = _streams.pop(key, None) or ImageStream(root, place.file, place.camera)
         for row in rows:
             yield stream.at(row)
     except FileNotFoundError as error:
-        raise ValueError(f"{place}: the file is missing; fetch the dataset anew") from error
-    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{place}: the file is missing; {missing_remedy(root, place.file)}") from error
+    except PermissionError:
+        raise
+    except UNREADABLE as error:
         if stream is not None:
             stream.close()  # a remote file tells here what really happened
         raise ValueError(f"{place}: is not readable parquet ({error}); fetch the dataset anew") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     _streams[key] = stream
     while len(_streams) > OPEN_STREAMS:
         _streams.popitem(last=False)[1].close()
 
 
 class ImageStream:
-    """The encoded pictures of one column of one data file: cheap forwards, one row group back otherwise."""
+    """The encoded pictures of one column of one data file: cheap forwards, one row group back otherwise.
+
+    Its errors do not name the place: the caller knows more of it.
+    """
 
     def __init__(self, root: Root, name: str, column: str) -> None:
-        self._where = f"dataset '{root.url}': {name}, column '{column}'"
         self._column = column
         self._file = root.open(name)
         self._parquet = pq.ParquetFile(self._file, buffer_size=BUFFER_BYTES, pre_buffer=False)
-        self._check_type()
+        check_image_columns(self._parquet, [column])
         groups = range(self._parquet.num_row_groups)
         self._group_ends = np.cumsum([self._parquet.metadata.row_group(group).num_rows for group in groups])
         self._group = -1
@@ -90,12 +99,15 @@ class ImageStream:
     def at(self, row: int) -> bytes | None:
         group = int(np.searchsorted(self._group_ends, row, side="right"))
         if group == len(self._group_ends):
-            raise ValueError(f"{self._where}: there is no row {row}; meta and data disagree")
+            raise ValueError(f"there is no row {row}; meta and data disagree: fetch the dataset anew")
         if group != self._group or row < self._begin:
             self._start(group)
         while row >= self._begin + len(self._batch):
             self._begin += len(self._batch)
-            column = next(self._batches).column(0)
+            batch = next(self._batches, None)
+            if batch is None:
+                raise ValueError(f"row {row} is missing from its row group; fetch the file anew")
+            column = batch.column(0)
             self._batch = column.field("bytes") if pa.types.is_struct(column.type) else column
         return self._batch[row - self._begin].as_py()
 
@@ -108,13 +120,18 @@ class ImageStream:
             BATCH_ROWS, row_groups=[group], columns=[self._column], use_threads=False
         )
 
-    def _check_type(self) -> None:
-        schema = self._parquet.schema_arrow
-        if self._column not in schema.names:
+
+def check_image_columns(parquet: pq.ParquetFile, columns: Sequence[str]) -> None:
+    """Refuse a data file that lacks the pictures of a camera, or holds something else under its name."""
+    schema = parquet.schema_arrow
+    for column in columns:
+        if column not in schema.names:
             raise ValueError(
-                f"{self._where}: it is not there, though meta/info.json names it; there are {schema.names}"
+                f"there is no column '{column}', though meta/info.json names it; there are {schema.names}; fetch the file anew"
             )
-        kind = schema.field(self._column).type
+        kind = schema.field(column).type
         inner = kind.field("bytes").type if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0 else kind
         if not (pa.types.is_binary(inner) or pa.types.is_large_binary(inner)):
-            raise ValueError(f"{self._where}: its type is {kind}; a picture is bytes, or a struct with bytes in it")
+            raise ValueError(
+                f"column '{column}' is of type {kind}; a picture is bytes, or a struct with bytes in it; fetch the file anew"
+            )

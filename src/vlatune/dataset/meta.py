@@ -5,54 +5,18 @@ MB. File names come from fixed fields of the templates in info.json, never from 
 wrong that can be seen without opening data or video files is refused here, with file, value and remedy.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from vlatune.dataset import meta_v21, meta_v30
-from vlatune.dataset.episodes import Episodes
+from vlatune.dataset.episodes import Episodes, check_episodes
+from vlatune.dataset.meta_info import SUPPORTED, Feature, read_info
 from vlatune.dataset.storage import Root
 
-SUPPORTED = ("v3.0", "v2.1")
-V30_TEMPLATES = {
-    "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-    "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-}
-V21_TEMPLATES = {
-    "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-    "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
-}
-
-
-@dataclass(frozen=True)
-class Feature:
-    dtype: str
-    """As info.json has it: float32, int64, video, image, ..."""
-    shape: tuple[int, ...]
-    names: tuple[str, ...] | None
-    info: Mapping[str, Any]
-    """What info.json says of a video: codec, pixel format, fps, is_depth_map."""
-
-    @property
-    def is_camera(self) -> bool:
-        return self.dtype in ("video", "image")
-
-    @property
-    def is_depth(self) -> bool:
-        return bool(self.info.get("is_depth_map") or self.info.get("video.is_depth_map"))
-
-    @property
-    def height_width(self) -> tuple[int, int]:
-        """Recorded size of a camera; LeRobot writes (H, W, C) or (C, H, W), told apart by the names or the 3."""
-        height, width, channels = self.shape
-        first = (self.names or ("",))[0]
-        if first in ("channels", "channel") or (channels not in (1, 3) and height in (1, 3)):
-            return width, channels
-        return height, width
+__all__ = ["SUPPORTED", "DatasetMeta", "Feature", "check_complete", "fill_template", "load_meta"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +31,10 @@ class DatasetMeta:
     """Feature -> min, max, mean, std, q01, ... as flat float64 arrays; empty where the dataset has none."""
     templates: Mapping[str, str]
     chunks_size: int
+    total_episodes: int | None = None
+    """What info.json promises; None where it does not."""
+    left_out: frozenset[int] = frozenset()
+    """Positions of episodes that cannot be read; statistics are computed without them."""
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -91,28 +59,47 @@ class DatasetMeta:
         return fill_template(self.templates[which], numbers, texts)
 
 
-def load_meta(root: str | Root) -> DatasetMeta:
-    """Read `meta/` of the dataset at a folder or URL."""
+def load_meta(root: str | Root, *, argument: str = "the path") -> DatasetMeta:
+    """Read `meta/` of the dataset at a folder or URL; messages call what the user gave by the name in `argument`."""
     root = Root(root) if isinstance(root, str) else root
-    info = _read_info(root)
-    version = _check_version(root, info)
-    features = {name: _make_feature(root, name, raw) for name, raw in info.get("features", {}).items()}
-    layout = meta_v30 if version == "v3.0" else meta_v21
-    video_keys = [name for name, feature in features.items() if feature.dtype == "video"]
-    defaults = V30_TEMPLATES if version == "v3.0" else V21_TEMPLATES
+    info = read_info(root, argument=argument)
+    layout = meta_v30 if info.version == "v3.0" else meta_v21
+    video_keys = [name for name, feature in info.features.items() if feature.dtype == "video"]
     episodes = layout.read_episodes(root, video_keys)
-    _check_episodes(root, episodes)
-    return DatasetMeta(
+    check_episodes(root, episodes)
+    meta = DatasetMeta(
         root=root,
-        version=version,
-        fps=float(info["fps"]),
-        features=features,
+        version=info.version,
+        fps=info.fps,
+        features=info.features,
         tasks=layout.read_tasks(root),
         episodes=episodes,
         stats=layout.read_stats(root),
-        templates={which: info.get(which) or default for which, default in defaults.items()},
-        chunks_size=int(info.get("chunks_size") or 1000),
+        templates=info.templates,
+        chunks_size=info.chunks_size,
+        total_episodes=info.total_episodes,
     )
+    _check_templates(meta, video_keys)
+    return meta
+
+
+def _check_templates(meta: DatasetMeta, video_keys: list[str]) -> None:
+    """Names that leave the folder, or that cannot be filled, are refused before anything is opened."""
+    try:
+        names = [meta.data_path(0), *(meta.video_path(0, key) for key in video_keys)]
+    except ValueError as error:
+        raise ValueError(f"dataset '{meta.root.url}': {error}; correct it, or remove it for LeRobot's own") from error
+    for name in names:
+        meta.root.join(name)
+
+
+def check_complete(meta: DatasetMeta) -> None:
+    """Refuse to read fewer episodes than info.json promises: a part of meta/ is missing, and nobody would notice."""
+    if meta.total_episodes is not None and meta.total_episodes > len(meta.episodes):
+        raise ValueError(
+            f"dataset '{meta.root.url}': meta/info.json says total_episodes {meta.total_episodes}, but meta/ lists only "
+            f"{len(meta.episodes)}; fetch meta/ anew, or set total_episodes to {len(meta.episodes)} if nothing is missing"
+        )
 
 
 def fill_template(template: str, numbers: Mapping[str, int], texts: Mapping[str, str]) -> str:
@@ -134,62 +121,3 @@ def fill_template(template: str, numbers: Mapping[str, int], texts: Mapping[str,
     if "{" in filled or "}" in filled:
         raise ValueError(f"meta/info.json: cannot read the path template '{template}'")
     return filled
-
-
-def _read_info(root: Root) -> dict[str, Any]:
-    if not root.is_dir():
-        raise ValueError(f"dataset '{root.url}': there is no such folder; check --dataset.root")
-    if not root.exists("meta/info.json"):
-        raise ValueError(
-            f"dataset '{root.url}': no meta/info.json in it, so it is not a LeRobot dataset; "
-            f"point --dataset.root at the folder that holds meta/, data/ and videos/"
-        )
-    try:
-        info = json.loads(root.read_bytes("meta/info.json"))
-    except ValueError as error:
-        raise ValueError(f"dataset '{root.url}': meta/info.json is not readable JSON ({error})") from error
-    if not isinstance(info, dict) or not info.get("fps"):
-        raise ValueError(f"dataset '{root.url}': meta/info.json has no 'fps'; it is not a LeRobot info file")
-    return info
-
-
-def _check_version(root: Root, info: Mapping[str, Any]) -> str:
-    version = info.get("codebase_version")
-    version = version if str(version).startswith("v") or version is None else f"v{version}"
-    if version not in SUPPORTED:
-        raise ValueError(
-            f"dataset '{root.url}': meta/info.json says codebase_version {version!r}; vlatune reads "
-            f"{' and '.join(SUPPORTED)}; convert it with LeRobot's conversion scripts"
-        )
-    return version
-
-
-def _make_feature(root: Root, name: str, raw: Any) -> Feature:
-    if not isinstance(raw, dict) or "dtype" not in raw or "shape" not in raw:
-        raise ValueError(f"dataset '{root.url}': meta/info.json: feature '{name}' lacks dtype or shape")
-    names = raw.get("names")
-    if isinstance(names, dict):  # {"motors": [...]}, as LeRobot's older recordings have it
-        names = next(iter(names.values()), None)
-    shape = tuple(int(side) for side in raw["shape"])
-    if raw["dtype"] in ("video", "image") and len(shape) != 3:
-        raise ValueError(f"dataset '{root.url}': meta/info.json: camera '{name}' has shape {shape}, expected (H, W, 3)")
-    flat = tuple(str(each) for each in names) if isinstance(names, list) else None
-    return Feature(str(raw["dtype"]), shape, flat, raw.get("info") or raw.get("video_info") or {})
-
-
-def _check_episodes(root: Root, episodes: Episodes) -> None:
-    if len(episodes) == 0:
-        raise ValueError(f"dataset '{root.url}': it has no episodes")
-    empty = np.flatnonzero(episodes.length <= 0)
-    if len(empty):
-        raise ValueError(
-            f"dataset '{root.url}': episode {episodes.index[empty[0]]} has length {episodes.length[empty[0]]}"
-        )
-    gap = np.flatnonzero(episodes.from_row[1:] != episodes.from_row[:-1] + episodes.length[:-1])
-    if len(gap):
-        here = gap[0] + 1
-        expected = episodes.from_row[here - 1] + episodes.length[here - 1]
-        raise ValueError(
-            f"dataset '{root.url}': episode {episodes.index[here]} starts at row {episodes.from_row[here]}, "
-            f"expected {expected} after episode {episodes.index[here - 1]}; meta/episodes is damaged, convert the dataset anew"
-        )

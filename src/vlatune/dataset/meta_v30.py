@@ -1,6 +1,8 @@
 """The v3.0 layout of `meta/`: episodes, tasks and stats in parquet and JSON."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -8,33 +10,41 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlatune.dataset.episodes import Episodes, VideoSpan
+from vlatune.dataset.meta_info import FETCH, shortened
 from vlatune.dataset.storage import Root
+from vlatune.dataset.tables import UNREADABLE, to_numpy
+from vlatune.dataset.tasks import sentences_in_order
 
 BASE_COLUMNS = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
 SPAN_COLUMNS = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+TASKS = "meta/tasks.parquet"
+STATS = "meta/stats.json"
 
 
 def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
     columns = [*BASE_COLUMNS, *(f"videos/{key}/{name}" for key in video_keys for name in SPAN_COLUMNS)]
     names = root.glob("meta/episodes/*/*.parquet")
     if not names:
-        raise ValueError(f"dataset '{root.url}': no meta/episodes/*/*.parquet; the dataset is incomplete")
-    table = pa.concat_tables([_read_columns(root, name, columns) for name in names]).sort_by("episode_index")
-    column = {name: table.column(name).to_numpy() for name in columns}
-    chunk, file = column["data/chunk_index"].astype(np.int64), column["data/file_index"].astype(np.int64)
-    from_row = column["dataset_from_index"].astype(np.int64)
+        raise ValueError(
+            f"dataset '{root.url}': no meta/episodes/*/*.parquet; the dataset is incomplete: fetch meta/ anew"
+        )
+    parts = [_read_columns(root, name, columns) for name in names]
+    column = {name: np.concatenate([part[name] for part in parts]) for name in columns}
+    order = np.argsort(column["episode_index"], kind="stable")
+    column = {name: values[order] for name, values in column.items()}
     spans = {
         key: VideoSpan(
-            chunk=column[f"videos/{key}/chunk_index"].astype(np.int64),
-            file=column[f"videos/{key}/file_index"].astype(np.int64),
-            from_s=column[f"videos/{key}/from_timestamp"].astype(np.float64),
-            to_s=column[f"videos/{key}/to_timestamp"].astype(np.float64),
+            chunk=column[f"videos/{key}/chunk_index"],
+            file=column[f"videos/{key}/file_index"],
+            from_s=column[f"videos/{key}/from_timestamp"],
+            to_s=column[f"videos/{key}/to_timestamp"],
         )
         for key in video_keys
     }
+    chunk, file, from_row = column["data/chunk_index"], column["data/file_index"], column["dataset_from_index"]
     return Episodes(
-        index=column["episode_index"].astype(np.int64),
-        length=column["length"].astype(np.int64),
+        index=column["episode_index"],
+        length=column["length"],
         from_row=from_row,
         data_chunk=chunk,
         data_file=file,
@@ -45,48 +55,79 @@ def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
 
 def read_tasks(root: Root) -> tuple[str, ...]:
     """Sentences by task_index; in tasks.parquet they are the index column of a pandas frame."""
-    if not root.exists("meta/tasks.parquet"):
+    if not root.exists(TASKS):
         raise ValueError(
-            f"dataset '{root.url}': no meta/tasks.parquet; a policy that reads a sentence cannot be trained on it"
+            f"dataset '{root.url}': no {TASKS}; a policy that reads a sentence cannot be trained on it: fetch meta/ anew"
         )
-    with root.open("meta/tasks.parquet") as file:
-        table = pq.read_table(file)
-    text = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
-    if text is None or "task_index" not in table.column_names:
-        raise ValueError(
-            f"dataset '{root.url}': meta/tasks.parquet has columns {table.column_names}, expected task and task_index"
-        )
-    by_index = dict(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True))
-    if sorted(by_index) != list(range(len(by_index))):
-        raise ValueError(
-            f"dataset '{root.url}': meta/tasks.parquet: task_index must count 0, 1, 2, ...; found {sorted(by_index)[:10]}"
-        )
-    return tuple(str(by_index[position]) for position in range(len(by_index)))
+    with _opened(root, TASKS) as parquet:
+        names = parquet.schema_arrow.names
+        text = next((name for name in ("task", "__index_level_0__") if name in names), None)
+        if text is None or "task_index" not in names:
+            raise ValueError(
+                f"dataset '{root.url}': {TASKS} has columns {names}, expected task and task_index; fetch meta/ anew"
+            )
+        table = parquet.read(columns=[text, "task_index"])
+    sentences = table.column(text).to_pylist()
+    return sentences_in_order(root, TASKS, dict(zip(table.column("task_index").to_pylist(), sentences, strict=True)))
 
 
 def read_stats(root: Root) -> dict[str, dict[str, np.ndarray]]:
-    if not root.exists("meta/stats.json"):
+    if not root.exists(STATS):
         return {}
-    raw: dict[str, dict[str, Any]] = json.loads(root.read_bytes("meta/stats.json"))
+    remedy = "delete the file and vlatune computes its own, or fetch meta/ anew"
+    try:
+        raw = json.loads(root.read_bytes(STATS))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"dataset '{root.url}': {STATS} is not readable JSON ({error}); {remedy}") from error
+    if not isinstance(raw, dict) or not all(isinstance(values, dict) for values in raw.values()):
+        raise ValueError(f"dataset '{root.url}': {STATS}: expected feature -> {{min, max, mean, ...}}; {remedy}")
     return {
-        feature: {name: np.asarray(value, dtype=np.float64).reshape(-1) for name, value in values.items()}
+        feature: {name: _numbers(value, f"{STATS}, {feature}.{name}", root, remedy) for name, value in values.items()}
         for feature, values in raw.items()
     }
 
 
-def _read_columns(root: Root, name: str, columns: list[str]) -> pa.Table:
-    with root.open(name) as file:
-        try:
-            parquet = pq.ParquetFile(file)
-        except pa.ArrowInvalid as error:
-            raise ValueError(f"dataset '{root.url}': {name} is not readable parquet ({error})") from error
+def _numbers(value: Any, place: str, root: Root, remedy: str) -> np.ndarray:
+    try:
+        return np.asarray(value, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"dataset '{root.url}': {place}: is {shortened(value)}, expected numbers in lists of one length; {remedy}"
+        ) from error
+
+
+@contextmanager
+def _opened(root: Root, name: str) -> Iterator[pq.ParquetFile]:
+    try:
+        with root.open(name) as file:
+            yield pq.ParquetFile(file)
+    except PermissionError:
+        raise
+    except UNREADABLE as error:
+        raise ValueError(f"dataset '{root.url}': {name} is not readable parquet ({error}); fetch meta/ anew") from error
+
+
+def _read_columns(root: Root, name: str, columns: list[str]) -> dict[str, np.ndarray]:
+    with _opened(root, name) as parquet:
         missing = [column for column in columns if column not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(
                 f"dataset '{root.url}': {name} lacks the column '{missing[0]}'; "
                 f"meta/info.json and meta/episodes disagree: convert the dataset anew"
             )
-        return parquet.read(columns=columns)
+        table = parquet.read(columns=columns)
+        return {column: _typed(root, name, column, table.column(column)) for column in columns}
+
+
+def _typed(root: Root, name: str, column: str, values: pa.ChunkedArray) -> np.ndarray:
+    """Times as float64, all else as int64."""
+    where = f"dataset '{root.url}': {name}, column '{column}'"
+    is_time = column.endswith("_timestamp")
+    found = to_numpy(values, where)
+    if found.ndim != 1 or found.dtype.kind not in ("iuf" if is_time else "iu"):
+        expected = "a number" if is_time else "a whole number"
+        raise ValueError(f"{where}: its type is {values.type}, expected {expected} per episode; {FETCH}")
+    return found.astype(np.float64 if is_time else np.int64)
 
 
 def _offset_in_file(chunk: np.ndarray, file: np.ndarray, from_row: np.ndarray) -> np.ndarray:

@@ -9,8 +9,9 @@ global batches do not depend on the number of workers, and the order after any n
 without reading anything. Windows are staggered over the lanes, so that their edges, where new runs must be
 decoded, do not fall on the same step. Samples are numbered 0..N-1 over the selected episodes ("flat").
 
-Assumes: lanes divide the global batch; the ragged end of an epoch (less than a global batch) is dropped,
-another end every epoch since runs are shuffled anew.
+Lanes divide the global batch. The ragged end of an epoch, less than a global batch, is dropped, another end every
+epoch since runs are shuffled anew; or kept, and filled up with the frames that the epoch began with: those have been
+seen the longest ago. With weights (mixture.py) an epoch is as long, and frames come more or less often.
 """
 
 import itertools
@@ -18,10 +19,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vlatune.dataset.mixture import Mixture, check_mixture, mixed_runs
+from vlatune.dataset.runs import Ranges, concatenate_runs, cut_runs
+
 ORDER_STREAM = 1
 """Sets this generator apart from those of the noise, which are seeded with the same numbers."""
-MAX_LANES = 64
-"""More lanes mix better and cost one window of rows each; 64 gives a batch of 64 its own lane per sample."""
+MAX_LANES = 512
+"""A lane per sample mixes best: samples of one lane and step come from the same few runs. A lane costs half a window
+of decoded rows; so a worker holds half a window for each of its samples of a step, whatever the number of workers."""
+STAGGERED_IN_LINE = 64
+"""Orders of up to so many lanes are fixed by the checkpoints of runs that began with them."""
+GOLDEN_16 = 40503
+"""The golden ratio's fraction in units of 1 / 65536: whole numbers are the same on every machine."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,10 @@ class OrderSpec:
     lanes: int
     run_length: int
     window_rows: int
+    mixture: Mixture | None = None
+    """Weights of several datasets; without them every frame comes once in an epoch."""
+    drop_last: bool = True
+    """Whether samples that fill no whole global batch are left out of the epoch, or filled up to one."""
 
     @property
     def num_samples(self) -> int:
@@ -42,7 +55,8 @@ class OrderSpec:
 
     @property
     def batches_per_epoch(self) -> int:
-        return self.num_samples // self.global_batch
+        whole, rest = divmod(self.num_samples, self.global_batch)
+        return whole if self.drop_last else whole + (rest > 0)
 
     @property
     def samples_per_lane_step(self) -> int:
@@ -75,6 +89,8 @@ def check_order(spec: OrderSpec) -> None:
         )
     if spec.global_batch % spec.lanes:
         raise ValueError(f"{spec.lanes} lanes do not divide the global batch of {spec.global_batch}")
+    if spec.mixture is not None:
+        check_mixture(spec.mixture, spec.lengths)
 
 
 def cursor_at(spec: OrderSpec, optimizer_steps: int) -> Cursor:
@@ -86,11 +102,11 @@ def cursor_at(spec: OrderSpec, optimizer_steps: int) -> Cursor:
 def epoch_order(spec: OrderSpec, epoch: int) -> np.ndarray:
     """Flat sample numbers, (lanes, samples per lane): optimizer step k takes columns [k*s, (k+1)*s) of every lane."""
     rng = _generator(spec, epoch)
-    begin, end = _cut_runs(spec, rng)
+    begin, end = _epoch_runs(spec, epoch, rng)
     shuffled = rng.permutation(len(begin))
-    sequence = _concatenate_ranges(begin[shuffled], end[shuffled])
+    sequence = concatenate_runs((begin[shuffled], end[shuffled]))
     per_lane = spec.batches_per_epoch * spec.samples_per_lane_step
-    lanes = sequence[: per_lane * spec.lanes].reshape(spec.lanes, per_lane).copy()
+    lanes = np.resize(sequence, (spec.lanes, per_lane))  # cuts the ragged end off, or goes on from the beginning
     for lane in range(spec.lanes):
         _mix_windows(lanes[lane], window_edges(spec, lane), rng)
     return lanes
@@ -99,8 +115,19 @@ def epoch_order(spec: OrderSpec, epoch: int) -> np.ndarray:
 def window_edges(spec: OrderSpec, lane: int) -> np.ndarray:
     """Positions in a lane at which a new mixing window begins: 0, first, first + window, ..., end."""
     per_lane = spec.batches_per_epoch * spec.samples_per_lane_step
-    first = max(1, spec.window_rows * (lane + 1) // spec.lanes)
+    first = _first_edge(spec, lane)
     return np.unique(np.minimum(np.r_[0, np.arange(first, per_lane + spec.window_rows, spec.window_rows)], per_lane))
+
+
+def _first_edge(spec: OrderSpec, lane: int) -> int:
+    """Length of a lane's first window, which staggers all its windows.
+
+    In line, the lanes of one of several workers would begin their windows within a few steps of each other: at 8
+    workers, one step asks for 10 times a step's rows. Multiples of the golden ratio spread any stretch of lanes evenly.
+    """
+    if spec.lanes <= STAGGERED_IN_LINE:
+        return max(1, spec.window_rows * (lane + 1) // spec.lanes)
+    return 1 + spec.window_rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
 
 
 def step_samples(spec: OrderSpec, order: np.ndarray, batch: int) -> np.ndarray:
@@ -109,28 +136,21 @@ def step_samples(spec: OrderSpec, order: np.ndarray, batch: int) -> np.ndarray:
     return order[:, batch * per_step : (batch + 1) * per_step].reshape(-1)
 
 
+def all_batches(spec: OrderSpec, order: np.ndarray) -> np.ndarray:
+    """(optimizer steps, global batch): `step_samples` of every step of the epoch."""
+    steps = spec.batches_per_epoch
+    return order.reshape(spec.lanes, steps, -1).transpose(1, 0, 2).reshape(steps, spec.global_batch)
+
+
 def _generator(spec: OrderSpec, epoch: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([ORDER_STREAM, spec.seed, epoch])))
 
 
-def _cut_runs(spec: OrderSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Runs as half-open flat ranges; the first of each episode has a random length, so cuts move every epoch."""
+def _epoch_runs(spec: OrderSpec, epoch: int, rng: np.random.Generator) -> Ranges:
     lengths = np.asarray(spec.lengths, dtype=np.int64)
-    first = np.minimum(rng.integers(1, spec.run_length + 1, size=len(lengths)), lengths)
-    runs = 1 + -(-(lengths - first) // spec.run_length)
-    episode = np.repeat(np.arange(len(lengths)), runs)
-    nth = np.arange(runs.sum()) - np.repeat(np.cumsum(runs) - runs, runs)
-    begin_of = np.cumsum(lengths) - lengths
-    begin = begin_of[episode] + np.where(nth == 0, 0, first[episode] + (nth - 1) * spec.run_length)
-    end = np.minimum(begin_of[episode] + first[episode] + nth * spec.run_length, begin_of[episode] + lengths[episode])
-    return begin, end
-
-
-def _concatenate_ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """arange(begin[0], end[0]), arange(begin[1], end[1]), ... as one array."""
-    sizes = end - begin
-    starts = np.cumsum(sizes) - sizes
-    return np.arange(sizes.sum()) + np.repeat(begin - starts, sizes)
+    if spec.mixture is None:
+        return cut_runs(np.cumsum(lengths) - lengths, lengths, spec.run_length, rng)
+    return mixed_runs(spec.mixture, lengths, spec.run_length, seed=spec.seed, epoch=epoch)
 
 
 def _mix_windows(lane: np.ndarray, edges: np.ndarray, rng: np.random.Generator) -> None:

@@ -5,7 +5,8 @@
     parquet      x     x     x     y
 
     episode      [0]   [1]   [2]   [3]       a task per episode
-    file_group   [0     1]   [2]   [3]       neighbours with the same files, cut where a task would grow too long
+    file_group   [0     1]   [2     3]       neighbours with the same files together, cut where a task would grow too
+                                             long; small groups (here 2 and 3) share a task
     chain        [0     1]   [2     3]       cut only where no mp4 goes on, so that one task opens it
     sequential   [0   1 | 1  2 | 2   3]      the stream of all rows in equal parts
     row_block    [0 | 0 | 1 | 1 | ...]       a fixed number of rows; the last task has the rest
@@ -90,7 +91,7 @@ def _by_file_group(episodes: EpisodeFiles, task_rows: int, block_rows: int) -> T
     files_EF = np.column_stack([episodes.data_E, episodes.videos_EC])
     changes_E = (files_EF[1:] != files_EF[:-1]).any(axis=1)
     groups = _split(_whole(episodes), changes_E)
-    return [task for group in groups for task in _fill(group, task_rows)]
+    return _pack([task for group in groups for task in _fill(group, task_rows)], task_rows)
 
 
 def _by_chain(episodes: EpisodeFiles, task_rows: int, block_rows: int) -> Tasks:
@@ -149,6 +150,20 @@ def _goes_on(files_EF: np.ndarray) -> np.ndarray:
         np.add.at(opened, first, 1)
         np.add.at(opened, last, -1)
     return np.cumsum(opened)[:-1] > 0
+
+
+def _pack(tasks: Tasks, task_rows: int) -> Tasks:
+    """Neighbouring tasks in one while they fit: starting a task costs more than reading a short episode."""
+    packed: Tasks = []
+    room = 0
+    for task in tasks:
+        rows = sum(span.rows for span in task)
+        if rows > room:
+            packed.append([])
+            room = task_rows
+        packed[-1] += task
+        room -= rows
+    return packed
 
 
 def _fill(group: list[Span], task_rows: int) -> Iterator[list[Span]]:

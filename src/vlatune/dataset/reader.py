@@ -5,16 +5,19 @@ parquet are streamed from it. Nothing here knows of Ray, torch or the policy: `R
 `read_into` fills rows of columns that `allocate` made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from vlatune.batch import SLOT, TASK, Columns
 from vlatune.dataset.images import read_images_into
+from vlatune.dataset.listing import missing_remedy
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.recorded import Recorded
+from vlatune.dataset.row_checks import check_index, check_length, check_tasks, check_times, check_vector
 from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import RowRange, read_rows
+from vlatune.dataset.tables import read_rows
 from vlatune.dataset.video import VideoPlace, decode_into
 from vlatune.dataset.windows import window_frames
 
@@ -31,6 +34,8 @@ class CameraSpec:
     """Size of the delivered picture."""
     offsets: tuple[int, ...] | None = None
     """Frames around each row to deliver, as a second axis; only the row's own when None."""
+    recorded: Recorded | None = None
+    """What info.json says of the pictures; not checked when None."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class VectorSpec:
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...] | None = None
+    recorded_dtype: str | None = None
+    """The dtype in info.json; not checked when None."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,11 @@ def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarr
 
 
 def allocate(spec: ReadSpec, rows: int) -> Columns:
-    """Buffers for `rows` rows. Pictures start black: a letterbox writes only its inside."""
+    """Buffers for `rows` rows, with nothing in them: pages that are zeroed first cost a read task more than resizing."""
     columns: Columns = {}
     for camera in spec.cameras:
         window = () if camera.offsets is None else (len(camera.offsets),)
-        columns[camera.name] = np.zeros((rows, *window, 3, camera.height, camera.width), dtype=np.uint8)
+        columns[camera.name] = np.empty((rows, *window, 3, camera.height, camera.width), dtype=np.uint8)
         if camera.offsets is not None:
             columns[f"{camera.name}_is_pad"] = np.empty((rows, len(camera.offsets)), dtype=bool)
     for vector in spec.vectors:
@@ -114,18 +121,14 @@ def allocate(spec: ReadSpec, rows: int) -> Columns:
 def read_into(spec: ReadSpec, unit: Unit, columns: Columns, at: int) -> None:
     """Fill rows [at, at + len(unit.frames)) of the buffers."""
     rows = slice(at, at + len(unit.frames))
-    names = [*INDEX_COLUMNS, *(vector.name for vector in spec.vectors)]
-    table = read_rows(spec.root, unit.data_path, names, unit.data_offset, unit.data_offset + unit.length)
-    _check_rows(spec, unit, table)
-    first = unit.data_offset - table.begin
-    values = {name: column[first : first + unit.length] for name, column in table.columns.items()}
+    values = _read_values(spec, unit)
     columns["dataset_index"][rows] = unit.dataset_index
     columns[SLOT][rows] = unit.slots
     for name in INDEX_COLUMNS:
         columns[name][rows] = values[name][unit.frames]
-    columns[TASK][rows] = _tasks(spec, unit, values["task_index"][unit.frames])
+    columns[TASK][rows] = [spec.tasks[number] for number in values["task_index"][unit.frames]]
     for vector in spec.vectors:
-        _read_vector(spec, vector, unit, values[vector.name], columns, rows)
+        _read_vector(vector, unit, values[vector.name], columns, rows)
     timestamps = values["timestamp"].astype(np.float64)
     for camera in spec.cameras:
         _read_camera(spec, camera, unit, timestamps, columns, rows)
@@ -138,40 +141,42 @@ def read_unit(spec: ReadSpec, unit: Unit) -> Columns:
     return columns
 
 
-def _check_rows(spec: ReadSpec, unit: Unit, table: RowRange) -> None:
+def column_names(spec: ReadSpec) -> list[str]:
+    """The columns of a data file that are read."""
+    return [*INDEX_COLUMNS, *(vector.name for vector in spec.vectors)]
+
+
+def place_of(spec: ReadSpec, unit: Unit) -> str:
+    """Dataset, episode and data file, for messages."""
+    return f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}"
+
+
+def check_rows(spec: ReadSpec, unit: Unit, values: Mapping[str, np.ndarray], file_rows: int) -> None:
+    """Refuse rows that are not the episode's, or not of the form that meta/ says; `values` are all of its rows."""
+    where = place_of(spec, unit)
+    check_length(where, file_rows, unit.data_offset, unit.data_offset + unit.length)
+    check_index(where, values, episode_index=unit.episode_index, from_row=unit.from_row, begin=unit.data_offset)
+    check_times(where, values["timestamp"])
+    check_tasks(where, values["task_index"], len(spec.tasks))
+    for vector in spec.vectors:
+        check_vector(where, vector.name, values[vector.name], shape=vector.shape, recorded_dtype=vector.recorded_dtype)
+
+
+def _read_values(spec: ReadSpec, unit: Unit) -> dict[str, np.ndarray]:
+    """The columns of all rows of the unit's episode, checked."""
     end = unit.data_offset + unit.length
-    where = f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}"
-    if end > table.file_rows:
-        raise ValueError(
-            f"{where}: has {table.file_rows} rows, but meta/episodes places the episode at rows {unit.data_offset} to {end}"
-        )
+    try:
+        table = read_rows(spec.root, unit.data_path, column_names(spec), unit.data_offset, end)
+    except ValueError as error:  # it names the file, not the episode
+        said = str(error).removeprefix(f"dataset '{spec.root.url}': ")
+        raise ValueError(f"dataset '{spec.root.url}': episode {unit.episode_index}: {said}") from error
     first = unit.data_offset - table.begin
-    episode, frame, index = (int(table.columns[name][first]) for name in ("episode_index", "frame_index", "index"))
-    if (episode, frame, index) != (unit.episode_index, 0, unit.from_row):
-        raise ValueError(
-            f"{where}: row {unit.data_offset} is episode {episode}, frame {frame}, index {index}; "
-            f"expected episode {unit.episode_index}, frame 0, index {unit.from_row}; meta and data disagree"
-        )
+    values = {name: column[first : first + unit.length] for name, column in table.columns.items()}
+    check_rows(spec, unit, values, table.file_rows)
+    return values
 
 
-def _tasks(spec: ReadSpec, unit: Unit, task_index: np.ndarray) -> Sequence[str]:
-    bad = task_index[(task_index < 0) | (task_index >= len(spec.tasks))]
-    if len(bad):
-        raise ValueError(
-            f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}: task_index {bad[0]} "
-            f"has no sentence; meta/tasks lists {len(spec.tasks)}"
-        )
-    return [spec.tasks[position] for position in task_index]
-
-
-def _read_vector(
-    spec: ReadSpec, vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice
-) -> None:
-    if values.shape[1:] != vector.shape and values.size // len(values) != int(np.prod(vector.shape)):
-        raise ValueError(
-            f"dataset '{spec.root.url}': episode {unit.episode_index}, {unit.data_path}: column '{vector.name}' has rows "
-            f"of shape {values.shape[1:]}, meta/info.json says {vector.shape}"
-        )
+def _read_vector(vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice) -> None:
     values = values.reshape(len(values), *vector.shape)
     if vector.offsets is None:
         columns[vector.name][rows] = values[unit.frames]
@@ -190,7 +195,7 @@ def _read_camera(
         return
     frames_NT, is_pad_NT = window_frames(unit.frames, camera.offsets, unit.length)
     distinct, where = np.unique(frames_NT, return_inverse=True)
-    decoded = np.zeros((len(distinct), *out.shape[2:]), dtype=np.uint8)
+    decoded = np.empty((len(distinct), *out.shape[2:]), dtype=np.uint8)
     _read_frames(spec, camera, unit, timestamps, distinct, decoded)
     out[:] = decoded[where.reshape(frames_NT.shape)]
     columns[f"{camera.name}_is_pad"][rows] = is_pad_NT
@@ -200,17 +205,17 @@ def _read_frames(
     spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, frames: np.ndarray, out: np.ndarray
 ) -> None:
     if camera.kind == "image":
-        place = VideoPlace(spec.root.url, unit.episode_index, camera.name, unit.data_path)
+        place = VideoPlace(spec.root.url, unit.episode_index, camera.name, unit.data_path, camera.recorded)
         read_images_into(spec.root, (unit.data_offset + frames).tolist(), out, place)
         return
     file, from_s = next((file, from_s) for name, file, from_s in unit.videos if name == camera.name)
     wanted_s = (from_s + timestamps[frames]).tolist()
-    place = VideoPlace(spec.root.url, unit.episode_index, camera.name, file)
-    if spec.root.is_local:
-        decode_into(spec.root.join(file), wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
-        return
+    place = VideoPlace(spec.root.url, unit.episode_index, camera.name, file, camera.recorded)
     try:
+        if spec.root.is_local:
+            decode_into(spec.root.join(file), wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
+            return
         with spec.root.open(file) as opened:
             decode_into(opened, wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
     except FileNotFoundError as error:
-        raise ValueError(f"{place}: the file is missing; fetch or re-encode it") from error
+        raise ValueError(f"{place}: the file is missing; {missing_remedy(spec.root, file)}") from error

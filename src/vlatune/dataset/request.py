@@ -13,8 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from vlatune.batch import ACTION, IDS, SLOT, STATE, TASK
+from vlatune.dataset.feature_specs import camera_spec, numpy_type, vector_spec
 from vlatune.dataset.meta import DatasetMeta, Feature
-from vlatune.dataset.reader import INDEX_COLUMNS, CameraSpec, ReadSpec, VectorSpec, allocate
+from vlatune.dataset.reader import INDEX_COLUMNS, ReadSpec, allocate
 from vlatune.dataset.windows import offsets_from_timestamps
 from vlatune.names import did_you_mean
 
@@ -89,16 +90,32 @@ def _make_delivery(number: int, meta: DatasetMeta, request: Request, names: Mapp
     own_of = {delivered: own for own, delivered in names.items()}
     windows = _windows(meta, request, names, own_of)
     cameras = tuple(
-        _camera(name, meta.features[name], request.resize, windows.get(name))
+        camera_spec(meta, name, request.resize, windows.get(name))
         for name in _wanted_cameras(meta, request.cameras, names, own_of)
     )
+    # Actions and states are float32 vectors; anything else is as recorded.
     vectors = tuple(
-        _vector(name, names[name], feature, windows.get(name))
+        vector_spec(meta, name, is_float32=names[name] in (ACTION, STATE), offsets=windows.get(name))
         for name, feature in meta.features.items()
-        if name not in RESERVED and _numpy_type(feature) is not None
+        if name not in RESERVED and numpy_type(feature) is not None
     )
+    _warn_of_dropped(meta)
     spec = ReadSpec(meta.root, number, request.tolerance_s, cameras, vectors, meta.tasks)
     return Delivery(spec, tuple(_columns(meta, spec, names)))
+
+
+def _warn_of_dropped(meta: DatasetMeta) -> None:
+    dropped = [
+        f"'{name}' ({feature.dtype})"
+        for name, feature in meta.features.items()
+        if name not in RESERVED and not feature.is_camera and numpy_type(feature) is None
+    ]
+    if dropped:
+        logger.warning(
+            "dataset '%s': features that are neither numbers nor a text are left out: %s",
+            meta.root.url,
+            ", ".join(dropped),
+        )
 
 
 def _columns(meta: DatasetMeta, spec: ReadSpec, names: Mapping[str, str]):
@@ -195,7 +212,7 @@ def _windows(
 
 
 def _can_have_window(name: str, feature: Feature) -> bool:
-    return feature.is_camera or (name not in RESERVED and _numpy_type(feature) not in (None, "object"))
+    return feature.is_camera or (name not in RESERVED and numpy_type(feature) not in (None, "object"))
 
 
 def _own_action(meta: DatasetMeta, own_of: Mapping[str, str]) -> str:
@@ -211,31 +228,6 @@ def _own_action(meta: DatasetMeta, own_of: Mapping[str, str]) -> str:
     raise ValueError(
         f"dataset '{meta.root.url}': there is no feature 'action'; {remedy}, or ask for none with action_horizon=None"
     )
-
-
-def _camera(name: str, feature: Feature, resize: tuple[int, int] | None, offsets: tuple[int, ...] | None) -> CameraSpec:
-    height, width = resize or feature.height_width
-    return CameraSpec(name, feature.dtype, height, width, offsets)
-
-
-def _vector(own: str, delivered: str, feature: Feature, offsets: tuple[int, ...] | None) -> VectorSpec:
-    """Actions and states are float32 vectors; anything else is as recorded, a single value without an axis of its own."""
-    dtype = _numpy_type(feature)
-    assert dtype is not None
-    if delivered in (ACTION, STATE) and dtype != "object":
-        return VectorSpec(own, "float32", feature.shape, offsets)
-    return VectorSpec(own, dtype, () if feature.shape == (1,) else feature.shape, offsets)
-
-
-def _numpy_type(feature: Feature) -> str | None:
-    """None for what is no number and no text, such as pictures and nested records: not read as a column."""
-    if feature.dtype in ("string", "str"):
-        return "object" if feature.shape in ((), (1,)) else None
-    try:
-        dtype = np.dtype(feature.dtype)
-    except TypeError:
-        return None
-    return dtype.name if dtype.kind in "biuf" else None
 
 
 def _common(made: Sequence[Delivery]) -> tuple[Delivery, ...]:

@@ -20,11 +20,18 @@ def letterbox_box(recorded_hw: tuple[int, int], target_hw: tuple[int, int]) -> t
 
 
 def letterbox_into(image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
-    """Resize into a buffer whose bars are already black."""
+    """Resize into a buffer, whatever is in it."""
     top, left, height, width = letterbox_box(image_HWC.shape[:2], out_CHW.shape[1:])
+    _blacken_bars(out_CHW, top, left, height, width)
     if image_HWC.shape[:2] != (height, width):
         image_HWC = cv2.resize(image_HWC, (width, height), interpolation=cv2.INTER_LINEAR)
     inside = out_CHW[:, top : top + height, left : left + width]
     cv2.split(
         image_HWC, [inside[0], inside[1], inside[2]]
     )  # straight into the planes: 3 x faster than a transposed copy
+
+
+def _blacken_bars(out_CHW: np.ndarray, top: int, left: int, height: int, width: int) -> None:
+    for bar_CHW in (out_CHW[:, :top], out_CHW[:, top + height :], out_CHW[..., :left], out_CHW[..., left + width :]):
+        if bar_CHW.size:
+            bar_CHW.fill(0)

@@ -41,10 +41,11 @@ def hold_out(selection: Selection, share: float, seed: int) -> tuple[Selection, 
     held = 0 if share == 0 or count < 2 else min(count - 1, max(1, round(share * count)))
     chosen = np.zeros(count, dtype=bool)
     chosen[np.random.Generator(np.random.Philox(key=seed)).permutation(count)[:held]] = True
-    return _pick(selection, ~chosen), _pick(selection, chosen)
+    return pick(selection, ~chosen), pick(selection, chosen)
 
 
-def _pick(selection: Selection, mask: np.ndarray) -> Selection:
+def pick(selection: Selection, mask: np.ndarray) -> Selection:
+    """The episodes where the mask is true."""
     return Selection(selection.dataset[mask], selection.position[mask], selection.length[mask])
 
 
@@ -55,6 +56,6 @@ def _wanted_positions(meta: DatasetMeta, wanted: Sequence[int] | None) -> np.nda
     if missing:
         raise ValueError(
             f"dataset '{meta.root.url}': there is no episode {missing[0]}; it has {len(meta.episodes)} episodes, "
-            f"{meta.episodes.index[0]} to {meta.episodes.index[-1]}; correct --dataset.episodes"
+            f"{meta.episodes.index[0]} to {meta.episodes.index[-1]}; correct the list of episodes"
         )
     return np.flatnonzero(np.isin(meta.episodes.index, list(wanted)))

@@ -45,15 +45,17 @@ class SyntheticSpec:
     """Video codec: h264, hevc or av1."""
     vary_length: bool = False
     """Let the lengths of episodes vary by up to a fifth of `frames`."""
+    texture: float = 0.0
+    """Texture of the scene, in grey levels (standard deviation), as coarse and as fine as in nature. Without it video decodes several times faster than a recording."""
     noise: float = 0.0
-    """Camera noise, in grey levels (standard deviation); a webcam has 2 to 4. Without it video decodes several times faster than a real recording."""
+    """Noise of the camera, in grey levels (standard deviation); a webcam has 1 to 4."""
 
 
 def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int], None] | None = None) -> None:
     """Write a dataset to a new or empty folder; `on_episode` gets the index of each episode once it is written."""
     validate(spec)
     form = _dataset_format(spec)
-    grain = Grain(spec) if spec.noise else None
+    grain = Grain(spec) if spec.noise or spec.texture else None
     with _written_aside(Path(folder)) as aside, DatasetWriter(aside, form) as writer:
         for place in LAYOUTS[spec.version].plan(episode_lengths(spec), spec.episodes_per_file):
             episode = make_episode(spec.seed, place.episode_index, place.length, spec.fps)
@@ -70,7 +72,8 @@ def validate(spec: SyntheticSpec) -> None:
     at_least = {"episodes": 1, "frames": 1, "cameras": 1, "height": MIN_SIDE, "width": MIN_SIDE, "fps": 1, "seed": 0}
     for name, least in (at_least | {"episodes_per_file": 1}).items():
         _require(getattr(spec, name) >= least, spec, name, f"must be {least} or more")
-    _require(0 <= spec.noise <= 64, spec, "noise", "must be 0 to 64")
+    for name in ("texture", "noise"):
+        _require(0 <= getattr(spec, name) <= 64, spec, name, "must be 0 to 64")
     for name in ("height", "width"):
         _require(getattr(spec, name) % 2 == 0, spec, name, "must be even, as video has one colour for 2x2 pixels")
     for name, choices in {"version": LAYOUTS, "codec": ENCODERS}.items():
@@ -106,21 +109,40 @@ def _dataset_format(spec: SyntheticSpec) -> DatasetFormat:
 
 
 class Grain:
-    """Camera noise: a cut of one large tile, elsewhere for every picture. Drawing it anew would take longer than encoding."""
+    """What a real picture has and the small world lacks: texture that lies still, and noise that does not.
+
+    Both are cuts of one large tile each, elsewhere for every picture: drawing them anew would take longer than encoding.
+    """
 
     def __init__(self, spec: SyntheticSpec) -> None:
         self._seed = spec.seed
         rng = np.random.default_rng([spec.seed, 0, 2])
-        self._tile_HWC = np.round(rng.normal(0.0, spec.noise, (spec.height * 2, spec.width * 2, 3))).astype(np.int16)
+        tile_hw = (2 * spec.height, 2 * spec.width)
+        self._texture_HW1 = np.round(spec.texture * _natural(rng, tile_hw))[..., None].astype(np.int16)
+        self._noise_HWC = np.round(rng.normal(0.0, spec.noise, (*tile_hw, 3))).astype(np.int16)
 
     def add(self, image_HWC: np.ndarray, *, episode_index: int, camera: int, frame_index: int) -> None:
         """In place, but not where the frame's id will be."""
-        height, width, _ = image_HWC.shape
-        rng = np.random.default_rng([self._seed, episode_index, camera, frame_index])
-        top, left = rng.integers(0, (height, width), endpoint=True)
-        noisy_HWC = image_HWC + self._tile_HWC[top : top + height, left : left + width]
-        np.clip(noisy_HWC, 0, 255, out=image_HWC, casting="unsafe")
+        scene, shot = [self._seed, episode_index, camera], [self._seed, episode_index, camera, frame_index]
+        texture_HW1, noise_HWC = _cut(self._texture_HW1, image_HWC, scene), _cut(self._noise_HWC, image_HWC, shot)
+        np.clip(image_HWC + texture_HW1 + noise_HWC, 0, 255, out=image_HWC, casting="unsafe")
         cover_corner(image_HWC)
+
+
+def _natural(rng: np.random.Generator, size_hw: tuple[int, int]) -> np.ndarray:
+    """Noise whose amplitude falls with 1/frequency, as in pictures of nature; standard deviation 1."""
+    height, width = size_hw
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = np.inf
+    waves = (rng.normal(size=frequency.shape) + 1j * rng.normal(size=frequency.shape)) / frequency
+    picture = np.fft.irfft2(waves, s=size_hw)
+    return picture / picture.std()
+
+
+def _cut(tile_HWC: np.ndarray, image_HWC: np.ndarray, seed: list[int]) -> np.ndarray:
+    height, width, _ = image_HWC.shape
+    top, left = np.random.default_rng(seed).integers(0, (height, width), endpoint=True)
+    return tile_HWC[top : top + height, left : left + width]
 
 
 def _film(

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +25,8 @@ HF_ARRAYS = "datasets.features.features.Array"
 """LeRobot's features of two and more axes: lists of lists under a name of `datasets`, seen where that is imported."""
 BATCH_ROWS = 8192
 BUFFER_BYTES = 1 << 20
+UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What damaged parquet raises. PermissionError is among the OSErrors, but it is the world's: handle it before."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def read_columns(root: Root, name: str, columns: Sequence[str]) -> dict[str, np.
     """Columns of one data file; lists of equal length become a second axis."""
     key = (root.url, name, tuple(columns), _version_of(root, name))
     if key not in _cache:
-        with _opened(root, name, columns) as parquet:
+        with opened(root, name, columns) as parquet:
             _cache[key] = _convert(root, name, columns, parquet.read(columns=list(columns)), 0, parquet)
     return _kept(key).columns
 
@@ -59,13 +60,23 @@ def read_rows(root: Root, name: str, columns: Sequence[str], begin: int, end: in
     part = (*whole, begin, end)
     key = next((key for key in (whole, part) if key in _cache), None)
     if key is None:
-        with _opened(root, name, columns) as parquet:
-            if _is_small(parquet, columns):
-                key, first, table = whole, 0, parquet.read(columns=list(columns))
-            else:
-                key, first, table = part, begin, _slice(parquet, columns, begin, end)
-            _cache[key] = _convert(root, name, columns, table, first, parquet)
+        with opened(root, name, columns) as parquet:
+            rows = _whole(root, name, columns, parquet) if _is_small(parquet, columns) else None
+            key = part if rows is None else whole
+            if rows is None:
+                rows = _convert(root, name, columns, _slice(parquet, columns, begin, end), begin, parquet)
+            _cache[key] = rows
     return _kept(key)
+
+
+def _whole(root: Root, name: str, columns: Sequence[str], parquet: pq.ParquetFile) -> RowRange | None:
+    """None where some rows cannot be read: the wanted ones may be others."""
+    try:
+        return _convert(root, name, columns, parquet.read(columns=list(columns)), 0, parquet)
+    except PermissionError:
+        raise
+    except (ValueError, *UNREADABLE):
+        return None
 
 
 def _kept(key: tuple) -> RowRange:
@@ -79,14 +90,16 @@ def _held_bytes(rows: RowRange) -> int:
     return sum(values.nbytes for values in rows.columns.values())
 
 
-def _version_of(root: Root, name: str) -> int:
-    """Changes when a local file is replaced, so that the cache is never stale."""
-    path = Path(root.join(name))
-    return path.stat().st_mtime_ns if root.is_local and path.exists() else 0
+def _version_of(root: Root, name: str) -> str:
+    """Changes when a file or an object is replaced, so that the cache is never stale."""
+    try:
+        return root.version(name)
+    except FileNotFoundError as error:
+        raise ValueError(f"dataset '{root.url}': {name} is missing; fetch the dataset anew") from error
 
 
 @contextmanager
-def _opened(root: Root, name: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
+def opened(root: Root, name: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
     """The file, with the columns in it; whatever is wrong with it is told with its name."""
     where = f"dataset '{root.url}': {name}"
     try:
@@ -95,12 +108,15 @@ def _opened(root: Root, name: str, columns: Sequence[str]) -> Iterator[pq.Parque
             missing = [column for column in columns if column not in parquet.schema_arrow.names]
             if missing:
                 raise ValueError(
-                    f"{where} lacks the column '{missing[0]}' that meta/info.json names; it has {', '.join(parquet.schema_arrow.names)}"
+                    f"{where} lacks the column '{missing[0]}' that meta/info.json names; it has "
+                    f"{', '.join(parquet.schema_arrow.names)}; fetch the file anew, or correct meta/info.json"
                 )
             yield parquet
+    except PermissionError:
+        raise
     except FileNotFoundError as error:
         raise ValueError(f"{where} is missing; fetch the dataset anew") from error
-    except (pa.ArrowInvalid, OSError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{where} is not readable parquet ({error}); fetch the dataset anew") from error
 
 

@@ -18,6 +18,15 @@ import av
 import av.error
 import numpy as np
 
+from vlatune.dataset.recorded import (
+    Recorded,
+    check_size,
+    decoder_options,
+    ffmpeg_said,
+    is_out_of_reach,
+    no_frame,
+    video_stream,
+)
 from vlatune.dataset.resize import letterbox_into
 
 EXACT_S = 1e-6
@@ -37,9 +46,18 @@ class VideoPlace:
     episode_index: int
     camera: str
     file: str
+    recorded: Recorded | None = None
+    """What info.json says of the pictures; not checked when None."""
 
     def __str__(self) -> str:
         return f"dataset '{self.dataset}': episode {self.episode_index}, camera '{self.camera}', {self.file}"
+
+
+class CorruptFrameError(Exception):
+    """The decoder marks a frame as damaged."""
+
+    def __str__(self) -> str:
+        return "the decoder marks a frame as damaged"
 
 
 _decoders: OrderedDict[tuple, "Decoder"] = OrderedDict()
@@ -48,15 +66,18 @@ _decoders: OrderedDict[tuple, "Decoder"] = OrderedDict()
 def decode_into(
     source: str | IO[bytes], wanted_s: Sequence[float], out_NCHW: np.ndarray, *, tolerance_s: float, place: VideoPlace
 ) -> None:
-    """Fill row n of `out_NCHW` (zeroed) with the frame at `wanted_s[n]`; times must not fall."""
+    """Fill row n of `out_NCHW` with the frame at `wanted_s[n]`; times must not fall.
+
+    A file that is missing, or may not be read, is for the caller to explain.
+    """
     try:
         with _decoder(source, place) as decoder:
             decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
-    except FileNotFoundError as error:
-        raise ValueError(f"{place}: the file is missing; fetch or re-encode it") from error
-    except av.error.FFmpegError as error:
+    except (av.error.FFmpegError, CorruptFrameError) as error:
+        if is_out_of_reach(error):
+            raise
         raise ValueError(
-            f"{place}: cannot be decoded ({error}); the file is damaged or not a video, fetch or re-encode it"
+            f"{place}: cannot be decoded ({ffmpeg_said(error)}); the file is damaged or not a video, fetch or re-encode it"
         ) from error
 
 
@@ -85,13 +106,14 @@ class Decoder:
 
     def __init__(self, source: str | IO[bytes], place: VideoPlace) -> None:
         self._container: Any = av.open(source, metadata_errors="ignore")
-        if not self._container.streams.video:
+        try:
+            self._stream = video_stream(self._container, place, place.recorded)
+        except ValueError:
             self._container.close()
-            raise ValueError(f"{place}: there is no video stream in it; re-encode it")
-        self._stream = self._container.streams.video[0]
+            raise
         codec = self._stream.codec_context
         codec.thread_count = 1  # one core per read task; frame threads would only add latency
-        codec.options = {"err_detect": "explode"}  # h264 would otherwise conceal damage with a neighbour
+        codec.options = decoder_options(self._stream)
         self._tick_s = float(self._stream.time_base)
         self._now: tuple[Any, float] | None = None
         self._rest: Iterator[tuple[Any, float]] = iter(())
@@ -113,7 +135,7 @@ class Decoder:
                 return
             before, before_s = frame, frame_s
         while row < len(wanted_s):  # the file ended: the last frame may still be near enough
-            _take(before, before_s, wanted_s[row], out_NCHW[row], tolerance_s, place)
+            _take(before, before_s, wanted_s[row], out_NCHW[row], tolerance_s, place, is_last=True)
             row += 1
 
     def _frames_from(self, first_s: float) -> Iterator[tuple[Any, float]]:
@@ -145,17 +167,26 @@ class Decoder:
 
     def _decoded(self) -> Iterator[tuple[Any, float]]:
         for frame in self._container.decode(self._stream):
+            if frame.is_corrupt:  # h264 marks some of what it conceals, and none of the frames that build on it
+                raise CorruptFrameError
             if frame.pts is not None:
                 yield frame, frame.pts * self._tick_s
 
 
 def _take(
-    frame: Any, frame_s: float, wanted_s: float, out_CHW: np.ndarray, tolerance_s: float, place: VideoPlace
+    frame: Any,
+    frame_s: float,
+    wanted_s: float,
+    out_CHW: np.ndarray,
+    tolerance_s: float,
+    place: VideoPlace,
+    *,
+    is_last: bool = False,
 ) -> None:
-    if frame is None or abs(frame_s - wanted_s) > tolerance_s:
-        nearest = "none was found" if frame is None else f"nearest {frame_s:.4f} s"
+    if frame is None or not abs(frame_s - wanted_s) <= tolerance_s:
         raise ValueError(
-            f"{place}: no frame within {tolerance_s:g} s of {wanted_s:.4f} s ({nearest}); "
-            f"re-encode it or raise --dataset.tolerance_s"
+            f"{place}: {no_frame(None if frame is None else frame_s, wanted_s, tolerance_s, is_last=is_last)}"
         )
+    if place.recorded is not None:  # the size may change inside a file
+        check_size(frame.height, frame.width, place.recorded, place)
     letterbox_into(frame.to_ndarray(format="rgb24"), out_CHW)

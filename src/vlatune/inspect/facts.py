@@ -4,19 +4,21 @@ Frozen dataclasses of numbers and texts, so that they become JSON as they are, a
 the metadata. Episodes stay columns of numbers; only what is summed up of them is here.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
 
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.meta_v21 import EPISODES, read_lines
+from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
+from vlatune.dataset.tables import opened
 from vlatune.inspect.problems import degenerate_dims, is_normalised, nan_dims
-from vlatune.inspect.videos import VideoFacts, declared, declared_fps
+from vlatune.inspect.videos import VideoFacts
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,9 @@ def _count_tasks_v30(root: Root) -> Counter[str]:
     """File by file, one column of it: the sentences of 10^5 episodes are never in memory together."""
     counts: Counter[str] = Counter()
     for name in root.glob("meta/episodes/*/*.parquet"):
-        with root.open(name) as file:
-            parquet = pq.ParquetFile(file)
-            if "tasks" in parquet.schema_arrow.names:
+        with opened(root, name, []) as parquet:
+            schema = parquet.schema_arrow
+            if "tasks" in schema.names and pa.types.is_list(schema.field("tasks").type):
                 sentences: Any = parquet.read(columns=["tasks"]).column("tasks").combine_chunks()
                 for pair in sentences.flatten().value_counts().to_pylist():
                     counts[str(pair["values"])] += pair["counts"]
@@ -135,10 +137,8 @@ def _count_tasks_v30(root: Root) -> Counter[str]:
 
 def _count_tasks_v21(root: Root) -> Counter[str]:
     counts: Counter[str] = Counter()
-    with root.open("meta/episodes.jsonl") as file:
-        for line in file:
-            if line.strip():
-                counts.update(str(task) for task in _list(json.loads(line).get("tasks")))
+    for _, row in read_lines(root, EPISODES):
+        counts.update(str(task) for task in _list(row.get("tasks")))
     return counts
 
 
@@ -152,9 +152,9 @@ def camera_facts(meta: DatasetMeta, camera: str, files: Mapping[str, int], opene
         kind=feature.dtype,
         height=height,
         width=width,
-        codec=video.codec if video else declared(meta, camera, "codec"),
-        pixel_format=video.pixel_format if video else declared(meta, camera, "pix_fmt"),
-        fps=video.fps if video else declared_fps(meta, camera),
+        codec=video.codec if video else feature.declared("codec"),
+        pixel_format=video.pixel_format if video else feature.declared("pix_fmt"),
+        fps=video.fps if video else camera_fps(meta, camera),
         files=len(files),
         bytes=sum(files.values()),
         opened=len(opened),

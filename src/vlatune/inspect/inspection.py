@@ -1,7 +1,7 @@
 """What a dataset holds and what is wrong with it: `inspect_dataset`, behind `vlatune inspect`.
 
-Reads meta/, lists the folders once, opens one mp4 per camera (or all) and one column of one data file, so that 10^5
-episodes take seconds. Where the metadata is refused, the report still has what info.json says. The facts are plain
+Reads meta/, lists the folders once, opens one mp4 per camera, the footers of a hundred data files (or all of both) and
+some columns of one, so that 10^5 episodes take seconds. Where the metadata is refused, the report still has what info.json says. The facts are plain
 values: `dataclasses.asdict` of an `Inspection` is what `--json` prints.
 """
 
@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlatune.dataset.listing import list_files, top_folder
 from vlatune.dataset.meta import SUPPORTED, DatasetMeta, load_meta
+from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
 from vlatune.inspect import facts
-from vlatune.inspect.files import data_files, list_files, top_folder, video_files
-from vlatune.inspect.layout import file_problems, refusal, task_problems
-from vlatune.inspect.problems import Problem, meta_problems
+from vlatune.inspect.files import data_rows, video_files
+from vlatune.inspect.layout import file_problems
+from vlatune.inspect.problems import Problem, meta_problems, refusal
+from vlatune.inspect.rows import data_problems
 from vlatune.inspect.spans import span_problems
-from vlatune.inspect.videos import VideoFacts, declared_fps, read_videos, video_problems
-
-DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError)
-"""What reading damaged metadata may raise; a RuntimeError or OSError is the world's and goes to the caller."""
+from vlatune.inspect.videos import VideoFacts, read_videos, video_problems
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class InspectOptions:
     json: bool = False
     """Print one JSON object instead of tables."""
     videos: bool = False
-    """Open every mp4 file, not only the first of each camera."""
+    """Open every mp4 and data file, not only the first mp4 of each camera and the first 100 data files."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class _Files:
     """Names at the top."""
     present: Mapping[str, Mapping[str, int]]
     """data, videos, meta -> name -> bytes."""
-    data: tuple[str, ...]
+    data: Mapping[str, int]
+    """Data files -> rows that they must have."""
     videos: Mapping[str, Mapping[str, int]]
     """Camera -> its mp4 files -> frames that they must have."""
 
@@ -79,9 +80,12 @@ def inspect_dataset(
     try:
         meta = load_meta(root)
         files = _list_all(meta)
-    except DAMAGED as error:
+        task_facts = facts.task_facts(meta)
+    except ValueError as error:
         return _from_info(root, info, error)
-    return _from_meta(meta, info, files, _open_videos(meta.root, files, on_video, every=videos))
+    opened = _open_videos(meta.root, files, on_video, every=videos)
+    problems = _all_problems(meta, info, files, opened, every=videos)
+    return _from_meta(meta, info, files, opened, task_facts, problems)
 
 
 def _read_info(root: Root) -> dict[str, Any]:
@@ -93,7 +97,7 @@ def _read_info(root: Root) -> dict[str, Any]:
     return info if isinstance(info, dict) else {}
 
 
-def _from_info(root: Root, info: Mapping[str, Any], error: Exception) -> Inspection:
+def _from_info(root: Root, info: Mapping[str, Any], error: ValueError) -> Inspection:
     expected = f"the metadata of a LeRobot dataset, {' or '.join(SUPPORTED)}"
     problem = refusal(error, root.url, place="meta/", expected=expected)
     version = info.get("codebase_version")
@@ -116,8 +120,8 @@ def _list_all(meta: DatasetMeta) -> _Files:
     return _Files(
         folders=tuple(meta.root.glob("*")),
         present={kind: list_files(meta.root, folder) for kind, folder in {**tops, "meta": "meta"}.items()},
-        data=tuple(data_files(meta)),
-        videos={camera: video_files(meta, camera, fps=declared_fps(meta, camera)) for camera in meta.cameras},
+        data=data_rows(meta),
+        videos={camera: video_files(meta, camera, fps=camera_fps(meta, camera)) for camera in meta.cameras},
     )
 
 
@@ -137,16 +141,20 @@ def _open_videos(
 
 
 def _from_meta(
-    meta: DatasetMeta, info: Mapping[str, Any], files: _Files, opened: Mapping[str, list[VideoFacts]]
+    meta: DatasetMeta,
+    info: Mapping[str, Any],
+    files: _Files,
+    opened: Mapping[str, list[VideoFacts]],
+    task_facts: tuple[facts.TaskFacts, ...],
+    problems: list[Problem],
 ) -> Inspection:
-    problems = _all_problems(meta, info, files, opened)
     return Inspection(
         dataset=meta.root.url,
         version=meta.version,
         robot_type=_text(info.get("robot_type")),
         features=facts.feature_facts(meta),
         episodes=facts.episode_facts(meta),
-        tasks=facts.task_facts(meta),
+        tasks=task_facts,
         cameras=tuple(
             facts.camera_facts(meta, camera, files.present_videos(camera), opened[camera]) for camera in meta.cameras
         ),
@@ -157,18 +165,18 @@ def _from_meta(
 
 
 def _all_problems(
-    meta: DatasetMeta, info: Mapping[str, Any], files: _Files, opened: Mapping[str, list[VideoFacts]]
+    meta: DatasetMeta, info: Mapping[str, Any], files: _Files, opened: Mapping[str, list[VideoFacts]], *, every: bool
 ) -> list[Problem]:
     present = files.present
     all_videos = [name for names in files.videos.values() for name in names]
     problems = meta_problems(meta, info)
-    problems += file_problems(meta, "data_path", files.data, present["data"], files.folders)
+    problems += file_problems(meta, "data_path", list(files.data), present["data"], files.folders)
     problems += file_problems(meta, "video_path", all_videos, present["videos"], files.folders)
     problems += span_problems(meta)
     for camera, videos in opened.items():
         problems += video_problems(meta, camera, videos, files.videos[camera])
-    sample = next((name for name in files.data if name in present["data"]), None)
-    return problems + ([] if sample is None else task_problems(meta, sample))
+    there = {name: rows for name, rows in files.data.items() if name in present["data"]}
+    return problems + data_problems(meta, there, every=every)
 
 
 def _text(value: Any) -> str | None:

@@ -1,18 +1,13 @@
-"""Whether the files are where meta/ says, and whether the rows' task numbers have sentences.
+"""Whether the files are where meta/ says.
 
-Compares the names that the path templates of info.json give with a listing of the folders (files.py); of the
-data files, only the first is opened, for one column of it.
+Compares the names that the path templates of info.json give with a listing of the folders. Nothing is opened.
 """
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-
+from vlatune.dataset.listing import folder_remedy, top_folder
 from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.tables import read_columns
-from vlatune.inspect.files import top_folder
-from vlatune.inspect.problems import MAX_EXAMPLES, Problem, with_examples
+from vlatune.inspect.problems import Problem, with_examples
 
 SUFFIXES = {"data_path": ".parquet", "video_path": ".mp4"}
 
@@ -45,39 +40,9 @@ def file_problems(
 
 
 def _remedy(template: str, which: str, stray: Sequence[str], folders: Collection[str]) -> str:
-    folder = top_folder(template)
-    others = sorted(set(folders) - {"meta", folder})
-    if folder and folder not in folders and others:
-        close = difflib.get_close_matches(folder, others, n=1)
-        other = f"{close[0]}/" if close else f"the folder that holds them (of {', '.join(others[:MAX_EXAMPLES])})"
-        return f"rename {other} to {folder}/, or correct {which} in meta/info.json; if none holds them, fetch them"
+    renamed = folder_remedy(top_folder(template), folders)
+    if renamed:
+        return f"{renamed}; if none holds them, fetch them"
     if stray:
         return f"files such as {min(stray)} are there: move them, or correct {which} in meta/info.json"
-    return "fetch the dataset anew; leave the episodes out with --dataset.episodes until then"
-
-
-def task_problems(meta: DatasetMeta, file: str) -> list[Problem]:
-    """Rows of one data file whose task_index has no sentence."""
-    try:
-        task_index = read_columns(meta.root, file, ["task_index"])["task_index"].reshape(-1)
-    except ValueError as error:
-        return [refusal(error, meta.root.url, place=file, expected="a data file with a task_index for every row")]
-    numbers, rows = np.unique(task_index, return_counts=True)
-    bad = (numbers < 0) | (numbers >= len(meta.tasks))
-    return with_examples(
-        "error",
-        [f"task_index {number}: {count} rows" for number, count in zip(numbers[bad], rows[bad], strict=True)],
-        place=file,
-        found="rows whose task_index has no sentence",
-        expected=f"0 to {len(meta.tasks) - 1}, as meta/tasks lists",
-        fix="add the sentences to meta/tasks, or fetch meta/ anew",
-    )
-
-
-def refusal(error: Exception, url: str, *, place: str, expected: str) -> Problem:
-    """An error of the reading code as a problem: our messages say what was found, then what to do."""
-    text = " ".join(str(error).split()).removeprefix(f"dataset '{url}': ").removeprefix(f"{place} ")
-    if not isinstance(error, ValueError):
-        text = f"{type(error).__name__}: {text}"
-    found, _, fix = text.partition("; ")
-    return Problem("error", place=place, found=found, expected=expected, fix=fix or "fetch or convert the dataset anew")
+    return "fetch the dataset anew; until then leave the episodes out with --dataset.on_bad_episode=skip"

@@ -49,6 +49,13 @@ def with_examples(
     return [Problem(severity, examples=tuple(things[:MAX_EXAMPLES]), count=count or len(things), **texts)]
 
 
+def refusal(error: ValueError, url: str, *, place: str, expected: str) -> Problem:
+    """An error of the reading code as a problem: our messages say what was found, then what to do."""
+    text = " ".join(str(error).split()).removeprefix(f"dataset '{url}': ").removeprefix(f"{place} ")
+    found, _, fix = text.partition("; ")
+    return Problem("error", place=place, found=found, expected=expected, fix=fix or "fetch or convert the dataset anew")
+
+
 def meta_problems(meta: DatasetMeta, info: Mapping[str, Any]) -> list[Problem]:
     """All that can be told from the metadata but the times of videos (spans.py)."""
     return [

@@ -1,6 +1,6 @@
 """What the mp4 files themselves say, held against meta/: size, codec, pixel format, frames per second, length.
 
-Only the headers are read; no picture is decoded. A file that cannot be opened is a finding, not a failure; a store
+Only the headers are read, and whether the last frames are there; no picture is decoded. A file that cannot be opened is a finding, not a failure; a store
 that does not answer is a failure, as everywhere.
 """
 
@@ -13,13 +13,13 @@ import av
 import av.error
 
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.recorded import camera_fps, ffmpeg_said, is_out_of_reach, is_rate
 from vlatune.dataset.storage import Root
+from vlatune.dataset.video_health import is_cut_off
 from vlatune.inspect.problems import Problem, with_examples
 
 THREADS = 8
 """Files that are opened at once: the time goes into waiting for the disk or the store."""
-FPS_TOLERANCE = 0.01
-"""Share; containers round the rate, and 29.97 is not 30."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,12 @@ def read_video(root: Root, file: str) -> VideoFacts:
             return _read_header(root.join(file), file)
         with root.open(file) as opened:
             return _read_header(opened, file)
-    except (av.error.FFmpegError, FileNotFoundError) as error:
-        return VideoFacts(file, error=" ".join(str(error).split()))
+    except FileNotFoundError:
+        return VideoFacts(file, error="it is missing")
+    except av.error.FFmpegError as error:
+        if is_out_of_reach(error):
+            raise
+        return VideoFacts(file, error=" ".join(ffmpeg_said(error).split()))
 
 
 def _read_header(source: str | IO[bytes], file: str) -> VideoFacts:
@@ -66,6 +70,10 @@ def _read_header(source: str | IO[bytes], file: str) -> VideoFacts:
             return VideoFacts(file, error="there is no video stream in it")
         stream = container.streams.video[0]
         context: Any = stream.codec_context
+        if context is None or not stream.time_base:
+            return VideoFacts(file, error="its video is of a kind that FFmpeg does not decode")
+        if is_cut_off(container, stream):
+            return VideoFacts(file, error="it is cut off: its last frames are not there")
         return VideoFacts(
             file=file,
             height=context.height,
@@ -83,7 +91,7 @@ def video_problems(
     """How the files of one camera differ from what info.json says of them, or lack frames that are `needed`."""
     place = f"camera '{camera}'"
     good = [video for video in videos if not video.error]
-    fps = declared_fps(meta, camera)
+    fps = camera_fps(meta, camera)
     timed = [video for video in good if _has_fps(video, fps)]  # at another rate, frames cannot be counted
     return [
         *_unreadable(videos, place),
@@ -95,7 +103,7 @@ def video_problems(
 
 
 def _has_fps(video: VideoFacts, fps: float) -> bool:
-    return abs(video.fps - fps) <= FPS_TOLERANCE * fps
+    return is_rate(video.fps, fps, video.num_frames)
 
 
 def _unreadable(videos: Sequence[VideoFacts], place: str) -> list[Problem]:
@@ -113,7 +121,7 @@ def _wrong_size(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], pl
     height_width = meta.features[camera].height_width
     size = "{}x{}".format(*height_width)
     return with_examples(
-        "warning",
+        "error",
         [f"{video.file}: {video.size}" for video in videos if (video.height, video.width) != height_width],
         place=place,
         found="files with pictures of another size (height x width) than meta/info.json says",
@@ -134,7 +142,7 @@ def _wrong_fps(wrong: Sequence[VideoFacts], fps: float, place: str) -> list[Prob
 
 
 def _wrong_codec(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], place: str) -> list[Problem]:
-    codec = declared(meta, camera, "codec")
+    codec = meta.features[camera].declared("codec")
     return with_examples(
         "warning",
         [f"{video.file}: {video.codec}" for video in videos if codec and video.codec != codec],
@@ -153,15 +161,5 @@ def _too_short(needed: Mapping[str, int], videos: Sequence[VideoFacts], place: s
         place=place,
         found="files with fewer frames than the episodes in them have rows",
         expected="a frame for every row",
-        fix="fetch or re-encode the files; leave the episodes out with --dataset.episodes until then",
+        fix="fetch or re-encode the files; until then leave the episodes out with --dataset.on_bad_episode=skip",
     )
-
-
-def declared_fps(meta: DatasetMeta, camera: str) -> float:
-    return float(declared(meta, camera, "fps") or meta.fps)
-
-
-def declared(meta: DatasetMeta, camera: str, what: str) -> Any:
-    """What info.json says of a video; the keys have a prefix or not, depending on the version that wrote them."""
-    info = meta.features[camera].info
-    return info.get(f"video.{what}", info.get(what))

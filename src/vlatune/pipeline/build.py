@@ -3,11 +3,11 @@
     order (pure) -> pieces -> units -> read tasks: decode, resize, join, transform -> blocks -> feed
 
 Ray Data keeps no place in its stream and its splitter knows nothing of lanes; so each worker runs its own
-small Dataset over its own plan. A stretch of batches (`Segment`) is one execution.
+small Dataset over its own plan. A stretch of optimizer steps (`Segment`) is one execution.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import ray
@@ -17,12 +17,13 @@ from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.order import OrderSpec, epoch_order
 from vlatune.dataset.reader import ReadSpec, Unit, allocate, make_unit
 from vlatune.dataset.select import Selection
+from vlatune.pipeline.execution import TARGET_SHARE, ask_for_limits_often
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Piece, Share, plan_pieces, reorder_rows
 from vlatune.pipeline.source import UnitSource
 from vlatune.pipeline.transforms import Transform, apply_all
 
-SEGMENT_TASKS = 512
+SEGMENT_TASKS = 128
 """Read tasks per execution: Ray pays about a millisecond for each before the first row, whatever their work."""
 
 
@@ -48,33 +49,52 @@ class DataPlan:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Batches [begin_batch, end_batch) of one epoch for one worker."""
+class EpochPart:
+    """The pieces of one epoch; their slots count on from the run's first sample."""
 
     epoch: int
-    begin_batch: int
-    end_batch: int
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Optimizer steps [begin_step, end_step) for one worker, over as many epochs as they touch."""
+
+    begin_step: int
+    end_step: int
+    parts: tuple[EpochPart, ...]
     reorder_rows: int
 
 
 def plan_segments(
     plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int
 ) -> Iterator[Segment]:
-    """The stretches of optimizer steps [first_step, last_step), epoch by epoch, none longer than SEGMENT_TASKS tasks."""
-    per_epoch = plan.order.batches_per_epoch
-    most = max(1, SEGMENT_TASKS * budget.block_rows // share.slots_per_step(plan.order))
-    step = first_step
-    while step < last_step:
-        epoch, begin = divmod(step, per_epoch)
-        order = epoch_order(plan.order, epoch)
-        epoch_end = min(per_epoch, begin + last_step - step)
-        for batch in range(begin, epoch_end, most):
-            end = min(batch + most, epoch_end)
-            pieces = plan_pieces(plan.order, order, share, begin_batch=batch, end_batch=end, max_rows=budget.block_rows)
-            held = reorder_rows(pieces, plan.batch_size, budget.block_rows)
-            yield Segment(epoch, batch, end, tuple(pieces), held)
-        step += epoch_end - begin
+    """The stretches of optimizer steps [first_step, last_step), none longer than SEGMENT_TASKS tasks."""
+    most = max(1, SEGMENT_TASKS * budget.task_blocks * budget.block_rows // share.slots_per_step(plan.order))
+    for begin in range(first_step, last_step, most):
+        end = min(begin + most, last_step)
+        parts = tuple(plan_parts(plan, share, budget, begin, end))
+        pieces = [piece for part in parts for piece in part.pieces]
+        yield Segment(begin, end, parts, reorder_rows(pieces, plan.batch_size, budget.block_rows))
+
+
+def plan_parts(plan: DataPlan, share: Share, budget: Budget, begin: int, end: int) -> Iterator[EpochPart]:
+    """Epoch by epoch; a short epoch is no reason to start anew, so that its end is no pause."""
+    per_epoch, per_step = plan.order.batches_per_epoch, share.slots_per_step(plan.order)
+    while begin < end:
+        epoch, batch = divmod(begin, per_epoch)
+        stop = min(per_epoch, batch + end - begin)
+        pieces = plan_pieces(
+            plan.order,
+            epoch_order(plan.order, epoch),
+            share,
+            begin_batch=batch,
+            end_batch=stop,
+            max_rows=budget.block_rows,
+        )
+        shift = epoch * per_epoch * per_step
+        yield EpochPart(epoch, tuple(replace(piece, slots=piece.slots + shift) for piece in pieces))
+        begin += stop - batch
 
 
 def make_units(plan: DataPlan, pieces: tuple[Piece, ...]) -> list[Unit]:
@@ -88,11 +108,11 @@ def make_units(plan: DataPlan, pieces: tuple[Piece, ...]) -> list[Unit]:
 
 def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[Columns]:
     """Run a segment's read tasks and give their blocks in the order of the plan."""
-    source = UnitSource(
-        plan.specs, make_units(plan, segment.pieces), plan.transforms(segment.epoch), block_rows=budget.block_rows
-    )
+    work = [(make_units(plan, part.pieces), plan.transforms(part.epoch)) for part in segment.parts]
+    source = UnitSource(plan.specs, work, block_rows=budget.block_rows, task_blocks=budget.task_blocks)
+    ask_for_limits_often()
     dataset = ray.data.read_datasource(
-        source, override_num_blocks=source.num_tasks, concurrency=budget.readers, ray_remote_args={"num_cpus": 1}
+        source, override_num_blocks=source.num_tasks, concurrency=budget.readers, num_cpus=1
     )
     _set_limits(dataset.context, budget)
     batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
@@ -103,7 +123,7 @@ def _set_limits(context: ray.data.DataContext, budget: Budget) -> None:
     """Settings of one Dataset; its context is its own copy, so other Datasets of this process keep theirs."""
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.target_max_block_size = 2 * budget.block_bytes  # a task makes one table, and it must not be split
+    context.target_max_block_size = max(1, int(TARGET_SHARE * budget.block_bytes))
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
         cpu=budget.readers, object_store_memory=budget.limit_bytes

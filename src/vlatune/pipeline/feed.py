@@ -9,12 +9,14 @@ import queue
 import threading
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 
 from vlatune.batch import Columns
 from vlatune.pipeline.build import DataPlan, Segment, plan_segments, stream_blocks
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.rows import RowBuffer
+from vlatune.pipeline.source import READ_S
 
 QUEUED_BATCHES = 2
 QUEUED_BLOCKS = 1
@@ -27,13 +29,16 @@ class Feed:
     def __init__(self, plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int) -> None:
         self.wait_s = 0.0
         """Seconds that `next()` has waited so far."""
+        self.times = StageTimes()
         self._stop = threading.Event()
         self._blocks = Channel[Segment | Columns](QUEUED_BLOCKS, self._stop)
         self._batches = Channel[Columns](QUEUED_BATCHES, self._stop)
         segments = plan_segments(plan, share, budget, first_step=first_step, last_step=last_step)
         self._threads = [
             threading.Thread(target=self._blocks.fill, args=(_pull(plan, budget, segments),), name="feed-pull"),
-            threading.Thread(target=self._batches.fill, args=(_assemble_all(plan, share, self._blocks),), name="feed"),
+            threading.Thread(
+                target=self._batches.fill, args=(_assemble_all(plan, share, self._blocks, self.times),), name="feed"
+            ),
         ]
         for thread in self._threads:
             thread.daemon = True
@@ -53,6 +58,20 @@ class Feed:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+
+
+@dataclass
+class StageTimes:
+    """Seconds of this worker's rows so far, by stage; written by the feed's thread, free to read."""
+
+    decode_s: float = 0.0
+    """In read tasks, summed over them."""
+    transport_s: float = 0.0
+    """Copying rows out of the object store."""
+    collate_s: float = 0.0
+    """Picking rows into batches."""
+    copied_bytes: int = 0
+    """Bytes that these copies moved."""
 
 
 class Channel[T]:
@@ -108,29 +127,43 @@ def _pull(plan: DataPlan, budget: Budget, segments: Iterator[Segment]) -> Genera
         yield from stream_blocks(plan, segment, budget)
 
 
-def _assemble_all(plan: DataPlan, share: Share, stream: Iterator[Segment | Columns]) -> Generator[Columns]:
+def _assemble_all(
+    plan: DataPlan, share: Share, stream: Iterator[Segment | Columns], times: StageTimes
+) -> Generator[Columns]:
     for segment in stream:
         assert isinstance(segment, Segment)  # all blocks of the one before have been taken
-        yield from assemble(plan, share, segment, _blocks_of(segment, stream))
+        yield from assemble(plan, share, segment, _blocks_of(segment, stream), times)
 
 
 def _blocks_of(segment: Segment, stream: Iterator[Segment | Columns]) -> Iterator[Columns]:
     for block in stream:
         if isinstance(block, Segment):
-            raise RuntimeError(f"epoch {segment.epoch}: the blocks of a stretch ended before all its rows had come")
+            raise RuntimeError(f"the blocks of optimizer steps up to {segment.end_step} ended before all rows had come")
         yield block
 
 
-def assemble(plan: DataPlan, share: Share, segment: Segment, blocks: Iterator[Columns]) -> Iterator[Columns]:
+def assemble(
+    plan: DataPlan, share: Share, segment: Segment, blocks: Iterator[Columns], times: StageTimes
+) -> Iterator[Columns]:
     """Put a segment's rows in order and cut them into micro-batches."""
     per_step = share.slots_per_step(plan.order)
-    first, last = segment.begin_batch * per_step, segment.end_batch * per_step
+    first, last = segment.begin_step * per_step, segment.end_step * per_step
     buffer = RowBuffer(capacity=segment.reorder_rows, first_slot=first, total_slots=last - first)
     for begin in range(first, last, plan.batch_size):
         end = begin + plan.batch_size
         while not buffer.has(begin, end):
             block = next(blocks, None)
             if block is None:
-                raise RuntimeError(f"the data ended early: epoch {segment.epoch}, sample {begin} of {last} is missing")
+                raise RuntimeError(
+                    f"the data ended early: optimizer step {begin // per_step}, sample {begin} is missing"
+                )
+            began = time.perf_counter()
+            times.decode_s += float(block.pop(READ_S).sum())
             buffer.put(block)
-        yield buffer.take(begin, end)
+            times.copied_bytes += sum(values.nbytes for values in block.values())
+            times.transport_s += time.perf_counter() - began
+        began = time.perf_counter()
+        batch = buffer.take(begin, end)
+        times.copied_bytes += sum(values.nbytes for values in batch.values())
+        times.collate_s += time.perf_counter() - began
+        yield batch

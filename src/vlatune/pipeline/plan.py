@@ -24,7 +24,7 @@ MAX_GAP = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """Frames of one selected episode, rising, with the slots they fill."""
+    """Frames of one selected episode, rising, one that comes twice side by side, with the slots they fill."""
 
     episode: int
     """Place in the list of selected episodes."""

@@ -5,11 +5,13 @@ their size, pictures are decoded into them, and the table over them is the block
 the size that this Dataset's context asks for, where Ray neither joins nor splits. Read workers import no torch.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import ray
 import ray.data
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
@@ -18,11 +20,9 @@ from vlatune.batch import Columns
 from vlatune.dataset.partition import Span
 from vlatune.dataset.reader import Unit, allocate, read_into
 from vlatune.dataset.request import Delivery
+from vlatune.pipeline.execution import TARGET_SHARE, ask_for_limits_often
 from vlatune.pipeline.read_plan import Names, ReadPlan, ReadTaskPlan, Roots, plan_read, task_blocks
 from vlatune.pipeline.source import to_table
-
-TARGET_SHARE = 0.8
-"""Ray's target over the size of our blocks: 1.25 times the target lies in the middle of what it leaves alone."""
 
 
 def read_lerobot(
@@ -40,8 +40,12 @@ def read_lerobot(
     tolerance_s: float = 1e-4,
     concurrency: int | None = None,
     block_bytes: int | None = None,
+    on_bad_episode: str = "fail",
 ) -> ray.data.Dataset:
     """Rows of one or several LeRobot datasets (v3.0 or v2.1), decoded, resized and windowed; see docs/read_lerobot.md.
+
+    Ray hands out blocks as they are finished; `dataset.context.execution_options.preserve_order = True` keeps the
+    order of the plan, which is the datasets' own.
 
     Args:
         root: Folder or URL of a dataset, or several: their rows follow each other and carry `dataset_index`.
@@ -57,6 +61,8 @@ def read_lerobot(
         tolerance_s: How far a frame may be from its row's time.
         concurrency: Read tasks that run at once; Ray decides when None.
         block_bytes: Size of a block, 16 MiB when None.
+        on_bad_episode: "fail" ends with an error at the first bad episode; "skip" first checks all rows and mp4 files
+            and leaves the bad episodes out, with a warning (`plan_read(...).skipped` lists them).
     """
     plan = plan_read(
         root,
@@ -71,12 +77,21 @@ def read_lerobot(
         feature_map=feature_map,
         tolerance_s=tolerance_s,
         block_bytes=block_bytes,
+        on_bad_episode=on_bad_episode,
+        min_tasks=2 * _cluster_cpus(),
     )
+    ask_for_limits_often()
     source = LeRobotSource(plan)
     dataset = ray.data.read_datasource(source, override_num_blocks=len(plan.tasks), concurrency=concurrency)
     # The context is this Dataset's own copy: the caller's other Datasets keep their block size.
     dataset.context.target_max_block_size = max(1, int(plan.block_rows * plan.row_bytes * TARGET_SHARE))
     return dataset
+
+
+def _cluster_cpus() -> int:
+    """Of the cluster that will read; of this machine when none is joined yet: Ray starts one here."""
+    cpus = ray.cluster_resources().get("CPU", 1) if ray.is_initialized() else os.cpu_count()
+    return max(1, int(cpus or 1))
 
 
 class LeRobotSource(Datasource):

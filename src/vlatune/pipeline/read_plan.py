@@ -1,8 +1,10 @@
 """A request for rows -> the read tasks that will deliver them, known from `meta/` alone. No Ray.
 
 `plan_read` is what `read_lerobot` runs on, so what it shows is what will happen: `print(vlatune.plan_read(root))`.
+Only with `on_bad_episode="skip"` are data and video files read, to know which episodes are bad.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,19 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.dataset.meta import DatasetMeta, load_meta
+from vlatune.dataset.health import BadEpisode, find_bad_episodes, leave_out, print_progress, skip_line
+from vlatune.dataset.meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.partition import EpisodeFiles, Span, check_partitioning, cut_rows, partition
 from vlatune.dataset.reader import Unit, make_unit
 from vlatune.dataset.request import Delivery, Request, make_deliveries
-from vlatune.dataset.select import select_episodes
+from vlatune.dataset.select import Selection, select_episodes
 from vlatune.dataset.storage import Root
 from vlatune.pipeline.memory import MAX_BLOCK_BYTES
 
-TASK_BLOCKS = 8
-"""Blocks of a task where the partitioning leaves it open: seconds of decoding, so that starting it costs little."""
+TASK_BLOCKS = 32
+"""Blocks of a task where the partitioning leaves it open: about ten seconds of decoding. Between two tasks a core is idle
+for 0.1 to 0.2 s, as Ray looks for finished ones so often."""
+MIN_TASKS = 8
+"""A small dataset is cut into this many, so that all cores have work; `read_lerobot` asks for two per core."""
 MAX_TASKS = 2000
 """More than this are not made for the size alone: Ray pays about a millisecond for each before the first row."""
 SHOWN_TASKS = 10
+ON_BAD_EPISODE = ("fail", "skip")
+
+logger = logging.getLogger(__name__)
 
 Roots = str | Path | Sequence[str | Path]
 Names = Mapping[str, str] | Sequence[Mapping[str, str]] | None
@@ -77,6 +86,8 @@ class ReadPlan:
     row_bytes: int
     """Of the dataset whose rows are largest; they differ by the length of their sentences."""
     block_rows: int
+    skipped: tuple[BadEpisode, ...] = ()
+    """Episodes that were asked for and are left out (`on_bad_episode="skip"`)."""
 
     @property
     def rows(self) -> int:
@@ -105,6 +116,9 @@ class ReadPlan:
             f"{self.partitioning}: {len(self.tasks)} tasks, {self.rows} rows, {self.bytes / 1e6:.1f} MB in blocks of "
             f"{self.block_rows} rows ({self.block_rows * self.row_bytes / 1e6:.1f} MB); {len(self.files)} files, {self.file_opens} opens"
         )
+        lines += [
+            f"left out: episode {bad.episode} of dataset {bad.dataset_index}: {bad.reason}" for bad in self.skipped
+        ]
         return "\n".join(lines)
 
 
@@ -122,9 +136,13 @@ def plan_read(
     feature_map: Names = None,
     tolerance_s: float = 1e-4,
     block_bytes: int | None = None,
+    on_bad_episode: str = "fail",
+    min_tasks: int = MIN_TASKS,
 ) -> ReadPlan:
-    """What `read_lerobot` with the same arguments will do; reads `meta/` and nothing else."""
+    """What `read_lerobot` with the same arguments will do; reads `meta/`, and all files with on_bad_episode="skip"."""
     check_partitioning(partitioning)
+    if on_bad_episode not in ON_BAD_EPISODE:
+        raise ValueError(f"on_bad_episode='{on_bad_episode}': expected one of {', '.join(ON_BAD_EPISODE)}")
     if isinstance(cameras, str):
         raise ValueError(f"cameras='{cameras}': expected a list of names, such as ['{cameras}']")
     if block_bytes is not None and block_bytes < 1:
@@ -136,7 +154,9 @@ def plan_read(
         delta_timestamps=delta_timestamps,
         tolerance_s=tolerance_s,
     )
-    metas = [load_meta(Root(url, dict(storage_options or {}))) for url in _urls(root)]
+    metas = [load_meta(Root(url, dict(storage_options or {})), argument="root") for url in _urls(root)]
+    for meta in metas:
+        check_complete(meta)
     renames = [
         {**features, **cameras}
         for features, cameras in zip(
@@ -146,7 +166,22 @@ def plan_read(
         )
     ]
     deliveries = make_deliveries(metas, request, renames)
-    return _plan(metas, deliveries, episodes, partitioning, block_bytes or MAX_BLOCK_BYTES)
+    selection = select_episodes(metas, episodes)
+    if len(selection) == 0:
+        raise ValueError("episodes=[]: no episode is asked for; leave it out to read all")
+    skipped = _find_bad(metas, deliveries, selection) if on_bad_episode == "skip" else ()
+    usable = leave_out(selection, metas, skipped)
+    return _plan(metas, deliveries, usable, partitioning, block_bytes or MAX_BLOCK_BYTES, skipped, min_tasks)
+
+
+def _find_bad(
+    metas: Sequence[DatasetMeta], deliveries: Sequence[Delivery], selection: Selection
+) -> tuple[BadEpisode, ...]:
+    specs = [delivery.spec for delivery in deliveries]
+    bad = find_bad_episodes(metas, specs, selection, on_file=print_progress)
+    if bad:
+        logger.warning("%s", skip_line(bad, len(selection)))
+    return bad
 
 
 def task_blocks(places: Sequence[Unit], spans: Sequence[Span], block_rows: int) -> Iterator[list[Unit]]:
@@ -163,24 +198,26 @@ def task_blocks(places: Sequence[Unit], spans: Sequence[Span], block_rows: int) 
 def _plan(
     metas: Sequence[DatasetMeta],
     deliveries: Sequence[Delivery],
-    wanted: Sequence[int] | None,
+    selection: Selection,
     partitioning: str,
     block_bytes: int,
+    skipped: tuple[BadEpisode, ...],
+    min_tasks: int,
 ) -> ReadPlan:
-    selection = select_episodes(metas, wanted)
-    if len(selection) == 0:
-        raise ValueError("episodes=[]: no episode is asked for; leave it out to read all")
     row_bytes = max(delivery.row_bytes for delivery in deliveries)
     block_rows = max(1, block_bytes // row_bytes)
-    task_rows = max(TASK_BLOCKS * block_rows, -(-int(selection.length.sum()) // MAX_TASKS))
+    total = int(selection.length.sum())
+    task_rows = max(min(TASK_BLOCKS * block_rows, -(-total // min_tasks)), -(-total // MAX_TASKS))
     tasks = []
     for number, (meta, delivery) in enumerate(zip(metas, deliveries, strict=True)):
         positions = selection.position[selection.dataset == number]
+        if len(positions) == 0:  # all of its episodes are bad
+            continue
         files = _file_numbers(meta, delivery, positions)
         for spans in partition(partitioning, files, task_rows=task_rows, block_rows=block_rows):
             placed = tuple(span._replace(episode=int(positions[span.episode])) for span in spans)
             tasks.append(ReadTaskPlan(meta, delivery, placed))
-    return ReadPlan(partitioning, tuple(tasks), row_bytes, block_rows)
+    return ReadPlan(partitioning, tuple(tasks), row_bytes, block_rows, skipped)
 
 
 def _file_numbers(meta: DatasetMeta, delivery: Delivery, positions: np.ndarray) -> EpisodeFiles:

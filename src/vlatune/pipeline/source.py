@@ -1,11 +1,14 @@
 """[ray] Units of work -> Ray Data read tasks.
 
-One task makes one block: it fills buffers that are allocated once, applies the transforms, and yields a table
-that is exactly as large as Ray's target, so that Ray neither joins nor splits it. Tasks come in the order of
-the plan, and with `preserve_order` their blocks do too.
+A task makes some blocks, one after the other: it fills buffers that are allocated once, applies the transforms, and
+yields a table of the size that Ray neither joins nor splits. Tasks come in the order of the plan, and with
+`preserve_order` their blocks do too.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,21 +17,30 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.data.extensions import ArrowTensorArray
 
-from vlatune.batch import Columns
+from vlatune.batch import Columns, num_rows
 from vlatune.dataset.reader import ReadSpec, Unit, allocate, read_into
 from vlatune.pipeline.transforms import Transform, apply_all
 
+READ_S = "read_s"
+"""Column of a block: seconds that reading a row took. The feed takes it off."""
+
+
+Work = Sequence[tuple[Sequence[Unit], Sequence[Transform]]]
+"""Units with the transforms of their epoch, epoch by epoch."""
+Blocks = tuple[list[Unit], ...]
+
 
 class UnitSource(Datasource):
-    """A fixed list of units, cut into tasks of about `block_rows` rows."""
+    """A fixed list of units, in blocks of `block_rows` rows, `task_blocks` of them per task."""
 
-    def __init__(
-        self, specs: Sequence[ReadSpec], units: Sequence[Unit], transforms: Sequence[Transform], *, block_rows: int
-    ) -> None:
+    def __init__(self, specs: Sequence[ReadSpec], work: Work, *, block_rows: int, task_blocks: int = 1) -> None:
         super().__init__()
         self._specs = tuple(specs)
-        self._transforms = tuple(transforms)
-        self._groups = group_units(units, block_rows)
+        self._tasks: list[tuple[Blocks, tuple[Transform, ...]]] = [
+            (blocks, tuple(transforms))
+            for units, transforms in work
+            for blocks in itertools.batched(cut_units(units, block_rows), task_blocks)
+        ]
         self._row_bytes = sum(values.nbytes for values in allocate(specs[0], 1).values())
 
     def get_name(self) -> str:
@@ -36,44 +48,64 @@ class UnitSource(Datasource):
 
     @property
     def num_tasks(self) -> int:
-        return len(self._groups)
+        return len(self._tasks)
 
     def estimate_inmemory_data_size(self) -> int:
-        return self._row_bytes * sum(len(unit.frames) for group in self._groups for unit in group)
+        return self._row_bytes * sum(_rows(blocks) for blocks, _ in self._tasks)
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
     ) -> list[ReadTask]:
-        return [self._make_task(group) for group in self._groups]
+        return [self._make_task(blocks, transforms) for blocks, transforms in self._tasks]
 
-    def _make_task(self, group: Sequence[Unit]) -> ReadTask:
-        rows = sum(len(unit.frames) for unit in group)
+    def _make_task(self, blocks: Blocks, transforms: tuple[Transform, ...]) -> ReadTask:
+        rows = _rows(blocks)
         metadata = BlockMetadata(num_rows=rows, size_bytes=rows * self._row_bytes, input_files=None, exec_stats=None)
-        return ReadTask(partial(read_block, self._specs, tuple(group), self._transforms), metadata)
+        return ReadTask(partial(read_blocks, self._specs, blocks, transforms), metadata)
 
 
-def group_units(units: Sequence[Unit], block_rows: int) -> list[list[Unit]]:
-    """Neighbouring units together as long as they fit a block; a unit is never cut."""
-    groups: list[list[Unit]] = []
-    rows = block_rows
+def cut_units(units: Sequence[Unit], block_rows: int) -> Iterator[list[Unit]]:
+    """The units' rows in lists of `block_rows` rows; a unit that does not fit goes on in the next list."""
+    taken: list[Unit] = []
+    room = block_rows
     for unit in units:
-        if rows + len(unit.frames) > block_rows:
-            groups.append([])
-            rows = 0
-        groups[-1].append(unit)
-        rows += len(unit.frames)
-    return groups
+        begin = 0
+        while begin < len(unit.frames):
+            end = min(begin + room, len(unit.frames))
+            taken.append(replace(unit, frames=unit.frames[begin:end], slots=unit.slots[begin:end]))
+            room -= end - begin
+            begin = end
+            if room == 0:
+                yield taken
+                taken, room = [], block_rows
+    if taken:
+        yield taken
 
 
-def read_block(specs: Sequence[ReadSpec], units: Sequence[Unit], transforms: Sequence[Transform]) -> Iterable[pa.Table]:
+def read_blocks(
+    specs: Sequence[ReadSpec], blocks: Sequence[Sequence[Unit]], transforms: Sequence[Transform]
+) -> Iterator[pa.Table]:
     """What a read task runs."""
-    rows = sum(len(unit.frames) for unit in units)
-    columns = allocate(specs[units[0].dataset_index], rows)
+    for units in blocks:
+        begin = time.perf_counter()
+        columns = apply_all(transforms, read_units(specs, units))
+        rows = num_rows(columns)
+        columns[READ_S] = np.full(rows, (time.perf_counter() - begin) / rows, np.float32)
+        yield to_table(columns)
+
+
+def read_units(specs: Sequence[ReadSpec], units: Sequence[Unit]) -> Columns:
+    """The units' rows, one after the other."""
+    columns = allocate(specs[units[0].dataset_index], sum(len(unit.frames) for unit in units))
     at = 0
     for unit in units:
         read_into(specs[unit.dataset_index], unit, columns, at)
         at += len(unit.frames)
-    yield to_table(apply_all(transforms, columns))
+    return columns
+
+
+def _rows(blocks: Iterable[Iterable[Unit]]) -> int:
+    return sum(len(unit.frames) for units in blocks for unit in units)
 
 
 def to_table(columns: Columns) -> pa.Table:

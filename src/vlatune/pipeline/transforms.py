@@ -159,8 +159,9 @@ class DrawFlow:
         for row, (dataset, index) in enumerate(zip(columns["dataset_index"], columns["index"], strict=True)):
             words = [NOISE_STREAM, self.seed, self.epoch, int(dataset), int(index)]
             rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
-            rng.standard_normal(out=noise[row], dtype=np.float32)
-            time[row] = rng.beta(self.alpha, self.beta, size=self.samples) * self.scale + self.offset
+            for draw in range(self.samples):  # one after the other: the first does not depend on how many follow
+                rng.standard_normal(out=noise[row, draw], dtype=np.float32)
+                time[row, draw] = rng.beta(self.alpha, self.beta) * self.scale + self.offset
         return columns | {NOISE: noise, TIME: time}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,7 @@ from vlatune.batch import ACTION, STATE
 if TYPE_CHECKING:
     import torch
 
+    from vlatune.config import PolicyConfig
     from vlatune.dataset.meta import DatasetMeta
     from vlatune.pipeline.transforms import Transform
 
@@ -70,6 +71,28 @@ class Draw:
 
     seed: int
     epoch: int
+    flow_samples: int = 1
+    """Noise and time draws per observation."""
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """How the torch module is loaded and run: what of `PolicyConfig` concerns it."""
+
+    train: str
+    """One of TRAIN_WAYS."""
+    dtype: str | None = None
+    """float32 or bfloat16; what the base model says when left out. What trains is float32 in either case."""
+    flow_samples: int = 1
+    """Draws per observation that a batch brings."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    lora_rank: int = 16
+    lora_alpha: float = 16.0
+
+    @classmethod
+    def of(cls, config: PolicyConfig) -> ModuleOptions:
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 class PolicyModule(Protocol):
@@ -91,7 +114,7 @@ class PolicyAdapter(Protocol):
         self, spec: PolicySpec, binding: Binding, stats: Mapping[str, Mapping[str, np.ndarray]], draw: Draw
     ) -> tuple[Transform, ...]: ...
 
-    def load_module(self, spec: PolicySpec, binding: Binding, *, train: str, dtype: str | None) -> torch.nn.Module: ...
+    def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module: ...
 
 
 def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:

@@ -37,8 +37,34 @@ def _fetch(repository: str, call: Any) -> Path:
     try:
         return Path(call(huggingface_hub))
     except Exception as error:  # the library raises many kinds; each means: this repository cannot be had now
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"hub repository '{repository}' cannot be fetched ({type(error).__name__}: {reason}); check the name, the network "
-            f"and HF_TOKEN (gated repositories need one), or give a local folder"
+            f"hub repository '{repository}' cannot be fetched: {_why(error, repository)}; or give a local folder"
         ) from error
+
+
+def _why(error: Exception, repository: str) -> str:
+    """The reason and what to do about it, in one line; of a token only whether there is one."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    token = "the token that is set does not suffice" if huggingface_hub.get_token() else "no token is set"
+    if isinstance(error, errors.GatedRepoError):
+        return f"it is gated and {token}; ask for access on its page and set HF_TOKEN to a token that may read it"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"the hub does not know it, or it is private and {token}; check the name, and set HF_TOKEN if it is private"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has no such revision; check --policy.revision (a branch, a tag or a commit)"
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return f"a file is missing in it ({_first_line(error)}); check the name"
+    answer = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
+    if isinstance(answer, errors.HfHubHTTPError):
+        return f"the hub answered {answer.response.status_code}; check HF_TOKEN ({token}), or try again later"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return "the hub cannot be reached, nor is all of it in the cache; check the network, HF_HUB_OFFLINE and HF_HOME"
+    return f"{type(error).__name__}: {_first_line(error)}; check the name, the network and HF_TOKEN ({token})"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

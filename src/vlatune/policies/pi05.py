@@ -24,7 +24,8 @@ from vlatune.pipeline.transforms import (
     Tokenise,
     Transform,
 )
-from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, PolicySpec
+from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, ModuleOptions, PolicySpec
+from vlatune.policies.pi05_weights import find_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ PREPROCESSOR = "policy_preprocessor.json"
 
 class Pi05Adapter:
     def read_spec(self, folder: Path) -> PolicySpec:
+        """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
         config = _read_json(folder, "config.json")
         if config.get("type") != "pi05":
             raise ValueError(
@@ -44,26 +46,15 @@ class Pi05Adapter:
                 f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions"
             )
         tokenizer_file = _find_tokenizer(folder)
-        visual = [key for key, feature in config["input_features"].items() if feature["type"] == "VISUAL"]
-        return PolicySpec(
-            type="pi05",
-            folder=str(folder),
-            cameras=tuple(visual),
-            image_hw=(int(config["image_resolution"][0]), int(config["image_resolution"][1])),
-            horizon=int(config["chunk_size"]),
-            max_state_dim=int(config["max_state_dim"]),
-            max_action_dim=int(config["max_action_dim"]),
-            normalisation=dict(config["normalization_mapping"]),
-            tokenizer_file=str(tokenizer_file),
-            pad_id=_pad_id(tokenizer_file),
-            max_tokens=int(config["tokenizer_max_length"]),
-            flow_time=(
-                float(config["time_sampling_beta_alpha"]),
-                float(config["time_sampling_beta_beta"]),
-                float(config["time_sampling_scale"]),
-                float(config["time_sampling_offset"]),
-            ),
-        )
+        pad_id = _pad_id(tokenizer_file)
+        try:
+            spec = _make_spec(folder, config, tokenizer_file, pad_id)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"policy '{folder}': config.json is not as LeRobot writes it for PI0.5 ({type(error).__name__}: {error})"
+            ) from error
+        find_tensors(folder, config)
+        return spec
 
     def make_transforms(
         self, spec: PolicySpec, binding: Binding, stats: Mapping[str, Mapping[str, np.ndarray]], draw: Draw
@@ -71,7 +62,9 @@ class Pi05Adapter:
         """Rename, normalise, prompt, tokenise, pad, draw: LeRobot's processors in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
         alpha, beta, scale, offset = spec.flow_time
-        flow = DrawFlow(draw.seed, draw.epoch, spec.horizon, spec.max_action_dim, 1, alpha, beta, scale, offset)
+        flow = DrawFlow(
+            draw.seed, draw.epoch, spec.horizon, spec.max_action_dim, draw.flow_samples, alpha, beta, scale, offset
+        )
         return (
             Rename(dict(binding.cameras)),
             *make_normalisers(spec, stats),
@@ -82,10 +75,33 @@ class Pi05Adapter:
             Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
         )
 
-    def load_module(self, spec: PolicySpec, binding: Binding, *, train: str, dtype: str | None) -> torch.nn.Module:
+    def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:
         from vlatune.policies.pi05_module import load_pi05
 
-        return load_pi05(spec, binding, train=train, dtype=dtype)
+        return load_pi05(spec, binding, options)
+
+
+def _make_spec(folder: Path, config: Mapping[str, Any], tokenizer_file: Path, pad_id: int) -> PolicySpec:
+    visual = [key for key, feature in config["input_features"].items() if feature["type"] == "VISUAL"]
+    return PolicySpec(
+        type="pi05",
+        folder=str(folder),
+        cameras=tuple(visual),
+        image_hw=(int(config["image_resolution"][0]), int(config["image_resolution"][1])),
+        horizon=int(config["chunk_size"]),
+        max_state_dim=int(config["max_state_dim"]),
+        max_action_dim=int(config["max_action_dim"]),
+        normalisation=dict(config["normalization_mapping"]),
+        tokenizer_file=str(tokenizer_file),
+        pad_id=pad_id,
+        max_tokens=int(config["tokenizer_max_length"]),
+        flow_time=(
+            float(config["time_sampling_beta_alpha"]),
+            float(config["time_sampling_beta_beta"]),
+            float(config["time_sampling_scale"]),
+            float(config["time_sampling_offset"]),
+        ),
+    )
 
 
 def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarray]]) -> list[Normalise]:
@@ -101,7 +117,7 @@ def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarr
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return json.loads((folder / name).read_bytes())
+        return _as_object(json.loads((folder / name).read_bytes()))
     except FileNotFoundError as error:
         raise ValueError(
             f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder"
@@ -110,10 +126,19 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"policy '{folder}': {name} is not readable JSON ({error})") from error
 
 
+def _as_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, expected an object")
+    return value
+
+
 def _find_tokenizer(folder: Path) -> Path:
     """The tokenizer.json that the preprocessor names: a folder of its own, one beside it, or a hub repository."""
-    steps = _read_json(folder, PREPROCESSOR)["steps"]
-    names = [s["config"].get("tokenizer_name") for s in steps if s.get("registry_name") == "tokenizer_processor"]
+    steps = _read_json(folder, PREPROCESSOR).get("steps")
+    steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    names = [
+        s.get("config", {}).get("tokenizer_name") for s in steps if s.get("registry_name") == "tokenizer_processor"
+    ]
     if not names or not names[0]:
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
     named = Path(names[0])
@@ -133,7 +158,7 @@ def _pad_id(tokenizer_file: Path) -> int:
     config = _read_json(tokenizer_file.parent, "tokenizer_config.json")
     token = config.get("pad_token")
     token = token.get("content") if isinstance(token, dict) else token
-    added = json.loads(tokenizer_file.read_bytes()).get("added_tokens", [])
+    added = _read_json(tokenizer_file.parent, tokenizer_file.name).get("added_tokens", [])
     found = [entry["id"] for entry in added if entry["content"] == token]
     if not found:
         raise ValueError(f"tokenizer '{tokenizer_file.parent}': its pad token {token!r} is not in tokenizer.json")

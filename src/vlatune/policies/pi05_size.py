@@ -5,7 +5,7 @@ into its constructor. Inside `building_at(size)` the same, unchanged classes are
 they are given differ. A `pretrained_model` folder of such a model carries its size in SIZE_FILE beside config.json.
 
 Fixed by LeRobot's attention code and therefore no fields: 8 query heads, 1 key/value head, and one depth and one
-head_dim for language model and action expert.
+head_dim for language model and action expert. LeRobot is imported where a model is built: sizes alone are read without.
 """
 
 import dataclasses
@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from lerobot.policies.pi05 import modeling_pi05
 
 SIZE_FILE = "vlatune_size.json"
 
@@ -87,6 +85,8 @@ def building_at(size: Pi05Size) -> Iterator[None]:
 
     Other threads that want a size wait; one that constructs a PI05Policy outside `building_at` meanwhile would get it.
     """
+    from lerobot.policies.pi05 import modeling_pi05
+
     with _building:
         replaced = {
             "get_gemma_config": _gemma_config_at(size),
@@ -125,14 +125,18 @@ def _gemma_config_at(size: Pi05Size):
         "gemma_300m": (size.expert_width, size.expert_mlp_dim),
     }
 
-    def get_gemma_config(variant: str) -> modeling_pi05.GemmaConfig:
+    from lerobot.policies.pi05.modeling_pi05 import GemmaConfig
+
+    def get_gemma_config(variant: str) -> GemmaConfig:
         width, mlp_dim = by_variant[variant]
-        return modeling_pi05.GemmaConfig(width, size.depth, mlp_dim, NUM_HEADS, NUM_KV_HEADS, size.head_dim)
+        return GemmaConfig(width, size.depth, mlp_dim, NUM_HEADS, NUM_KV_HEADS, size.head_dim)
 
     return get_gemma_config
 
 
 def _paligemma_at(size: Pi05Size):
+    from lerobot.policies.pi05 import modeling_pi05
+
     original = modeling_pi05.PaliGemmaForConditionalGenerationWithPiGemma
 
     def make_paligemma(config: Any):
@@ -153,6 +157,8 @@ def _paligemma_at(size: Pi05Size):
 
 
 def _expert_at(size: Pi05Size):
+    from lerobot.policies.pi05 import modeling_pi05
+
     original = modeling_pi05.PiGemmaForCausalLM
 
     def make_expert(config: Any):

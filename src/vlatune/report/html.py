@@ -18,6 +18,7 @@ from vlatune.report.chart import legend
 from vlatune.report.eval_samples import EvalSample, load_eval_samples, save_eval_samples
 from vlatune.report.markup import Html, join, shorten, tag
 from vlatune.report.run_folder import Run, read_run
+from vlatune.report.shuffle import shuffle_meaning, shuffle_table
 from vlatune.report.sinks import write_text
 from vlatune.report.units import format_bytes, format_number, format_seconds, format_share, plural
 from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
@@ -35,7 +36,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None) -> Path:
     """Write RUN/report.html; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
     run = read_run(Path(run_dir), eval_samples)
-    parts = (_head, _tiles, _learning, _seen, _evaluated, _time, _memory, _settings)
+    parts = (_head, _tiles, _learning, _seen, _evaluated, _time, _mixed, _memory, _settings)
     path = Path(run_dir) / "report.html"
     write_text(path, make_page(f"{run.name} · vlatune", join(part(run) for part in parts)))
     return path
@@ -194,7 +195,16 @@ def _eval_basis(evaluation: dict[str, Any]) -> str:
 def _time(run: Run) -> Html:
     time_s = run.summary.get("time_s")
     bar = plots.time_bar(time_s) if time_s else _missing("Not recorded: the run has not written its summary.")
-    return _section("Where the time went", bar, *([plots.speed_charts(run.metrics)] if run.metrics else []))
+    beside = [plots.stage_bars(time_s)] if time_s and any(time_s.get(stage) for stage in plots.STAGES) else []
+    speed = [plots.speed_charts(run.metrics)] if run.metrics else []
+    return _section("Where the time went", bar, *beside, *speed)
+
+
+def _mixed(run: Run) -> Html:
+    title, shuffle = "How the samples were mixed", run.summary.get("shuffle")
+    if not shuffle:
+        return _section(title, _missing("Not recorded: the run has not written its summary."))
+    return _section(title, tag("p", shuffle_meaning(shuffle)), shuffle_table(shuffle))
 
 
 def _memory(run: Run) -> Html:

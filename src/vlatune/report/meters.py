@@ -2,14 +2,23 @@
 
 The loop tells the meter what it did: `first_batch`, `waited`, `stepped`, `saved`. What is neither waiting nor
 saving is compute, so the parts always add up to the wall clock. Everything before the first batch is `start` and
-counts in no rate: a short run is not judged by its start-up. One meter sees one rank and one attempt; taking the
-slowest rank, and adding attempts up after a restart, is the trainer's business.
+counts in no rate: a short run is not judged by its start-up. One meter sees one rank and one attempt. At log steps it
+is told what every worker spent, and reports the one that waited longest: all others wait for it in turn. The stages that
+prepare data run beside the loop, on other threads and machines; their seconds are added up over all workers and are no
+part of the wall clock.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+
+STAGES = ("decode", "transport", "collate", "copy")
+"""What happens to a batch before the trainer has it, in this order."""
+SPENT = ("wait", *STAGES)
+"""Seconds that a worker tells the others at a log step."""
 
 
 @dataclass
@@ -28,6 +37,7 @@ class _Span:
             "samples_per_s": self.samples / wall_s if wall_s > 0 else 0.0,
             "wait_share": self.wait_s / wall_s if wall_s > 0 else 0.0,
             "step_s": wall_s / self.optimizer_steps if self.optimizer_steps else 0.0,
+            "wait_s": self.wait_s / self.optimizer_steps if self.optimizer_steps else 0.0,
         }
 
 
@@ -46,11 +56,17 @@ class StepMeter:
         self._started_s: float | None = None
         self._interval = _Span(self._born_s)
         self._run = _Span(self._born_s)
+        self._stages_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        self._by_worker: np.ndarray | None = None
 
-    def first_batch(self) -> float:
-        """The first batch is here: the loop's time begins now. Returns the seconds it took."""
+    def first_batch(self, stages_s: Mapping[str, float] | None = None) -> float:
+        """The first batch is here: the loop's time begins now. Returns the seconds it took.
+
+        `stages_s` are the readings of the stages' clocks, which only grow.
+        """
         assert self._started_s is None, "first_batch is called once"
         self._started_s = self._clock()
+        self._stages_s.update(stages_s or {})
         self._interval = _Span(self._started_s)
         self._run = _Span(self._started_s)
         return self._started_s - self._born_s
@@ -71,25 +87,51 @@ class StepMeter:
             span.optimizer_steps += 1
             span.samples += samples
 
-    def take_interval(self) -> dict[str, float]:
-        """samples_per_s, wait_share and step_s since the last call; the next interval begins."""
+    def take_spent(self, stages_s: Mapping[str, float]) -> list[float]:
+        """This worker's seconds since the last log step, as SPENT names them; `stages_s` as for `first_batch`."""
+        grown = [stages_s[stage] - self._stages_s[stage] for stage in STAGES]
+        self._stages_s.update(stages_s)
+        return [self._interval.wait_s, *grown]
+
+    def take_interval(self, by_worker_s: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
+        """Rates and wait per step since the last call; the next interval begins.
+
+        `by_worker_s` is every worker's `take_spent`; without it, this worker speaks for all.
+        """
         now_s = self._clock()
+        if by_worker_s is not None:
+            spent = np.array(by_worker_s, dtype=np.float64)
+            self._by_worker = spent if self._by_worker is None else self._by_worker + spent
+            self._interval.wait_s = float(spent[:, 0].max())
         rates = self._interval.rates(now_s)
         self._interval = _Span(now_s)
         return rates
 
     def totals(self) -> dict[str, Any]:
-        """The same three for the whole run, its counts, and `time_s` by what it was spent on."""
+        """The same for the whole run, its counts, and `time_s` by what it was spent on.
+
+        start, wait, compute and checkpoint add up to total; the stages ran beside them.
+        """
         now_s = self._clock()
+        waits_s = [self._run.wait_s] if self._by_worker is None else self._by_worker[:, 0].tolist()
+        stages_s = np.zeros(len(STAGES)) if self._by_worker is None else self._by_worker[:, 1:].sum(axis=0)
+        slowest = replace(self._run, wait_s=max(waits_s))
+        return {
+            **(slowest.rates(now_s) if self._started_s is not None else _Span(now_s).rates(now_s)),
+            "optimizer_steps": self._run.optimizer_steps,
+            "samples": self._run.samples,
+            "wait_s_by_worker": waits_s,
+            "time_s": self._wall_s(now_s, slowest.wait_s) | dict(zip(STAGES, stages_s.tolist(), strict=True)),
+        }
+
+    def _wall_s(self, now_s: float, wait_s: float) -> dict[str, float]:
         start_s = (self._started_s if self._started_s is not None else now_s) - self._born_s
         loop_s = now_s - self._born_s - start_s
-        rates = self._run.rates(now_s) if self._started_s is not None else _Span(now_s).rates(now_s)
-        time_s = {
+        return {
             "start": start_s,
-            "wait": self._run.wait_s,
+            "wait": wait_s,
             # The clock is read apart from the callers' stopwatches: rounding may leave a hair below zero.
-            "compute": max(0.0, loop_s - self._run.wait_s - self._run.checkpoint_s),
+            "compute": max(0.0, loop_s - wait_s - self._run.checkpoint_s),
             "checkpoint": self._run.checkpoint_s,
             "total": start_s + loop_s,
         }
-        return {**rates, "optimizer_steps": self._run.optimizer_steps, "samples": self._run.samples, "time_s": time_s}

@@ -7,6 +7,7 @@ Colours and fonts belong to page.css.
 
 import base64
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,14 @@ TIME_PARTS = {
     "checkpoint": "saving checkpoints",
     "other": "other",
 }
+
+STAGES = {
+    "decode": "decoding, all readers",
+    "transport": "through the object store",
+    "collate": "putting batches together",
+    "copy": "copying to the device",
+}
+"""What ran beside the loop; see meters.py."""
 
 Records = list[dict[str, Any]]
 Format = Callable[[float], str]
@@ -125,8 +134,17 @@ def time_bar(time_s: dict[str, float]) -> Html:
     return join([bar, tag("table", tag("tbody", *rows), class_="legend")])
 
 
-def bars(rows: Sequence[tuple[str, float, str]], *, name: str) -> Html:
+def stage_bars(time_s: dict[str, float]) -> Html:
+    """Seconds of what prepared the data beside the loop, against those of computing."""
+    rows = [(label, time_s[stage], "faded") for stage, label in STAGES.items() if stage in time_s]
+    rows.append(("computing, in the loop", time_s.get("compute", 0.0), "main"))
+    name = "Seconds of preparing data, beside the loop, all workers together"
+    return bars(rows, name=name, format_value=format_seconds)
+
+
+def bars(rows: Sequence[tuple[str, float, str]], *, name: str, format_value: Format | None = None) -> Html:
     """A table of (label, value, class): label, bar, figure."""
+    write = format_value or partial(format_number, digits=3)
     longest = max((abs(value) for _, value, _ in rows), default=0.0) or 1.0
     body = (
         tag(
@@ -135,7 +153,7 @@ def bars(rows: Sequence[tuple[str, float, str]], *, name: str) -> Html:
             tag(
                 "td", tag("i", class_=f"bar {style}", style=f"width:{100 * abs(value) / longest:.2f}%"), class_="track"
             ),
-            tag("td", format_number(value, digits=3), class_="figure"),
+            tag("td", write(value), class_="figure"),
         )
         for label, value, style in rows
     )

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, Columns, num_rows
-from vlatune.checkpoint.state import load_trainable
-from vlatune.checkpoint.store import checkpoint_path, find_newest, verify
+from vlatune.checkpoint.local_store import folder_name
+from vlatune.checkpoint.state import load_result
+from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import EvalConfig, RunConfig
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.dataset.stats import feature_stats
 from vlatune.flags import config_from_dict
 from vlatune.pipeline.transforms import Normalise, apply_all
+from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
 from vlatune.report.sinks import write_json
 from vlatune.train.setup import Setup, make_setup
@@ -52,11 +54,11 @@ def evaluate_run(run_dir: Path, options: EvalConfig) -> dict[str, Any]:
     setup = make_setup(config)
     if len(setup.held_out) == 0:
         raise ValueError(f"run '{run_dir}' holds no episodes out; train with --dataset.eval_split above 0 to evaluate")
-    checkpoint = _find_checkpoint(run_dir, options.checkpoint)
-    module = setup.adapter.load_module(
-        setup.policy, setup.binding, train=config.policy.train, dtype=config.policy.dtype
-    )
-    load_trainable(checkpoint, {name: p for name, p in module.named_parameters() if p.requires_grad})
+    store = open_store(run_dir, config.storage_path)
+    checkpoint = choose(store, options.checkpoint, warn=_warn)
+    module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy))
+    with store.opened(checkpoint) as folder:
+        load_result(folder, {name: p for name, p in module.named_parameters() if p.requires_grad})
     module.eval()
     rows = read_held_out(setup, options.max_samples)
     by_blank = {blank: predict(setup, module, _blank(rows, setup, blank), options) for blank in BLANKS}
@@ -117,14 +119,14 @@ def _blank(rows: Columns, setup: Setup, what: str) -> Columns:
     return rows
 
 
-def _figures(setup: Setup, options: EvalConfig, checkpoint: Path, by_blank: dict[str, Predictions]) -> dict[str, Any]:
+def _figures(setup: Setup, options: EvalConfig, checkpoint: int, by_blank: dict[str, Predictions]) -> dict[str, Any]:
     full = by_blank["none"]
     mean_A = feature_stats(setup.metas, ACTION, ["mean"])["mean"].astype(np.float32)
     mean_guess = replace(full, predicted_NTA=np.broadcast_to(mean_A, full.true_NTA.shape))
     error_NTA = np.where(full.valid_NT[..., None], np.abs(full.predicted_NTA - full.true_NTA), np.nan)
     positions = setup.held_out.position
     return {
-        "checkpoint": checkpoint.name,
+        "checkpoint": folder_name(checkpoint),
         "episodes": [
             int(setup.metas[int(d)].episodes.index[p]) for d, p in zip(setup.held_out.dataset, positions, strict=True)
         ],
@@ -173,19 +175,6 @@ def _stored_config(run_dir: Path) -> RunConfig:
     if not file.exists():
         raise ValueError(f"'{run_dir}' is not a run folder: there is no config.json in it")
     return config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file))
-
-
-def _find_checkpoint(run_dir: Path, name: str | None) -> Path:
-    if name is None:
-        newest = find_newest(run_dir, warn=_warn)
-        if newest is None:
-            raise ValueError(f"run '{run_dir}' has no checkpoint yet")
-        return newest
-    path = checkpoint_path(run_dir, int(name)) if name.isdigit() else run_dir / "checkpoints" / name
-    problem = verify(path)
-    if problem:
-        raise ValueError(f"checkpoint '{path}' cannot be used: {problem}")
-    return path
 
 
 def _warn(text: str) -> None:

@@ -1,35 +1,61 @@
-"""Short hashes of what a run is made of, kept in its checkpoints: config, dataset, base model, versions."""
+"""What a run is made of, as short hashes in its checkpoints: dataset, base model, versions.
 
-import hashlib
+Cheap enough for every start: sizes instead of contents of videos, and the first bytes of every weight. They tell one
+thing from another; whether a file is intact is not their business.
+"""
+
 import json
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from vlatune.config import RunConfig, to_json
+import numpy as np
+
+from vlatune.checkpoint.base_weights import base_weights, short_hash
+from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.remote_retry import retried
 from vlatune.train.setup import Setup
 
-PACKAGES = ("vlatune", "torch", "lerobot", "transformers", "ray", "numpy", "av")
+PACKAGES = ("vlatune", "torch", "lerobot", "transformers", "tokenizers", "peft", "numpy", "av", "ray")
 
 
-def fingerprints(config: RunConfig, setup: Setup) -> dict[str, str]:
-    return {
-        "config": _hash(json.dumps(to_json(config), sort_keys=True).encode()),
-        "dataset": _hash("".join(meta.root.url + str(meta.episodes.length.tolist()) for meta in setup.metas).encode()),
-        "base": _hash(_weights_header(Path(setup.policy.folder))),
-        **{f"version.{name}": version(name) for name in PACKAGES},
-    }
+def fingerprints(setup: Setup) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for number, meta in enumerate(setup.metas):
+        found[f"dataset.{number}.meta"] = short_hash(_meta_parts(meta))
+        found[f"dataset.{number}.files"] = short_hash(_file_sizes(meta))
+    training = setup.training
+    found["dataset.selection"] = short_hash(
+        np.asarray(one, dtype=np.int64).tobytes() for one in (training.dataset, training.position, training.length)
+    )
+    found["base.weights"] = base_weights(Path(setup.policy.folder))
+    found["base.config"] = short_hash([(Path(setup.policy.folder) / "config.json").read_bytes()])
+    found["base.tokenizer"] = short_hash([Path(setup.policy.tokenizer_file).read_bytes()])
+    return found | {f"versions.{name}": version(name) for name in PACKAGES}
 
 
-def _weights_header(folder: Path) -> bytes:
-    """Names, shapes and offsets of all tensors, and the size: cheap, and another model has others."""
-    found = sorted(folder.glob("*.safetensors"))
-    parts = []
-    for path in found:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            parts.append(f"{path.name} {path.stat().st_size}".encode() + file.read(min(length, 10_000_000)))
-    return b"".join(parts)
+def _meta_parts(meta: DatasetMeta) -> Iterator[bytes]:
+    """What decides which frames there are, and on which scale: not where the dataset lies."""
+    features = {name: [one.dtype, one.shape, one.names] for name, one in meta.features.items()}
+    stats = {key: {name: values.tolist() for name, values in of.items()} for key, of in meta.stats.items()}
+    plain = [meta.version, meta.fps, features, meta.tasks, stats, meta.templates]
+    yield json.dumps(plain, sort_keys=True, default=dict).encode()
+    for column in (meta.episodes.index, meta.episodes.length, meta.episodes.from_row):
+        yield column.tobytes()
 
 
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+def _file_sizes(meta: DatasetMeta) -> Iterator[bytes]:
+    """Name and size of every data and video file."""
+    for folder in ("data", "videos"):
+        for name, size in sorted(_sizes_below(meta, folder).items()):
+            yield f"{name} {size}\n".encode()
+
+
+def _sizes_below(meta: DatasetMeta, folder: str) -> dict[str, int]:
+    top = meta.root.join(folder)
+    if meta.root.is_local:
+        files = (path for path in Path(top).rglob("*") if path.is_file())
+        return {path.relative_to(top).as_posix(): path.stat().st_size for path in files}
+    fs = meta.root.filesystem()
+    listed = retried(lambda: fs.find(top, detail=True), f"'{meta.root.url}/{folder}'")
+    return {name.removeprefix(top): int(info["size"]) for name, info in listed.items()}

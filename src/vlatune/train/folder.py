@@ -1,24 +1,21 @@
-"""The run folder on the driver's side: may this run start here, and from where.
+"""The run folder on the driver's side: may this run start here.
 
 A folder that holds a finished run is refused, one that holds the same run unfinished is continued, and one that
-holds another run is refused with what differs. One process at a time: a lock file says so.
+holds another run is refused with what differs (changes.py). One process at a time: a lock file says so.
 """
 
 import fcntl
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.checkpoint.store import find_newest
+from vlatune.checkpoint.store import open_store
 from vlatune.config import RunConfig, to_json
 from vlatune.report.sinks import write_json
-
-MAY_DIFFER = ("resume", "output_dir", "job_name", "steps", "num_workers", "log_freq", "save_freq", "keep_checkpoints")
-MAY_DIFFER += ("log_samples", "max_restarts", "max_spilled_bytes", "ray", "recipe", "batch_size", "grad_accum")
-"""Settings that another attempt at the same run may change; the global batch as a whole may not."""
+from vlatune.train.changes import accepted, config_changes
 
 
 @dataclass(frozen=True)
@@ -37,24 +34,31 @@ class RunFolder:
         file = self.path / "summary.json"
         return json.loads(file.read_bytes()) if file.exists() else None
 
-    def newest_checkpoint(self, warn: Callable[[str], None]) -> Path | None:
-        return find_newest(self.path, warn=warn)
+    def stored_config(self) -> dict[str, Any] | None:
+        file = self.path / "config.json"
+        return json.loads(file.read_bytes()) if file.exists() else None
 
 
-def open_run(config: RunConfig) -> RunFolder:
-    """Check that the run may start or go on in its folder, and record its config there."""
+def check_run(config: RunConfig) -> None:
+    """Refuse a folder in which the run may neither start nor go on; nothing is written."""
     folder = RunFolder(config.run_dir)
-    stored = folder.path / "config.json"
-    if stored.exists():
-        _check_same_run(config, folder, json.loads(stored.read_bytes()))
+    stored = folder.stored_config()
+    if stored is not None:
+        _check_same_run(config, folder, stored)
     elif folder.path.exists() and any(folder.path.iterdir()) and not _only_ours(folder.path):
         raise ValueError(
             f"run folder '{folder.path}' is not empty and holds no run; choose another --output_dir or --job_name"
         )
-    elif config.resume:
+    elif config.resume and not _has_checkpoints_elsewhere(config):
         raise ValueError(f"--resume=true: there is no run in '{folder.path}'; check --output_dir and --job_name")
+
+
+def open_run(config: RunConfig) -> RunFolder:
+    """Check the folder and record the run's config there."""
+    check_run(config)
+    folder = RunFolder(config.run_dir)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    write_json(stored, to_json(replace(config, resume=False)))
+    write_json(folder.path / "config.json", to_json(replace(config, resume=False, allow_changed=())))
     summary = folder.path / "summary.json"
     summary.unlink(missing_ok=True)  # a run that goes on is not finished
     return folder
@@ -83,33 +87,13 @@ def _check_same_run(config: RunConfig, folder: RunFolder, stored: dict[str, Any]
                 f"run folder '{folder.path}' already holds a finished run of {summary['optimizer_steps']} steps; choose another --job_name or "
                 f"--output_dir, delete the folder, or go on with --resume=true and more --steps"
             )
-    differing = _differences(to_json(config), stored)
-    if differing:
-        key, now, then = differing[0]
-        raise ValueError(
-            f"run folder '{folder.path}' holds a run with other settings: --{key} was {then!r}, now {now!r}"
-            f"{f' (and {len(differing) - 1} more)' if len(differing) > 1 else ''}; choose another --output_dir or --job_name, or use the same settings"
-        )
+    what = f"run folder '{folder.path}' holds a run with other settings"
+    accepted(list(config_changes(config, stored, f"'{folder.path}/config.json'")), config.allow_changed, what)
 
 
-def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    found = [("batch_size * grad_accum * num_workers", _global(now), _global(then))]
-    flat_now, flat_then = dict(_flatten(now)), dict(_flatten(then))
-    keys = [key for key in sorted(flat_now.keys() | flat_then.keys()) if key.split(".")[0] not in MAY_DIFFER]
-    found += [(key, flat_now.get(key), flat_then.get(key)) for key in keys]
-    return [(key, a, b) for key, a, b in found if a != b]
-
-
-def _global(config: dict[str, Any]) -> int:
-    return config["batch_size"] * config["grad_accum"] * config["num_workers"]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and key != "rename_map":
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
+    """A run whose folder was lost with its machine goes on from --storage_path."""
+    return config.storage_path is not None and bool(open_store(config.run_dir, config.storage_path).steps())
 
 
 def _only_ours(folder: Path) -> bool:

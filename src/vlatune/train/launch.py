@@ -13,16 +13,16 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from vlatune.checkpoint.state_file import stored_lanes
 from vlatune.config import RunConfig, validate
+from vlatune.dataset.health import skip_line
 from vlatune.errors import RunStoppedError
 from vlatune.report.html import write_report
-from vlatune.train.fingerprint import fingerprints
-from vlatune.train.folder import RunFolder, only_one, open_run
+from vlatune.train.folder import RunFolder, check_run, only_one, open_run
 from vlatune.train.progress import Progress
+from vlatune.train.resume import Start, find_start
 from vlatune.train.setup import Setup, make_setup
+from vlatune.train.skipping import SKIPPED_FILE, keep_skipped
 
 TRAINER_RESOURCE = "vlatune_trainer"
 """Custom resource of the local cluster: a training worker takes one of these and no CPU, which the readers need."""
@@ -32,12 +32,17 @@ def train(config: RunConfig) -> None:
     """Run or continue a training run; returns when it is finished and its report is written."""
     validate(config)
     folder = RunFolder(config.run_dir)
-    make_setup(config)  # all checks that need no lock, so that a wrong call touches nothing
+    make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
     with only_one(folder):
+        check_run(config)
+        start = find_start(config, say=_say)
         folder = open_run(config)
+        if config.dataset.on_bad_episode == "skip":
+            keep_skipped(folder.path, start.setup.skipped)
+        start.store.check_writable()
         try:
             with local_ray(config, folder):
-                _train_until_done(config, folder)
+                _train_until_done(config, folder, start)
         finally:  # a run that failed has a report, too
             _say(f"report: {write_report(folder.path)}")
     summary = folder.summary()
@@ -45,14 +50,14 @@ def train(config: RunConfig) -> None:
     _say(f"finished: {summary['optimizer_steps']} steps, loss {summary['final_loss']:.4f}; {summary['verdict']}")
 
 
-def _train_until_done(config: RunConfig, folder: RunFolder) -> None:
+def _train_until_done(config: RunConfig, folder: RunFolder, start: Start) -> None:
     for attempt in range(config.max_restarts + 1):
-        checkpoint = folder.newest_checkpoint(warn=_say)
-        setup = make_setup(config, lanes=stored_lanes(checkpoint) if checkpoint else None)
         if attempt == 0:
-            _introduce(config, setup, folder, checkpoint)
+            _introduce(config, start, folder)
+        else:
+            start = find_start(config, say=_say)
         try:
-            _run_group(config, setup, folder, checkpoint, restarts=attempt)
+            _run_group(config, start, folder, restarts=attempt)
             return
         except Exception as error:
             (folder.logs / f"failure-{attempt}.txt").write_text("".join(traceback.format_exception(error)))
@@ -65,7 +70,7 @@ def _train_until_done(config: RunConfig, folder: RunFolder) -> None:
             )
 
 
-def _run_group(config: RunConfig, setup: Setup, folder: RunFolder, checkpoint: Path | None, *, restarts: int) -> None:
+def _run_group(config: RunConfig, start: Start, folder: RunFolder, *, restarts: int) -> None:
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -75,12 +80,11 @@ def _run_group(config: RunConfig, setup: Setup, folder: RunFolder, checkpoint: P
     use_gpu = _has_gpus()
     job = WorkerJob(
         config=config,
-        setup=setup,
-        budget=make_budget(config, setup),
+        setup=start.setup,
+        budget=make_budget(config, start.setup),
         run_dir=str(folder.path.resolve()),
-        resume_from=str(checkpoint.resolve()) if checkpoint else None,
+        checkpoints=start.plan(config),
         restarts=restarts,
-        fingerprints=fingerprints(config, setup),
     )
     trainer = TorchTrainer(
         run_worker,
@@ -95,8 +99,7 @@ def _run_group(config: RunConfig, setup: Setup, folder: RunFolder, checkpoint: P
             failure_config=FailureConfig(max_failures=0),
         ),
     )
-    first_step = int(checkpoint.name) if checkpoint else 0
-    progress = Progress(folder.metrics, config.steps, from_step=first_step)
+    progress = Progress(folder.metrics, config.steps, from_step=start.step or 0)
     try:
         _interruptible(trainer.fit)
     finally:
@@ -191,20 +194,23 @@ def _unwrap(error: BaseException) -> Iterator[BaseException]:
     yield error
 
 
-def _introduce(config: RunConfig, setup: Setup, folder: RunFolder, checkpoint: Path | None) -> None:
+def _introduce(config: RunConfig, start: Start, folder: RunFolder) -> None:
     import ray
 
-    order = setup.order
+    setup, order = start.setup, start.setup.order
     store = int(ray.cluster_resources()["object_store_memory"])
     _say(
         f"{len(setup.training)} episodes, {order.num_samples} frames; held out for evaluation: {len(setup.held_out)} episodes; "
         f"global batch {config.global_batch} in {order.lanes} lanes, {order.batches_per_epoch} steps an epoch"
     )
+    if setup.skipped:
+        selected = len(setup.training) + len(setup.held_out) + len(setup.skipped)
+        _say(f"{skip_line(setup.skipped, selected)}; all of them in {folder.path}/{SKIPPED_FILE}")
     if setup.binding.missing_cameras:
         _say(f"cameras of the policy without data, masked: {', '.join(setup.binding.missing_cameras)}")
     _say(f"object store: {make_budget(config, setup).reason(store, config.num_workers)}")
-    if checkpoint:
-        _say(f"continuing from {checkpoint}")
+    if start.step is not None:
+        _say(f"continuing from {start.store.where(start.step)}")
     _say(f"run folder: {folder.path}")
 
 

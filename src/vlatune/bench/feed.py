@@ -1,0 +1,114 @@
+"""`vlatune bench feed`: does the feed keep a consumer fed, without spilling, whatever its speed and the store's size?
+
+Consumers of several speeds against stores of several sizes, ours and the template's way in one run. Every store is a
+cluster in a process of its own (`feed_run.py`); spilled bytes are the raylets' own counters.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vlatune.bench.feed_run import Job, job_json
+from vlatune.bench.harness import format_table, last_line
+from vlatune.bench.options import FeedBench
+from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+
+NAMES = {"ours": "vlatune's feed", "template": "the template's way"}
+
+
+def run(options: FeedBench) -> None:
+    """Print a table and, as the last line, one JSON object."""
+    with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
+        root = options.root or _make(Path(scratch) / "dataset", options)
+        seen = [one for job in _jobs(root, options) for one in _run(job)]
+    header = ["way", "store", "consumer", "samples/s", "wait", "peak store", "spilled", "on disk", "store/sample"]
+    sys.stdout.write(format_table(header, [_row(one) for one in seen]) + "\n")
+    sys.stdout.write(last_line(_figures(seen), asdict(options)) + "\n")
+
+
+def _jobs(root: str, options: FeedBench) -> list[Job]:
+    cpus = os.cpu_count() or 1
+    batches, epoch = options.rows // options.batch_size, options.episodes * options.frames // options.batch_size
+    slow = {"name": f"{options.step_s:g} s a batch", "step_s": options.step_s, "batches": batches}
+    every: list[dict[str, Any]] = [
+        slow,
+        {"name": "all at once", "step_s": 0.0, "batches": 4 * epoch},
+        {"name": "1.3 x decoding", "over_decode": 1.3, "batches": 3 * epoch},
+        {"name": "100 x decoding", "over_decode": 100.0, "batches": 8},
+        {"name": "all at once, 2 workers", "step_s": 0.0, "batches": 2 * epoch, "num_workers": 2},
+        {"name": "all at once, 10 epochs", "step_s": 0.0, "batches": 10 * epoch},
+    ]
+    jobs = [Job("ours", root, options.store_bytes, cpus, options.batch_size, every)]
+    jobs.append(Job("ours", root, options.small_store_bytes, cpus, options.batch_size, [*every[:2], every[4]]))
+    if options.peers:
+        jobs.append(Job("template", root, options.store_bytes, cpus, options.batch_size, [slow]))
+    return jobs
+
+
+def _run(job: Job) -> list[dict[str, Any]]:
+    sys.stderr.write(f"vlatune: {NAMES[job.way]}, a store of {job.store_bytes / 1e6:.0f} MB\n")
+    command = [sys.executable, "-m", "vlatune.bench.feed_run", job_json(job)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [
+        {"way": job.way, "store_bytes": job.store_bytes, "consumer": consumer["name"], **line}
+        for consumer, line in zip(job.consumers, lines, strict=True)
+    ]
+
+
+def _row(one: dict[str, Any]) -> list[str]:
+    wait = "" if one["wait_share"] is None else f"{one['wait_share']:.1%}"
+    return [
+        NAMES[one["way"]],
+        f"{one['store_bytes'] / 1e6:.0f} MB",
+        one["consumer"],
+        f"{one['samples_per_s']:.1f}",
+        wait,
+        f"{one['peak_store_share']:.0%}",
+        f"{one['spilled_bytes'] / 2**20:.0f} MiB",
+        f"{one['fallback_bytes'] / 2**20:.0f} MiB",
+        f"{one['bytes_per_sample'] / 1e6:.2f} MB",
+    ]
+
+
+def _figures(seen: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    ours = [one for one in seen if one["way"] == "ours"]
+    template = [one for one in seen if one["way"] == "template"]
+    fast = next(one for one in ours if one["consumer"] == "all at once")
+    fed = next(one for one in ours if one["consumer"] == "1.3 x decoding")
+    return {
+        "spilled_bytes": max(one["spilled_bytes"] for one in ours),
+        "fallback_bytes": max(one["fallback_bytes"] for one in ours),
+        "peak_store_share": max(one["peak_store_share"] for one in ours),
+        "wait_share": fed["wait_share"],
+        "template_spilled_bytes": template[0]["spilled_bytes"] if template else None,
+        "fast_over_reader": fast["samples_per_s"] / fast["reader_samples_per_s"],
+        "host_copies_per_sample": fast["host_copies_per_sample"],
+        "runs": list(seen),
+    }
+
+
+def _make(folder: Path, options: FeedBench) -> str:
+    sys.stderr.write(
+        f"vlatune: making a dataset: {options.episodes} x {options.frames} frames, {options.cameras} cameras\n"
+    )
+    spec = SyntheticSpec(
+        episodes=options.episodes,
+        frames=options.frames,
+        cameras=options.cameras,
+        height=options.height,
+        width=options.width,
+        fps=30,
+        episodes_per_file=max(1, options.episodes // 2),
+        codec=options.codec,
+        texture=options.texture,
+        noise=options.noise,
+    )
+    make_dataset(folder, spec)
+    return str(folder)

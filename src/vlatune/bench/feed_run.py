@@ -1,0 +1,225 @@
+"""[ray] One cluster of `vlatune bench feed`: a store of some size, and consumers of several speeds one after the other.
+
+Run as `python -m vlatune.bench.feed_run JSON`; prints one JSON object per consumer. A consumer sleeps a fixed time per
+batch, as a host does whose accelerator computes.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+import vlatune
+from vlatune.batch import ACTION, STATE, TASK, Columns
+from vlatune.bench import reader_peers as peers
+from vlatune.dataset.meta import load_meta
+from vlatune.dataset.order import OrderSpec, choose_lanes
+from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
+from vlatune.dataset.select import select_episodes
+from vlatune.pipeline.build import DataPlan
+from vlatune.pipeline.feed import Feed
+from vlatune.pipeline.memory import SpillMeter, plan_budget
+from vlatune.pipeline.plan import Share
+
+WARM_UP_BATCHES = 10
+"""Left out of the wait share: the first batch waits for the pipeline to fill."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one cluster runs."""
+
+    way: str
+    """ours or template."""
+    root: str
+    store_bytes: int
+    num_cpus: int
+    batch_size: int
+    consumers: list[dict[str, float]]
+    """step_s: seconds a batch takes, or `over_decode` times what decoding it takes; batches; num_workers."""
+
+
+@dataclass
+class Consumed:
+    samples: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    """After the first ten batches."""
+    busy_s: float = 0.0
+    """All of the time after them."""
+    first_batch_s: float = 0.0
+
+
+def main(job: Job) -> None:
+    _start(job)
+    try:
+        decode_s = _seconds_per_sample(job) if job.way == "ours" else 0.0
+        for consumer in job.consumers:
+            sys.stdout.write(json.dumps(_run(job, consumer, decode_s)) + "\n")
+            sys.stdout.flush()
+    finally:
+        ray.shutdown()
+
+
+def _run(job: Job, consumer: dict[str, float], decode_s: float) -> dict[str, Any]:
+    step_s = consumer.get("step_s", consumer.get("over_decode", 0.0) * decode_s * job.batch_size)
+    meter = SpillMeter()
+    run = _consume_ours if job.way == "ours" else _consume_template
+    parts, extra = run(job, consumer, step_s)
+    store = meter.close()
+    busy_s = sum(one.busy_s for one in parts)
+    return {
+        **extra,
+        "step_s": step_s,
+        "samples_per_s": sum(one.samples for one in parts) / max(one.seconds for one in parts),
+        "wait_share": max((one.waited_s / one.busy_s for one in parts if one.busy_s), default=0.0) if busy_s else None,
+        "first_batch_s": max(one.first_batch_s for one in parts),
+        "spilled_bytes": store.spilled_bytes,
+        "fallback_bytes": store.fallback_bytes,
+        "peak_store_share": meter.peak_bytes / job.store_bytes,
+        "reader_samples_per_s": 1 / decode_s if decode_s else None,
+    }
+
+
+def consume(batches: Iterable[Any], step_s: float, most: int) -> Consumed:
+    """Take batches, each for `step_s` seconds; at most `most` of them."""
+    done = Consumed()
+    begin = time.perf_counter()
+    stream = iter(batches)
+    for number in range(most):
+        asked = time.perf_counter()
+        batch = next(stream, None)
+        if batch is None:
+            break
+        waited_s = time.perf_counter() - asked
+        time.sleep(step_s)
+        done.samples += len(batch["index"])
+        done.first_batch_s = done.first_batch_s or waited_s
+        if number >= WARM_UP_BATCHES:
+            done.waited_s += waited_s
+            done.busy_s += time.perf_counter() - asked
+    done.seconds = time.perf_counter() - begin
+    return done
+
+
+def _consume_ours(job: Job, consumer: dict[str, float], step_s: float) -> tuple[list[Consumed], dict[str, Any]]:
+    """Every worker has a feed of its own, as in training; here they share a process."""
+    workers, batches = int(consumer.get("num_workers", 1)), int(consumer["batches"])
+    plan = make_plan(job, workers)
+    budget = plan_budget(
+        store_bytes=job.store_bytes, row_bytes=plan.row_bytes(), num_workers=workers, num_cpus=job.num_cpus
+    )
+    feeds = [Feed(plan, Share(rank, workers), budget, first_step=0, last_step=batches) for rank in range(workers)]
+    done: list[Consumed] = [Consumed()] * workers
+
+    def work(rank: int) -> None:
+        done[rank] = consume(feeds[rank], step_s, batches)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for feed in feeds:
+        feed.close()
+    taken = sum(one.samples for one in done)
+    copied = sum(feed.times.copied_bytes for feed in feeds) / taken / plan.row_bytes()
+    return done, {
+        "num_workers": workers,
+        "bytes_per_sample": plan.row_bytes(),
+        "host_copies_per_sample": 1 + copied,  # into the store, out of it, into the batch
+        "budget": budget.reason(job.store_bytes, workers),
+    }
+
+
+def _consume_template(job: Job, consumer: dict[str, float], step_s: float) -> tuple[list[Consumed], dict[str, Any]]:
+    """Full-size frames through the store as float32, batched by `iter_batches`."""
+    meta = load_meta(job.root)
+    to_float: Any = partial(peers._to_float_chw, list(meta.cameras))
+    positions = list(range(len(meta.episodes)))
+    dataset = ray.data.read_datasource(peers.TemplateSource(meta, positions)).map_batches(
+        to_float, batch_size=job.batch_size, batch_format="numpy"
+    )
+    sizes: list[float] = []
+
+    def batches() -> Iterator[Columns]:
+        for batch in dataset.iter_batches(batch_size=job.batch_size, batch_format="numpy"):
+            sizes.append(sum(values.nbytes for values in batch.values()) / len(batch["index"]))  # type: ignore[index, union-attr]
+            yield batch  # pyright: ignore[reportReturnType]
+
+    done = consume(batches(), step_s, int(consumer["batches"]))
+    return [done], {"num_workers": 1, "bytes_per_sample": sum(sizes) / len(sizes)}
+
+
+def make_plan(job: Job, num_workers: int) -> DataPlan:
+    """Three cameras at 224 x 224, state and 50 actions: what PI0.5 reads."""
+    meta = load_meta(job.root)
+    selection = select_episodes((meta,), None)
+    global_batch = job.batch_size * num_workers
+    spec = ReadSpec(
+        root=meta.root,
+        dataset_index=0,
+        tolerance_s=1e-4,
+        cameras=tuple(CameraSpec(name, "video", 224, 224) for name in meta.cameras),
+        vectors=(
+            VectorSpec(STATE, "float32", meta.features[STATE].shape),
+            VectorSpec(ACTION, "float32", meta.features[ACTION].shape, tuple(range(50))),
+        ),
+        tasks=meta.tasks,
+    )
+    order = OrderSpec(
+        lengths=tuple(selection.length.tolist()),
+        seed=0,
+        global_batch=global_batch,
+        lanes=choose_lanes(global_batch, num_workers),
+        run_length=32,
+        window_rows=32,
+    )
+    return DataPlan((meta,), selection, (spec,), order, _transforms, job.batch_size)
+
+
+def drop_task(columns: Columns) -> Columns:
+    """A policy's tokens take the place of the sentence; strings do not reach a batch."""
+    return {name: values for name, values in columns.items() if name != TASK}
+
+
+def _transforms(epoch: int) -> list[Any]:
+    return [drop_task]
+
+
+def _seconds_per_sample(job: Job) -> float:
+    """What `vlatune.read_lerobot` takes on the same files, warm."""
+    peers.consume(vlatune.read_lerobot(job.root))  # the readers' start is not charged
+    return 1 / peers.consume(vlatune.read_lerobot([job.root] * 4)).rows_per_s
+
+
+def _start(job: Job) -> None:
+    ray.init(
+        address="local",
+        num_cpus=job.num_cpus,
+        object_store_memory=job.store_bytes,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+
+
+def job_json(job: Job) -> str:
+    return json.dumps(asdict(job))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    main(Job(**json.loads(sys.argv[1])))

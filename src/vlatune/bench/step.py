@@ -1,0 +1,149 @@
+"""`vlatune bench step`: what does a micro-step of PI0.5 cost, LeRobot's way and ours?
+
+Same weights (the very same tensors), same rows, one run, alternating. LeRobot's way is `lerobot-train`'s own step with
+its processor in the loop; ours is the worker's, whose samples are prepared by the readers on other cores. For every way
+to train: seconds forward, backward, in the optimizer and on the host outside of them, peak memory of activations, host
+syncs. The host's own time is also measured on the small model, where it shows most.
+"""
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from lerobot.policies.pi05 import PI05Policy
+
+from vlatune.batch import NOISE, TIME, Columns
+from vlatune.bench.harness import alternate
+from vlatune.bench.host_sync import HostSyncSpy
+from vlatune.bench.options import StepBench
+from vlatune.bench.step_meter import copies_hidden_share, peak_bytes
+from vlatune.bench.step_model import Base, make_base, make_rows, make_small_base
+from vlatune.bench.step_ours import OurWay
+from vlatune.bench.step_peers import LeRobotWay, make_accelerator
+from vlatune.bench.step_report import TrainFigures, WayFigures, print_report
+from vlatune.config import TRAIN_WAYS
+from vlatune.policies.base import ModuleOptions
+from vlatune.policies.pi05_module import Pi05Module, load_pi05
+from vlatune.train.device import set_performance_flags
+
+FROZEN_PREFIX = ("heads", "expert")
+"""Where the prefix is computed once for all draws of an observation, and without gradients."""
+Way = OurWay | LeRobotWay
+
+
+def run(options: StepBench) -> None:
+    """Print a table and, as the last line, one JSON object."""
+    _check(options)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    flags = set_performance_flags(device, 1)
+    with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
+        _say(f"making a PI0.5 with random weights: width {options.width}, depth {options.depth}")
+        base = make_base(Path(scratch) / "base", options)
+        by_train = {train: measure(base, train, options, device) for train in options.train}
+        small = measure_host(make_small_base(Path(scratch) / "small", options), options, device)
+    print_report(options, by_train, small, flags)
+
+
+def measure(base: Base, train: str, options: StepBench, device: torch.device) -> TrainFigures:
+    """All figures of one way to train. What it loads is let go with its return: a model takes gigabytes."""
+    gc.collect()
+    rows = make_rows(base, options.batch_size, options.seed)
+    accelerator = make_accelerator(device)
+    module = load_pi05(base.spec, base.binding, ModuleOptions(train, "float32")).to(device).train()
+    lerobot = LeRobotWay(module.policy, base, rows, accelerator)
+    columns = base.columns(rows, flow_samples=1)
+    ours = OurWay(module, columns, device)
+    difference = _loss_difference(lerobot, ours, columns, device)
+    ways: dict[str, Way] = {"LeRobot": lerobot, "vlatune": ours}
+    if train in FROZEN_PREFIX:
+        ways[f"vlatune, {options.flow_samples} draws"] = _with_draws(
+            module.policy, train, base, rows, options.flow_samples, device
+        )
+    figures = _time({f"{train}: {name}": way for name, way in ways.items()}, options.rounds, say=_say)
+    for way, one in zip(ways.values(), figures, strict=True):
+        _count(way, one, device)
+    hidden = copies_hidden_share(ours.step) if device.type == "cuda" else None
+    accelerator.free_memory()
+    return TrainFigures(*figures, loss_difference=difference, copies_hidden_share=hidden)
+
+
+def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFigures:
+    """Ours on the small model: the device has little to do, so the host's share is at its largest."""
+    rows = make_rows(base, options.small_batch_size, options.seed)
+    module = load_pi05(base.spec, base.binding, ModuleOptions("expert", "float32")).to(device).train()
+    ours = OurWay(module, base.columns(rows, flow_samples=1), device)
+    _say(f"the host's own time on the small model: {options.small_steps} micro-steps")
+    (figures,) = _time({"small model: vlatune": ours}, options.small_steps, say=lambda _: None)
+    _count(ours, figures, device)
+    return figures
+
+
+def _with_draws(policy: PI05Policy, train: str, base: Base, rows: Columns, count: int, device: torch.device) -> OurWay:
+    """Many draws per observation, on the same weights."""
+    options = ModuleOptions(train, "float32", flow_samples=count)
+    many = Pi05Module(policy, base.spec, base.binding, options).to(device).train()
+    return OurWay(many, base.columns(rows, flow_samples=count), device)
+
+
+def _time(ways: Mapping[str, Way], rounds: int, *, say: Callable[[str], None]) -> list[WayFigures]:
+    """Every way once a round, in turn; the first step of each allocates and is not counted."""
+    figures = {name: WayFigures() for name in ways}
+
+    def timer(name: str, way: Way) -> Callable[[], float]:
+        def run_once() -> float:
+            taken = way.stopwatch.time(partial(_step, way))
+            figures[name].times.append(taken)
+            return taken.total_s
+
+        return run_once
+
+    for way in ways.values():
+        way.step()
+    alternate({name: timer(name, way) for name, way in ways.items()}, rounds, say=say)
+    return list(figures.values())
+
+
+def _count(way: Way, figures: WayFigures, device: torch.device) -> None:
+    """What need not be timed: host syncs of one step, and peak memory of one forward and backward pass."""
+    with HostSyncSpy(way.resident()) as spy:
+        way.step()
+    figures.sync_places = {f"{sync.what} at {sync.place}": times for sync, times in spy.table()}
+    way.forward_backward()  # the gradients' own memory is there before the measurement
+    figures.peak_bytes = peak_bytes(way.forward_backward, device)
+
+
+def _step(way: Way) -> None:
+    """On CUDA torch itself refuses every wait of ours."""
+    if isinstance(way, LeRobotWay) or not torch.cuda.is_available():
+        way.step()
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        way.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _loss_difference(lerobot: LeRobotWay, ours: OurWay, columns: Columns, device: torch.device) -> float:
+    noise, time = (torch.from_numpy(columns[key][:, 0]).to(device) for key in (NOISE, TIME))
+    theirs = lerobot.loss(noise, time)
+    return float((ours.loss() - theirs).abs() / theirs)
+
+
+def _check(options: StepBench) -> None:
+    for train in options.train:
+        if train not in TRAIN_WAYS:
+            raise ValueError(f"--train={train}: must be one of {', '.join(TRAIN_WAYS)}")
+    for name, value in vars(options).items():
+        least = 0 if name == "seed" else 1
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"--{name}={value}: must be {least} or more")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"vlatune: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,124 @@
+"""One training step LeRobot's way: what `lerobot-train` does between two batches of its loader.
+
+Its processor pipeline, then its own `update_policy` with Accelerate, its optimizer and its schedule.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.scripts.lerobot_train import update_policy
+from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+from torch import Tensor
+
+from vlatune.batch import ACTION, IMAGE_PREFIX, Columns, num_rows
+from vlatune.bench.step_meter import Stopwatch
+from vlatune.bench.step_model import Base, lerobot_batch
+from vlatune.bench.step_ours import STEPS
+
+METERS = ("loss", "grad_norm", "lr", "update_s", "gpu_mem_gb")
+
+
+def make_accelerator(device: torch.device) -> Accelerator:
+    return Accelerator(step_scheduler_with_optimizer=False, mixed_precision="no", cpu=device.type == "cpu")
+
+
+class LeRobotWay:
+    """Trains what is trainable of `policy`, a PI05Policy, on `rows`."""
+
+    def __init__(self, policy: Any, base: Base, rows: Columns, accelerator: Accelerator) -> None:
+        self._device = accelerator.device
+        self.stopwatch = Stopwatch(self._device)
+        self._preprocess = _make_preprocessor(policy.config, base, self._device)
+        self._batch = lerobot_batch(rows, self._device)
+        preset = policy.config.get_optimizer_preset()
+        optimizer = preset.build([p for p in policy.parameters() if p.requires_grad])
+        scheduler = policy.config.get_scheduler_preset().build(optimizer, STEPS)
+        self._clip_norm = preset.grad_clip_norm
+        self._policy, self._optimizer, self._scheduler = accelerator.prepare(policy, optimizer, scheduler)
+        self._accelerator = accelerator
+        meters = {name: AverageMeter(name, ":.3f") for name in METERS}
+        self._tracker = MetricsTracker(num_rows(rows), num_rows(rows), 1, meters)
+
+    def step(self) -> None:
+        with self._on_the_clock():
+            update_policy(
+                self._tracker,
+                self._policy,
+                self._preprocessed(),
+                self._optimizer,
+                self._clip_norm,
+                accelerator=self._accelerator,
+                lr_scheduler=self._scheduler,
+            )
+
+    def forward_backward(self) -> None:
+        """A micro-step in the middle of an accumulation: gradients stay."""
+        loss, _ = self._policy.forward(self._preprocessed())
+        self._accelerator.backward(loss)
+
+    def loss(self, noise_BTP: Tensor, time_B: Tensor) -> Tensor:
+        """Its own training loss, on draws that are given instead of its own."""
+        draws = {"sample_noise": lambda shape, device: noise_BTP, "sample_time": lambda size, device: time_B}
+        with torch.no_grad(), ExitStack() as replaced:
+            for name, draw in draws.items():
+                replaced.enter_context(_replaced(self._policy.model, name, draw))
+            return self._policy.forward(self._preprocessed())[0]
+
+    def resident(self) -> list[Tensor]:
+        """What would live on an accelerator: weights, buffers, and the batch, which Accelerate's loader puts there."""
+        batch = [value for value in self._batch.values() if isinstance(value, Tensor)]
+        return [*self._policy.parameters(), *self._policy.buffers(), *batch]
+
+    def _preprocessed(self) -> dict[str, Any]:
+        pictures = {k: v.to(torch.float32) / 255.0 for k, v in self._batch.items() if k.startswith(IMAGE_PREFIX)}
+        return self._preprocess(self._batch | pictures)
+
+    @contextmanager
+    def _on_the_clock(self) -> Iterator[None]:
+        parts = [
+            (self._policy, "forward", "forward"),
+            (self._accelerator, "backward", "backward"),
+            (self._accelerator, "clip_grad_norm_", "optimizer"),
+            (self._optimizer, "step", "optimizer"),
+            (self._optimizer, "zero_grad", "optimizer"),
+        ]
+        with ExitStack() as replaced:
+            for owner, name, phase in parts:
+                replaced.enter_context(_replaced(owner, name, _timed(self.stopwatch, phase, getattr(owner, name))))
+            yield
+
+
+def _make_preprocessor(config: Any, base: Base, device: torch.device) -> Any:
+    """As `lerobot-train` makes it: the base's own pipeline with this dataset's statistics and this device."""
+    stats = {key: {name: torch.from_numpy(v) for name, v in values.items()} for key, values in base.stats().items()}
+    features = {**config.input_features, **config.output_features}
+    normalise = {"stats": stats, "features": features, "norm_map": config.normalization_mapping}
+    preprocess, _ = make_pre_post_processors(
+        config,
+        str(base.folder),
+        preprocessor_overrides={"device_processor": {"device": device.type}, "normalizer_processor": normalise},
+        postprocessor_overrides={"unnormalizer_processor": normalise | {"features": {ACTION: features[ACTION]}}},
+    )
+    return preprocess
+
+
+def _timed(stopwatch: Stopwatch, phase: str, call: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with stopwatch.phase(phase):
+            return call(*args, **kwargs)
+
+    return timed
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of this one object, its class untouched."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)

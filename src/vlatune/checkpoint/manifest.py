@@ -1,0 +1,118 @@
+"""The last file of a checkpoint: names, sizes and SHA-256 of the others, and the few numbers that pruning needs.
+
+A checkpoint without a readable manifest is not there. One whose files are not what it says is damaged.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Entry:
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    optimizer_step: int
+    loss: float | None
+    """Mean training loss of the steps since the checkpoint before; the lower, the better a checkpoint is held to be."""
+    files: dict[str, Entry]
+
+    def to_bytes(self) -> bytes:
+        files = {name: {"bytes": one.num_bytes, "sha256": one.sha256} for name, one in self.files.items()}
+        content = {"format": FORMAT, "optimizer_step": self.optimizer_step, "loss": self.loss, "files": files}
+        return json.dumps(content, indent=2).encode()
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Raises ValueError with what is wrong; names that would leave the checkpoint's folder are wrong, too."""
+    try:
+        raw: dict[str, Any] = json.loads(data)
+        files = {str(name): Entry(int(one["bytes"]), str(one["sha256"])) for name, one in raw["files"].items()}
+        loss = raw.get("loss")
+        found = Manifest(int(raw["optimizer_step"]), None if loss is None else float(loss), files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is not readable ({type(error).__name__}: {error})") from None
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"{MANIFEST} names a file outside of its folder: '{name}'")
+    return found
+
+
+def make_manifest(folder: Path, optimizer_step: int, loss: float | None) -> Manifest:
+    """Hash everything in a folder and below it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    files = {path.relative_to(folder).as_posix(): Entry(path.stat().st_size, hash_file(path)) for path in paths}
+    return Manifest(optimizer_step, loss, files)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    try:
+        return parse_manifest((folder / MANIFEST).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{MANIFEST} is not readable ({error.strerror})") from None
+
+
+def find_problem(folder: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, or None."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    problems = (_file_problem(folder / name, name, entry) for name, entry in manifest.files.items())
+    return next((problem for problem in problems if problem), None)
+
+
+def _file_problem(path: Path, name: str, entry: Entry) -> str | None:
+    if not path.is_file():
+        return f"{name} is missing"
+    try:
+        num_bytes, sha256 = path.stat().st_size, hash_file(path)
+    except OSError as error:
+        return f"{name} is not readable ({error.strerror})"
+    return compare_entry(name, entry, Entry(num_bytes, sha256))
+
+
+def compare_entry(name: str, expected: Entry, found: Entry) -> str | None:
+    if found.num_bytes != expected.num_bytes:
+        return f"{name} has {found.num_bytes} bytes, the manifest says {expected.num_bytes}"
+    if found.sha256 != expected.sha256:
+        return f"{name} does not match its hash"
+    return None
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hash_stream(file)
+
+
+def hash_stream(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(CHUNK_BYTES):
+        digest.update(chunk)  # lets other threads run meanwhile
+    return digest.hexdigest()
+
+
+def share(path: Path) -> None:
+    """Give a file the rights of its folder: safetensors makes files that only their owner may read."""
+    if path.is_file():
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""The small files of a LeRobot `pretrained_model` folder, with the dataset's part filled in: config and processors.
+
+They are the base model's own JSON, with the dataset's widths, statistics and camera names in the places that LeRobot
+reads. Every checkpoint carries them, so that it can be exported without the dataset. Nothing that the files name is
+imported, and nothing in them says where on this machine something lies.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from vlatune.batch import ACTION, STATE
+from vlatune.policies.base import Binding, PolicySpec
+
+POLICY_FOLDER = "policy"
+"""Where they lie in a checkpoint."""
+CONFIG = "config.json"
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor.json", "policy_postprocessor.json"
+NORMALISER = {PREPROCESSOR: "normalizer_processor", POSTPROCESSOR: "unnormalizer_processor"}
+TOKENIZER_FOLDER = "tokenizer"
+
+Stats = Mapping[str, Mapping[str, np.ndarray]]
+
+
+def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype: str | None) -> dict[str, bytes]:
+    """File name -> content, for the exported folder; weights and tokenizer are not among them."""
+    config = _make_config(_read(spec, CONFIG), binding, dtype)
+    files = {CONFIG: config}
+    state_files: dict[str, bytes] = {}
+    if rename_map(binding):
+        _require_step(spec, PREPROCESSOR, "rename_observations_processor")
+    for name in (PREPROCESSOR, POSTPROCESSOR):
+        files[name] = _read(spec, name)
+        _fill_steps(spec, files[name]["steps"], config, binding)
+        state_files |= _put_stats(spec, name, files[name]["steps"], stats)
+    return {name: json.dumps(content, indent=2).encode() for name, content in files.items()} | state_files
+
+
+def _make_config(config: dict[str, Any], binding: Binding, dtype: str | None) -> dict[str, Any]:
+    inputs = {key: one for key, one in config["input_features"].items() if one["type"] != "STATE"}
+    inputs[STATE] = {"type": "STATE", "shape": [binding.state_dim]}
+    made = {
+        "input_features": inputs,
+        "output_features": {ACTION: {"type": "ACTION", "shape": [binding.action_dim]}},
+        "device": None,  # whatever the machine has that loads it
+        "pretrained_path": None,
+        "dtype": dtype or config.get("dtype"),
+    }
+    if "action_feature_names" in config:
+        made["action_feature_names"] = list(binding.action_names)
+    off = {name: False for name in ("gradient_checkpointing", "compile_model") if name in config}
+    return config | made | off
+
+
+def _fill_steps(spec: PolicySpec, steps: list[dict[str, Any]], config: dict[str, Any], binding: Binding) -> None:
+    for step in steps:
+        settings = step.setdefault("config", {})
+        match step.get("registry_name"):
+            case "rename_observations_processor":
+                settings["rename_map"] = rename_map(binding)
+            case "normalizer_processor":
+                settings["features"] = config["input_features"] | config["output_features"]
+                settings["norm_map"] = dict(spec.normalisation)
+            case "unnormalizer_processor":
+                settings["features"] = config["output_features"]
+                settings["norm_map"] = dict(spec.normalisation)
+            case "tokenizer_processor":
+                settings["tokenizer_name"] = tokenizer_name(settings.get("tokenizer_name") or "")
+            case "device_processor":
+                settings["device"] = "cpu"  # loads everywhere; LeRobot's programs replace it by their own device
+
+
+def tokenizer_name(name: str) -> str:
+    """A hub repository's name as it is; for a folder, that of the tokenizer which an export carries."""
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+    return name if is_hub_name else TOKENIZER_FOLDER
+
+
+def _put_stats(spec: PolicySpec, file: str, steps: list[dict[str, Any]], stats: Stats) -> dict[str, bytes]:
+    """Name the statistics' file in the step that normalises; returns that file."""
+    if not stats:
+        return {}
+    found = _require_step(spec, file, NORMALISER[file])
+    step = steps[found]
+    step["state_file"] = f"{file.removesuffix('.json')}_step_{found}_{NORMALISER[file]}.safetensors"
+    flat = {f"{key}.{name}": values.astype(np.float32) for key, of in stats.items() for name, values in of.items()}
+    return {step["state_file"]: save(flat)}
+
+
+def rename_map(binding: Binding) -> dict[str, str]:
+    """The robot's camera names -> the policy's, where they differ."""
+    return {ours: theirs for ours, theirs in binding.cameras if ours != theirs}
+
+
+def _require_step(spec: PolicySpec, file: str, name: str) -> int:
+    """The place of a step; without it what is learnt here could not be exported."""
+    for place, step in enumerate(_read(spec, file)["steps"]):
+        if step.get("registry_name") == name:
+            return place
+    raise ValueError(
+        f"policy '{spec.folder}': {file} has no step '{name}'; use a base that LeRobot's processors were saved with"
+    )
+
+
+def _read(spec: PolicySpec, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((Path(spec.folder) / name).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"policy '{spec.folder}': {name} is not readable ({error}); --policy.path must be a LeRobot pretrained_model folder"
+        ) from None

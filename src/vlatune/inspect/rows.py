@@ -1,0 +1,186 @@
+"""The data files, held against meta/: readable, long enough, with the declared columns and types, rows in order.
+
+Of many files only the footers are read, in threads; of the first one also the columns that every dataset has. A file
+that cannot be read is a finding, not a failure.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from vlatune.dataset.feature_specs import numpy_type
+from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.row_checks import INDEX_KINDS
+from vlatune.dataset.storage import Root
+from vlatune.dataset.tables import opened, read_columns
+from vlatune.inspect.problems import MAX_EXAMPLES, Problem, refusal, with_examples
+
+THREADS = 8
+FIRST_FILES = 100
+"""Data files whose footers are read unless all are asked for."""
+TIME_TOLERANCE_S = 1e-4
+"""The reader's own default."""
+
+
+@dataclass(frozen=True)
+class Footer:
+    file: str
+    num_rows: int = 0
+    types: Mapping[str, pa.DataType] | None = None
+    error: str = ""
+    """Why the file could not be read; nothing else is known then."""
+
+
+def data_problems(meta: DatasetMeta, files: Mapping[str, int], *, every: bool) -> list[Problem]:
+    """`files` are the data files that are there, with the rows that each must have."""
+    names = list(files)[: None if every else FIRST_FILES]
+    with ThreadPoolExecutor(THREADS) as pool:
+        footers = list(pool.map(lambda name: read_footer(meta.root, name), names))
+    good = [footer for footer in footers if not footer.error]
+    problems = [*_unreadable(footers), *_too_short(good, files), *_columns(meta, good)]
+    return problems + (_rows(meta, good[0].file) if good and not problems else [])
+
+
+def read_footer(root: Root, name: str) -> Footer:
+    try:
+        with opened(root, name, []) as parquet:
+            schema = parquet.schema_arrow
+            return Footer(name, parquet.metadata.num_rows, dict(zip(schema.names, schema.types, strict=True)))
+    except ValueError as error:
+        return Footer(name, error=" ".join(str(error).split()).removeprefix(f"dataset '{root.url}': "))
+
+
+def _unreadable(footers: Sequence[Footer]) -> list[Problem]:
+    return with_examples(
+        "error",
+        [footer.error for footer in footers if footer.error],
+        place="data files",
+        found="files that cannot be read",
+        expected="parquet files",
+        fix="fetch them anew; a file of some 130 bytes is a Git LFS pointer: run `git lfs pull`",
+    )
+
+
+def _too_short(footers: Sequence[Footer], needed: Mapping[str, int]) -> list[Problem]:
+    wrong = [footer for footer in footers if footer.num_rows < needed[footer.file]]
+    return with_examples(
+        "error",
+        [f"{footer.file}: {footer.num_rows} rows, {needed[footer.file]} needed" for footer in wrong],
+        place="data files",
+        found="files with fewer rows than the episodes in them",
+        expected="a row for every frame of meta/episodes",
+        fix="fetch the files and meta/ anew",
+    )
+
+
+def _columns(meta: DatasetMeta, footers: Sequence[Footer]) -> list[Problem]:
+    """Columns that are missing or of another type than info.json says; a camera with videos has none."""
+    expected = {
+        name: numpy_type(feature) or feature.dtype
+        for name, feature in meta.features.items()
+        if feature.dtype != "video"
+    }
+    expected |= {name: "" for name in INDEX_KINDS if name not in expected}
+    missing, other = [], []
+    for footer in footers:
+        assert footer.types is not None  # it could be read
+        for name, dtype in expected.items():
+            if name not in footer.types:
+                missing.append(f"{footer.file}: '{name}'")
+            elif not _is_of(footer.types[name], dtype):
+                other.append(f"{footer.file}: '{name}' is {footer.types[name]}, not {meta.features[name].dtype}")
+    return [
+        *with_examples(
+            "error",
+            missing,
+            place="data files",
+            found="columns that meta/info.json names are missing",
+            expected="a column for every feature without videos",
+            fix="fetch the files anew, or correct the features in meta/info.json",
+        ),
+        *with_examples(
+            "error",
+            other,
+            place="data files",
+            found="columns of another type than meta/info.json says",
+            expected="the dtype of the feature, in all files",
+            fix="write the files anew with that type, or correct the dtype in meta/info.json if all files have this one",
+        ),
+    ]
+
+
+def _is_of(kind: pa.DataType, dtype: str) -> bool:
+    """Types that the reader does not know, pictures among them, are left to it."""
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    if dtype == "object":
+        return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    try:
+        return pa.from_numpy_dtype(np.dtype(dtype)) == kind if dtype else True
+    except (TypeError, pa.ArrowNotImplementedError):
+        return True
+
+
+def _rows(meta: DatasetMeta, file: str) -> list[Problem]:
+    """What the rows of one file say of themselves."""
+    try:
+        columns = read_columns(meta.root, file, list(INDEX_KINDS))
+    except ValueError as error:
+        expected = "a data file with an index, a time and a task for every row"
+        return [refusal(error, meta.root.url, place=file, expected=expected)]
+    flat = {name: values.reshape(-1) for name, values in columns.items()}
+    return [*_tasks(meta, file, flat["task_index"]), *_order(file, flat), *_times(meta, file, flat)]
+
+
+def _tasks(meta: DatasetMeta, file: str, task_index: np.ndarray) -> list[Problem]:
+    numbers, rows = np.unique(task_index, return_counts=True)
+    bad = (numbers < 0) | (numbers >= len(meta.tasks))
+    return with_examples(
+        "error",
+        [f"task_index {number}: {count} rows" for number, count in zip(numbers[bad], rows[bad], strict=True)],
+        place=file,
+        found="rows whose task_index has no sentence",
+        expected=f"0 to {len(meta.tasks) - 1}, as meta/tasks lists",
+        fix="add the sentences to meta/tasks, or fetch meta/ anew",
+    )
+
+
+def _order(file: str, columns: Mapping[str, np.ndarray]) -> list[Problem]:
+    """Rows must count on, and frames within their episode."""
+    index, episode, frame = (columns[name] for name in ("index", "episode_index", "frame_index"))
+    follows = np.where(episode[1:] == episode[:-1], frame[1:] == frame[:-1] + 1, frame[1:] == 0)
+    wrong = np.flatnonzero(~(follows & (index[1:] == index[:-1] + 1))) + 1
+    lines = [
+        f"row {row}: episode_index {episode[row]}, frame_index {frame[row]}, index {index[row]}"
+        for row in wrong[:MAX_EXAMPLES].tolist()
+    ]
+    return with_examples(
+        "error",
+        lines,
+        count=len(wrong),
+        place=file,
+        found="rows that do not follow the row before them",
+        expected="index, and frame_index within an episode, that count on by one",
+        fix="fetch the file anew, or convert the dataset anew",
+    )
+
+
+def _times(meta: DatasetMeta, file: str, columns: Mapping[str, np.ndarray]) -> list[Problem]:
+    expected_s = columns["frame_index"] / meta.fps
+    wrong = np.flatnonzero(~(np.abs(columns["timestamp"] - expected_s) <= TIME_TOLERANCE_S))
+    lines = [
+        f"row {row}: {columns['timestamp'][row]:.4f} s, not {expected_s[row]:.4f} s"
+        for row in wrong[:MAX_EXAMPLES].tolist()
+    ]
+    return with_examples(
+        "warning",
+        lines,
+        count=len(wrong),
+        place=file,
+        found="rows whose timestamp is not frame_index / fps",
+        expected=f"a difference of at most {TIME_TOLERANCE_S:g} s at {meta.fps:g} fps",
+        fix="nothing if the frames of the videos have the same times; else correct fps in meta/info.json or record anew",
+    )

@@ -1,0 +1,183 @@
+"""Which tensors a PI0.5 folder must hold, and whether it does. No torch: the driver looks before anything is started.
+
+Only the headers of the safetensors files are read. LeRobot's loader prints a line about tensors that are missing or do
+not fit and goes on with random weights; here every one of them is an error.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from vlatune.policies.pi05_size import NUM_HEADS, Pi05Size, read_size
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PALIGEMMA = "model.paligemma_with_expert.paligemma."
+EXPERT = "model.paligemma_with_expert.gemma_expert."
+EMBEDDING = f"{PALIGEMMA}model.language_model.embed_tokens.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+
+# As LeRobot's `_fix_pytorch_state_dict_keys`: what openpi's checkpoints carry and PI0.5 has no place for.
+LEFT_OUT = re.compile(
+    r"state_proj\.|paligemma_with_expert\.gemma_expert\.model\."
+    r"(layers\.\d+\.(input_layernorm|post_attention_layernorm)|norm)\.weight$"
+)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    file: Path
+    key: str
+    """Its name in the file, which may be an older one than the model's."""
+    shape: tuple[int, ...]
+
+
+def find_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Every tensor of the model that `config` (config.json) describes, by the model's name for it."""
+    found: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        for stored in _read_header(folder, file):
+            for name in model_names(stored.key):
+                if name not in found or stored.key.endswith(name):  # a table of its own goes before the tied one
+                    found[name] = stored
+    _check(folder, expected_shapes(folder, config), found)
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return [folder / SINGLE_FILE]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"policy '{folder}': {INDEX_FILE} is damaged ({error}); fetch the base model anew") from error
+    odd = [name for name in names if Path(str(name)).name != name]
+    if odd:
+        raise ValueError(f"policy '{folder}': {INDEX_FILE} names '{odd[0]}', expected a file of the same folder")
+    return [folder / name for name in names]
+
+
+def model_names(key: str) -> tuple[str, ...]:
+    """A stored name -> the model's names, which may be none or two: openpi stores tied tables once, as the head."""
+    if LEFT_OUT.match(key):
+        return ()
+    key = re.sub(r"^action_time_mlp_(in|out)\.", r"time_mlp_\1.", key)
+    name = key if key.startswith("model.") else f"model.{key}"
+    return (name, EMBEDDING) if name == f"{PALIGEMMA}lm_head.weight" else (name,)
+
+
+def expected_shapes(folder: Path, config: Mapping[str, Any]) -> Shapes:
+    size = read_size(folder) or _published_size(folder, config)
+    return shapes_at(size, image_size=int(config["image_resolution"][0]), action_dims=int(config["max_action_dim"]))
+
+
+def shapes_at(size: Pi05Size, *, image_size: int, action_dims: int) -> Shapes:
+    """LeRobot's PI05Policy at a size: the name and shape of every tensor (a test holds it to the real one)."""
+    expert = f"{EXPERT}model."
+    shapes = _vision(size, image_size) | _heads(size.expert_width, action_dims)
+    for layer in range(size.depth):
+        shapes |= _gemma_layer(f"{PALIGEMMA}model.language_model.layers.{layer}.", size.width, size.mlp_dim, size)
+        shapes |= _gemma_layer(f"{expert}layers.{layer}.", size.expert_width, size.expert_mlp_dim, size)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{PALIGEMMA}model.language_model.layers.{layer}.{norm}.weight"] = (size.width,)
+            shapes |= _linear(f"{expert}layers.{layer}.{norm}.dense", 3 * size.expert_width, size.expert_width)
+    return shapes | {
+        EMBEDDING: (size.vocab_size, size.width),
+        f"{PALIGEMMA}lm_head.weight": (size.vocab_size, size.width),
+        f"{PALIGEMMA}model.language_model.norm.weight": (size.width,),
+        f"{EXPERT}lm_head.weight": (size.vocab_size, size.expert_width),
+        **_linear(f"{expert}norm.dense", 3 * size.expert_width, size.expert_width),
+    }
+
+
+def _vision(size: Pi05Size, image_size: int) -> Shapes:
+    tower, width = f"{PALIGEMMA}model.vision_tower.vision_model.", size.vision_width
+    patch = (size.patch_size, size.patch_size)
+    shapes: Shapes = {
+        f"{tower}embeddings.patch_embedding.weight": (width, 3, *patch),
+        f"{tower}embeddings.patch_embedding.bias": (width,),
+        f"{tower}embeddings.position_embedding.weight": ((image_size // size.patch_size) ** 2, width),
+        **_norm(f"{tower}post_layernorm", width),
+        **_linear(f"{PALIGEMMA}model.multi_modal_projector.linear", size.width, width),
+    }
+    for number in range(size.vision_depth):
+        layer = f"{tower}encoder.layers.{number}."
+        shapes |= _norm(f"{layer}layer_norm1", width) | _norm(f"{layer}layer_norm2", width)
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= _linear(f"{layer}self_attn.{name}", width, width)
+        shapes |= _linear(f"{layer}mlp.fc1", size.vision_mlp_dim, width)
+        shapes |= _linear(f"{layer}mlp.fc2", width, size.vision_mlp_dim)
+    return shapes
+
+
+def _gemma_layer(prefix: str, width: int, mlp_dim: int, size: Pi05Size) -> Shapes:
+    queries = NUM_HEADS * size.head_dim
+    return {
+        f"{prefix}self_attn.q_proj.weight": (queries, width),
+        f"{prefix}self_attn.k_proj.weight": (size.head_dim, width),
+        f"{prefix}self_attn.v_proj.weight": (size.head_dim, width),
+        f"{prefix}self_attn.o_proj.weight": (width, queries),
+        f"{prefix}mlp.gate_proj.weight": (mlp_dim, width),
+        f"{prefix}mlp.up_proj.weight": (mlp_dim, width),
+        f"{prefix}mlp.down_proj.weight": (width, mlp_dim),
+    }
+
+
+def _heads(width: int, action_dims: int) -> Shapes:
+    return {
+        **_linear("model.action_in_proj", width, action_dims),
+        **_linear("model.action_out_proj", action_dims, width),
+        **_linear("model.time_mlp_in", width, width),
+        **_linear("model.time_mlp_out", width, width),
+    }
+
+
+def _linear(name: str, outputs: int, inputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _published_size(folder: Path, config: Mapping[str, Any]) -> Pi05Size:
+    variants = config.get("paligemma_variant"), config.get("action_expert_variant")
+    if variants != ("gemma_2b", "gemma_300m"):
+        raise ValueError(
+            f"policy '{folder}': config.json asks for {variants[0]} with {variants[1]}, expected gemma_2b with gemma_300m"
+        )
+    return Pi05Size()
+
+
+def _read_header(folder: Path, file: Path) -> Iterator[StoredTensor]:
+    try:
+        with safe_open(file, framework="np") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (it is no dict)
+                yield StoredTensor(file, key, tuple(tensors.get_slice(key).get_shape()))
+    except FileNotFoundError as error:
+        raise ValueError(f"policy '{folder}': {file.name} is missing; fetch the base model anew") from error
+    except SafetensorError as error:
+        raise ValueError(f"policy '{folder}': {file.name} is damaged ({error}); fetch the base model anew") from error
+
+
+def _check(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor]) -> None:
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted]
+    if missing or unexpected:
+        raise ValueError(
+            f"policy '{folder}': the weights do not fit the model: {len(missing)} missing {missing[:5]}, "
+            f"{len(unexpected)} unexpected {unexpected[:5]}; is it a PI0.5 base of another size or version?"
+        )
+    for name, stored in found.items():
+        if stored.shape != wanted[name]:
+            raise ValueError(
+                f"policy '{folder}': the weights do not fit the model: '{name}' in {stored.file.name} has shape "
+                f"{stored.shape}, expected {wanted[name]}; is it a PI0.5 base of another size or version?"
+            )

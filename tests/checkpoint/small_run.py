@@ -1,0 +1,98 @@
+"""A run without Ray: the real setup, policy, optimizer and saving of a worker, on one batch of real frames."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlatune.batch import IDS, SLOT, Columns
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.pipeline.transforms import apply_all
+from vlatune.policies.base import ModuleOptions
+from vlatune.train.ema import Ema
+from vlatune.train.evaluate import read_held_out
+from vlatune.train.folder import open_run
+from vlatune.train.optim import make_optimizer
+from vlatune.train.resume import Start, find_start
+from vlatune.train.saving import Learning, Saving
+
+
+def small_config(dataset: Path, base: Path, run_dir: Path, **changes: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "dataset": DatasetConfig(root=(str(dataset),), eval_split=0.2, run_length=4, window_rows=8),
+        "policy": PolicyConfig(path=str(base), train="heads"),
+        "output_dir": str(run_dir),
+        "steps": 20,
+        "save_every_s": 0.0,
+    }
+    return RunConfig(**given | changes)
+
+
+class SmallRun:
+    """One worker's parts, as the loop puts them together."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.said: list[str] = []
+        self.config = config
+        self.start: Start = find_start(config, say=self.said.append)
+        open_run(config)
+        setup = self.start.setup
+        torch.manual_seed(config.seed)
+        self.module: Any = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy))
+        self.module.train()
+        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(self.trainable.values(), config.optimizer)
+        self.ema = Ema(self.trainable, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
+        self.saving = self._make_saving()
+        self.done, self.loss_sum, self.loss_count = self.saving.restore()
+        self.rows = read_held_out(setup, 2)
+
+    def _make_saving(self) -> Saving:
+        setup, cpu = self.start.setup, torch.device("cpu")
+        averages = self.ema.tensors() if self.ema else None
+        learning = Learning(self.trainable, self.optimizer, averages)
+        plan = self.start.plan(self.config)
+        return Saving(plan, self.config, setup.order, setup.binding, learning=learning, rank=0, device=cpu)
+
+    def batch(self) -> dict[str, Tensor]:
+        columns: Columns = apply_all(self.start.setup.transforms(0), self.rows)
+        return {key: torch.from_numpy(value) for key, value in columns.items() if key not in (*IDS, SLOT)}
+
+    def step(self) -> float:
+        """An update with a little noise of torch's own generator, which a resumed run must draw again."""
+        loss = self.module(self.batch()) * (1 + 0.01 * torch.rand(()))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema:
+            self.ema.update()
+        self.done += 1
+        self.loss_sum, self.loss_count = self.loss_sum + loss.detach(), self.loss_count + 1
+        self.saving.stepped(loss.detach())
+        return loss.item()
+
+    def save(self) -> None:
+        self.saving.save(self.done, self.loss_sum, self.loss_count, gather=lambda mine: [mine])
+
+
+@contextmanager
+def running(config: RunConfig) -> Iterator[SmallRun]:
+    run = SmallRun(config)
+    run.saving.begin()
+    try:
+        yield run
+        run.saving.finish()
+    finally:
+        run.saving.close()
+
+
+def make_finished(config: RunConfig, steps: int = 2) -> Path:
+    """A run folder with one checkpoint after so many steps."""
+    with running(config) as run:
+        for _ in range(steps):
+            run.step()
+        run.save()
+    return config.run_dir

@@ -1,0 +1,250 @@
+"""What is exported is a LeRobot policy: LeRobot loads it by itself, and it does what ours does."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.pi05 import PI05Policy
+from safetensors.torch import load_file, save_file
+from small_run import SmallRun, make_finished, running, small_config
+from torch import Tensor
+
+from vlatune import cli
+from vlatune.batch import ACTION, STATE, TASK
+from vlatune.checkpoint.export import export_run
+from vlatune.config import ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.pipeline.transforms import Normalise
+from vlatune.policies.pi05_size import building_at, read_size
+
+RENAMED = {"observation.images.top": "observation.images.base_0_rgb"}
+
+
+@pytest.fixture(scope="module")
+def renaming_base(small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose cameras have other names than the dataset's, one of them without data."""
+    folder = tmp_path_factory.mktemp("renaming") / "base"
+    shutil.copytree(small_base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    features = config["input_features"]
+    config["input_features"] = {
+        "observation.images.base_0_rgb": features["observation.images.top"],
+        "observation.images.right_wrist_0_rgb": features["observation.images.wrist"],
+        STATE: {"type": "STATE", "shape": [32]},  # as the published base has it
+    }
+    config["output_features"][ACTION]["shape"] = [32]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def make_config(dataset_v3: Path, small_base: Path, renaming_base: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    def make(train: str = "heads", *, rename: bool = False, **optimizer: float) -> RunConfig:
+        base = renaming_base if rename else small_base
+        config = small_config(dataset_v3, base, tmp_path / "run", policy=PolicyConfig(path=str(base), train=train))
+        return replace(
+            config,
+            optimizer=OptimizerConfig(lr=1e-2, **optimizer),  # pyright: ignore[reportArgumentType]
+            rename_map=RENAMED if rename else {},
+        )
+
+    return make
+
+
+def export(run_dir: Path, folder: Path, **options: Any) -> Path:
+    export_run(run_dir, folder, ExportConfig(**options), warn=pytest.fail)
+    return folder
+
+
+def noise_for(run: SmallRun) -> Tensor:
+    rows, spec = len(run.rows["index"]), run.start.setup.policy
+    return torch.randn(rows, spec.horizon, spec.max_action_dim, generator=torch.Generator().manual_seed(3))
+
+
+def our_actions(run: SmallRun) -> np.ndarray:
+    """As evaluation computes them: our transforms, our module, our inverse of the normalisation."""
+    run.module.eval()
+    chunk = run.module.predict(run.batch(), noise_for(run)).numpy()
+    transforms = run.start.setup.transforms(0)
+    (unscale,) = (one for one in transforms if isinstance(one, Normalise) and one.key == ACTION)
+    return unscale.inverse(chunk)
+
+
+def load_lerobot(folder: Path) -> PI05Policy:
+    """LeRobot's own loading; only the model's odd size is told to it."""
+    size = read_size(folder)
+    assert size is not None
+    with building_at(size):
+        return PI05Policy.from_pretrained(folder)
+
+
+def lerobot_actions(folder: Path, policy: Any, run: SmallRun, **overrides: Any) -> np.ndarray:
+    """As a robot's program computes them: observations under the robot's names, pictures in [0, 1]."""
+    config = PreTrainedConfig.from_pretrained(folder)
+    before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
+    cameras = {name: torch.from_numpy(run.rows[name]) / 255.0 for name, _ in run.start.setup.binding.cameras}
+    observation = cameras | {STATE: torch.from_numpy(run.rows[STATE]), TASK: list(run.rows[TASK])}
+    with torch.no_grad():
+        chunk = policy.predict_action_chunk(before(observation), noise=noise_for(run))
+    return after(chunk).numpy()
+
+
+@pytest.mark.parametrize(
+    ("train", "rename"), [("heads", False), ("expert", True), ("full", False), ("lora", True)], ids=str
+)
+def test_lerobot_gives_the_actions_that_ours_gives(make_config, tmp_path, monkeypatch, train, rename):
+    config = make_config(train, rename=rename)
+    with running(config) as run:
+        base_actions = our_actions(run)
+        for _ in range(2):
+            run.step()
+        run.save()
+    folder = export(config.run_dir, tmp_path / "exported")
+    monkeypatch.chdir(folder)  # LeRobot looks for a tokenizer of that name from the current folder
+    ours, theirs = our_actions(run), lerobot_actions(folder, load_lerobot(folder), run)
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
+    assert np.abs(ours - base_actions).max() > 1e-3  # training has changed them
+
+
+def test_it_needs_neither_the_dataset_nor_the_folder_it_was_made_in(make_config, dataset_v3, tmp_path):
+    config = make_config()
+    data = tmp_path / "data"
+    shutil.copytree(dataset_v3, data)
+    config = replace(config, dataset=replace(config.dataset, root=(str(data),)))
+    with running(config) as run:
+        run.step()
+        run.save()
+    expected = our_actions(run)
+    shutil.rmtree(data)
+    export(config.run_dir, tmp_path / "exported")
+    moved = (tmp_path / "exported").rename(tmp_path / "moved")
+    tokenizer = {"tokenizer_name": str(moved / "tokenizer")}
+    found = lerobot_actions(moved, load_lerobot(moved), run, tokenizer_processor=tokenizer)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_files_name_nothing_of_this_machine_and_carry_names_widths_and_statistics(make_config, tmp_path):
+    run_dir = make_finished(make_config(rename=True))
+    folder = export(run_dir, tmp_path / "exported")
+    for file in folder.glob("*.json"):
+        assert str(tmp_path.parent) not in file.read_text(), file.name
+    config = json.loads((folder / "config.json").read_text())
+    assert config["output_features"][ACTION]["shape"] == config["input_features"][STATE]["shape"] == [3]
+    steps = {
+        one["registry_name"]: one for one in json.loads((folder / "policy_preprocessor.json").read_text())["steps"]
+    }
+    assert steps["rename_observations_processor"]["config"]["rename_map"] == RENAMED
+    stats = load_file(folder / steps["normalizer_processor"]["state_file"])
+    assert sorted(stats) == ["action.q01", "action.q99", "observation.state.q01", "observation.state.q99"]
+    assert {(path.stat().st_mode & 0o777) for path in folder.glob("*.safetensors")} == {folder.stat().st_mode & 0o666}
+
+
+def test_an_export_is_a_base_to_train_on(make_config, dataset_v3, tmp_path):
+    first = make_finished(make_config())
+    folder = export(first, tmp_path / "exported")
+    again = make_finished(small_config(dataset_v3, folder, tmp_path / "again"))
+    export(again, tmp_path / "second")
+
+
+def test_averaged_weights_are_taken_where_there_are_some(make_config, tmp_path):
+    run_dir = make_finished(make_config(ema_decay=0.5))
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    name = "model.action_in_proj.weight"
+    for weights, file in (("auto", "ema"), ("ema", "ema"), ("trained", "trainable")):
+        folder = export(run_dir, tmp_path / weights, weights=weights)
+        stored = load_file(checkpoint / f"{file}.safetensors")[f"policy.{name}"]
+        assert torch.equal(load_file(folder / "model.safetensors")[name], stored)
+
+
+def test_an_adapter_alone_is_loaded_by_peft_onto_the_base(make_config, small_base, tmp_path):
+    from peft import PeftModel
+
+    config = make_config("lora")
+    with running(config) as run:
+        for _ in range(2):
+            run.step()
+        run.save()
+    folder = export(config.run_dir, tmp_path / "adapter", adapter=True)
+    assert not (folder / "model.safetensors").exists()
+    assert PreTrainedConfig.from_pretrained(folder).use_peft
+    adapter_config = json.loads((folder / "adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(small_base)
+    policy: Any = PeftModel.from_pretrained(load_lerobot(small_base), str(folder))  # pyright: ignore[reportArgumentType]
+    tokenizer = {"tokenizer_name": str(folder / "tokenizer")}
+    found = lerobot_actions(folder, policy.base_model.model, run, tokenizer_processor=tokenizer)
+    np.testing.assert_allclose(found, our_actions(run), rtol=0, atol=1e-5)
+
+
+def test_a_run_without_adapters_has_none_to_export(make_config, tmp_path):
+    run_dir = make_finished(make_config())
+    with pytest.raises(ValueError, match=r"--adapter=true: the run was trained with --policy.train=heads"):
+        export(run_dir, tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_are_told_and_nothing_is_written(make_config, small_base, tmp_path):
+    run_dir = make_finished(make_config())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("do not touch")
+    other = tmp_path / "other"
+    shutil.copytree(small_base, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.action_in_proj.weight"] += 1  # of the same names and shapes
+    save_file(weights, other / "model.safetensors")
+    mistakes = [
+        (tmp_path, "new", {}, "is not a run folder: there is no config.json"),
+        (run_dir, "full", {}, "exists and is not an empty folder"),
+        (run_dir, "new", {"checkpoint": "7"}, "--checkpoint=7: there is no such checkpoint"),
+        (run_dir, "new", {"weights": "ema"}, "has no averaged weights"),
+        (run_dir, "new", {"base": str(other)}, "not those that the run was trained on; give the right one with --base"),
+        (run_dir, "new", {"base": str(tmp_path / "nowhere")}, "there is no such folder"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for place, name, options, expected in mistakes:
+        with pytest.raises(ValueError, match=expected):
+            export(place, tmp_path / name, **options)
+    assert sorted(tmp_path.iterdir()) == before
+    shutil.rmtree(run_dir / "checkpoints")
+    with pytest.raises(ValueError, match="there is no checkpoint yet"):
+        export(run_dir, tmp_path / "new")
+
+
+def test_an_empty_folder_is_filled(make_config, tmp_path):
+    run_dir = make_finished(make_config())
+    (tmp_path / "empty").mkdir()
+    assert (export(run_dir, tmp_path / "empty") / "model.safetensors").exists()
+
+
+def test_ctrl_c_leaves_nothing_half(make_config, tmp_path, monkeypatch, capsys):
+    run_dir = make_finished(make_config())
+
+    def interrupted(*_: object) -> None:
+        assert (tmp_path / ".new.exporting" / "model.safetensors").exists()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("vlatune.checkpoint.export.write_rest", interrupted)
+    before = sorted(tmp_path.iterdir())
+    assert cli.main(["export", str(run_dir), str(tmp_path / "new")]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "vlatune: interrupted\n"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_command_says_what_lerobot_needs_to_be_told(make_config, tmp_path, capsys):
+    run_dir = make_finished(make_config(rename=True))
+    assert cli.main(["export", str(run_dir), str(tmp_path / "new")]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'new'}: optimizer step 2, trained weights" in out
+    assert f"--rename_map='{json.dumps(RENAMED)}'" in out
+    assert "tokenizer" in out
+    assert cli.main(["export", str(run_dir), str(tmp_path / "new")]) == cli.MISUSED
+    assert "exists and is not an empty folder" in capsys.readouterr().err
