@@ -10,7 +10,7 @@ from ray.data.block import BlockAccessor
 
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, Unit, VectorSpec, make_unit, read_unit
-from vlatune.pipeline.source import READ_S, UnitSource, cut_units, read_blocks, to_table
+from vlatune.pipeline.source import READ_S, UnitSource, cut_tasks, cut_units, read_blocks, staggered, to_table
 from vlatune.pipeline.transforms import Normalise, Rename
 
 
@@ -99,6 +99,17 @@ def test_tasks_make_their_blocks_and_announce_their_rows(task_blocks, spec_and_u
     assert all((one[READ_S] > 0).all() for one in columns)
     row_bytes = 3 * 48 * 48
     assert source.estimate_inmemory_data_size() >= 11 * row_bytes
+
+
+@given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 8))
+def test_the_first_tasks_are_shorter_so_that_readers_end_one_after_the_other(blocks, task_blocks, readers):
+    tasks = list(cut_tasks(iter([[number] for number in range(blocks)]), staggered(task_blocks, readers)))  # pyright: ignore
+    assert [number for task in tasks for (number,) in task] == list(range(blocks))
+    sizes = [len(task) for task in tasks]
+    assert all(1 <= size <= task_blocks for size in sizes)
+    first, rest = sizes[: readers - 1], sizes[readers - 1 :]
+    assert first[:-1] == sorted(first[:-1])
+    assert rest[:-1] == [task_blocks] * (len(rest) - 1)
 
 
 def test_damage_is_named_by_the_task_that_meets_it(spec_and_units):

@@ -106,17 +106,17 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
     """Relative, by norm."""
-    ours, theirs = ours.detach().double(), theirs.detach().double()
+    ours, theirs = ours.detach().float(), theirs.detach().float()
     return float((ours - theirs).norm() / theirs.norm())
 
 
 def worst_distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
     """Of all of `ours` that are not silent: the largest distance, and the parameter's name."""
-    whole = torch.stack([theirs[name].double().norm() for name in ours]).norm()
-    silent = {name for name in ours if theirs[name].double().norm() < SILENT * whole}
+    whole = torch.stack([theirs[name].float().norm() for name in ours]).norm()
+    silent = {name for name in ours if theirs[name].float().norm() < SILENT * whole}
     for name in silent:
         assert name.endswith("self_attn.k_proj.bias"), name
-        assert ours[name].double().norm() < SILENT * whole, name
+        assert ours[name].float().norm() < SILENT * whole, name
     return max((distance(ours[name], theirs[name]), name) for name in ours if name not in silent)
 
 
@@ -125,4 +125,4 @@ def randomise_adapters(module: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():
         if ".lora_" in name:
-            parameter.data.normal_(0.0, 0.1, generator=generator)
+            parameter.data.normal_(0.0, 0.5 * parameter.shape[1] ** -0.5, generator=generator)

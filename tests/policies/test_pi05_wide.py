@@ -1,8 +1,9 @@
 """Parity at PI0.5's real widths: language model 2048, expert 1024, vision tower 1152, attention heads of 256.
 
 Depth, MLPs, vocabulary and tokens are cut, so that it takes seconds. Ours and LeRobot's forward run on one and the same
-policy object, so that its 110 M parameters are held once. Figures seen: loss 0 to 2e-7, gradients up to 2e-6 in
-float32; in bfloat16 loss 3e-3 and gradients 2e-2 from LeRobot's bfloat16.
+policy object, so that its 110 M parameters are held once. Figures seen: in float32 the loss equal to the
+last bit and gradients to 1.0e-6. In bfloat16, for heads: ours 6.8e-4 (loss) and 1.1e-2 (worst gradient) from float32,
+LeRobot's own 1.3e-3 and 1.2e-2; ours 6.4e-4 and 9.7e-3 from LeRobot's.
 """
 
 import pytest
@@ -28,6 +29,8 @@ from vlatune.policies.pi05_trainable import add_adapters, set_trainable
 
 SIZE = Pi05Size(depth=2, mlp_dim=4096, expert_mlp_dim=2048, vision_depth=1, vision_mlp_dim=1152, vocab_size=256)
 CAMERA = "observation.images.top"
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""A loss and its gradients."""
 PIXELS, TOKENS_EACH, HORIZON, DIMS = 56, 12, 10, 7
 
 
@@ -69,13 +72,16 @@ def wrap(policy: PI05Policy, train: str) -> Pi05Module:
     return Pi05Module(policy, spec, binding, ModuleOptions(train=train))
 
 
-def both(policy: PI05Policy, batch: dict[str, torch.Tensor], train: str) -> tuple[float, float, str]:
-    """Distance of the losses, the largest of the gradients, and whose it is."""
+def ours_and_theirs(policy: PI05Policy, batch: dict[str, torch.Tensor], train: str) -> tuple[Result, Result]:
     module = wrap(policy, train)
-    our_loss = module(batch)
-    ours = gradients(policy, our_loss)
-    their_loss = lerobot_loss(policy, batch)
-    return distance(our_loss, their_loss), *worst_distance(ours, gradients(policy, their_loss))
+    losses = [module(batch), lerobot_loss(policy, batch)]
+    ours, theirs = ((loss.detach(), gradients(policy, loss)) for loss in losses)
+    return ours, theirs
+
+
+def errors(result: Result, reference: Result) -> tuple[float, float]:
+    """Of the loss, and the largest of the gradients."""
+    return distance(result[0], reference[0]), worst_distance(result[1], reference[1])[0]
 
 
 def test_parity_at_real_width(policy, batch):
@@ -84,13 +90,14 @@ def test_parity_at_real_width(policy, batch):
         if train == "lora":
             add_adapters(policy, rank=16, alpha=16.0)
             randomise_adapters(policy)
-        loss_error, gradient_error, name = both(policy, batch, train)
-        print(train, loss_error, gradient_error, name)
+        ours, theirs = ours_and_theirs(policy, batch, train)
+        loss_error, gradient_error = errors(ours, theirs)
         assert loss_error <= LOSS_RTOL, train
-        assert gradient_error <= GRADIENT_RTOL, f"{train}: {name}"
+        assert gradient_error <= GRADIENT_RTOL, train
+    exact_loss = wrap(policy, "heads")(batch)
+    exact = (exact_loss.detach(), gradients(policy, exact_loss))
     policy.model.paligemma_with_expert.to_bfloat16_for_selected_params("bfloat16")
     policy.config.dtype = "bfloat16"
-    loss_error, gradient_error, name = both(policy, batch, "heads")
-    print("bf16", loss_error, gradient_error, name)
-    assert 0 < loss_error <= 2.0**-8
-    assert gradient_error <= 0.05, name
+    ours, theirs = ours_and_theirs(policy, batch, "heads")
+    assert errors(ours, exact)[0] <= 2.0**-7
+    assert errors(ours, exact)[1] <= 1.5 * errors(theirs, exact)[1]

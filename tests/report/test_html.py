@@ -119,6 +119,17 @@ def page_of(run_dir, **options):
     return Page(write_report(run_dir, **options).read_text(encoding="utf-8"))
 
 
+def test_the_stages_beside_the_loop_are_shown_where_they_were_measured(tmp_path):
+    write_run(tmp_path)
+    write_end(tmp_path)
+    label = "decoding, all readers"
+    assert label not in write_report(tmp_path).read_text(encoding="utf-8")
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    summary["time_s"] |= {"decode": 50.0, "transport": 2.0, "collate": 1.0, "copy": 0.0}
+    write_json(tmp_path / "summary.json", summary)
+    assert label in write_report(tmp_path).read_text(encoding="utf-8")
+
+
 def test_a_whole_run_is_told_in_order(tmp_path):
     write_run(tmp_path)
     write_end(tmp_path)

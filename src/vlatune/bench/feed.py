@@ -38,8 +38,8 @@ def _jobs(root: str, options: FeedBench) -> list[Job]:
     slow = {"name": f"{options.step_s:g} s a batch", "step_s": options.step_s, "batches": batches}
     every: list[dict[str, Any]] = [
         slow,
-        {"name": "all at once", "step_s": 0.0, "batches": 4 * epoch},
-        {"name": "1.3 x decoding", "over_decode": 1.3, "batches": 3 * epoch},
+        {"name": "all at once", "step_s": 0.0, "batches": 3 * epoch},
+        {"name": "1.3 x decoding", "over_decode": 1.3, "batches": 4 * epoch},
         {"name": "100 x decoding", "over_decode": 100.0, "batches": 8},
         {"name": "all at once, 2 workers", "step_s": 0.0, "batches": 2 * epoch, "num_workers": 2},
         {"name": "all at once, 10 epochs", "step_s": 0.0, "batches": 10 * epoch},

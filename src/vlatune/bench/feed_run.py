@@ -26,7 +26,7 @@ from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
 from vlatune.dataset.select import select_episodes
 from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed
-from vlatune.pipeline.memory import SpillMeter, plan_budget
+from vlatune.pipeline.memory import SpillMeter, plan_budget, read_counters
 from vlatune.pipeline.plan import Share
 
 WARM_UP_BATCHES = 10
@@ -55,6 +55,8 @@ class Consumed:
     """After the first ten batches."""
     busy_s: float = 0.0
     """All of the time after them."""
+    steady_samples: int = 0
+    """Samples after them."""
     first_batch_s: float = 0.0
 
 
@@ -63,6 +65,7 @@ def main(job: Job) -> None:
     try:
         decode_s = _seconds_per_sample(job) if job.way == "ours" else 0.0
         for consumer in job.consumers:
+            _wait_until_empty()
             sys.stdout.write(json.dumps(_run(job, consumer, decode_s)) + "\n")
             sys.stdout.flush()
     finally:
@@ -79,7 +82,9 @@ def _run(job: Job, consumer: dict[str, float], decode_s: float) -> dict[str, Any
     return {
         **extra,
         "step_s": step_s,
-        "samples_per_s": sum(one.samples for one in parts) / max(one.seconds for one in parts),
+        "samples_per_s": sum(
+            one.steady_samples / one.busy_s if one.busy_s else one.samples / one.seconds for one in parts
+        ),
         "wait_share": max((one.waited_s / one.busy_s for one in parts if one.busy_s), default=0.0) if busy_s else None,
         "first_batch_s": max(one.first_batch_s for one in parts),
         "spilled_bytes": store.spilled_bytes,
@@ -106,6 +111,7 @@ def consume(batches: Iterable[Any], step_s: float, most: int) -> Consumed:
         if number >= WARM_UP_BATCHES:
             done.waited_s += waited_s
             done.busy_s += time.perf_counter() - asked
+            done.steady_samples += len(batch["index"])
     done.seconds = time.perf_counter() - begin
     return done
 
@@ -199,6 +205,13 @@ def _seconds_per_sample(job: Job) -> float:
     """What `vlatune.read_lerobot` takes on the same files, warm."""
     peers.consume(vlatune.read_lerobot(job.root))  # the readers' start is not charged
     return 1 / peers.consume(vlatune.read_lerobot([job.root] * 4)).rows_per_s
+
+
+def _wait_until_empty(at_most_s: float = 20.0) -> None:
+    """What the run before left in the store goes a moment later, and must not count as this one's peak."""
+    end = time.monotonic() + at_most_s
+    while read_counters().used_bytes > 1_000_000 and time.monotonic() < end:
+        time.sleep(0.2)
 
 
 def _start(job: Job) -> None:

@@ -71,9 +71,9 @@ class FeedBench:
     """Dataset to read; one is made when left out."""
     codec: str = "h264"
     """Codec of the dataset that is made: av1, h264 or hevc."""
-    episodes: int = 8
+    episodes: int = 12
     """Episodes of the dataset that is made."""
-    frames: int = 50
+    frames: int = 100
     """Frames per episode."""
     cameras: int = 3
     """Cameras."""

@@ -109,7 +109,9 @@ def make_units(plan: DataPlan, pieces: tuple[Piece, ...]) -> list[Unit]:
 def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[Columns]:
     """Run a segment's read tasks and give their blocks in the order of the plan."""
     work = [(make_units(plan, part.pieces), plan.transforms(part.epoch)) for part in segment.parts]
-    source = UnitSource(plan.specs, work, block_rows=budget.block_rows, task_blocks=budget.task_blocks)
+    source = UnitSource(
+        plan.specs, work, block_rows=budget.block_rows, task_blocks=budget.task_blocks, readers=budget.readers
+    )
     ask_for_limits_often()
     dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_tasks, concurrency=budget.readers, num_cpus=1

@@ -33,13 +33,16 @@ Blocks = tuple[list[Unit], ...]
 class UnitSource(Datasource):
     """A fixed list of units, in blocks of `block_rows` rows, `task_blocks` of them per task."""
 
-    def __init__(self, specs: Sequence[ReadSpec], work: Work, *, block_rows: int, task_blocks: int = 1) -> None:
+    def __init__(
+        self, specs: Sequence[ReadSpec], work: Work, *, block_rows: int, task_blocks: int = 1, readers: int = 1
+    ) -> None:
         super().__init__()
         self._specs = tuple(specs)
+        sizes = staggered(task_blocks, readers)
         self._tasks: list[tuple[Blocks, tuple[Transform, ...]]] = [
             (blocks, tuple(transforms))
             for units, transforms in work
-            for blocks in itertools.batched(cut_units(units, block_rows), task_blocks)
+            for blocks in cut_tasks(cut_units(units, block_rows), sizes)
         ]
         self._row_bytes = sum(values.nbytes for values in allocate(specs[0], 1).values())
 
@@ -80,6 +83,22 @@ def cut_units(units: Sequence[Unit], block_rows: int) -> Iterator[list[Unit]]:
                 taken, room = [], block_rows
     if taken:
         yield taken
+
+
+def staggered(task_blocks: int, readers: int) -> Iterator[int]:
+    """Blocks of each task: `task_blocks`, but less for the first ones, so that readers do not end all at once.
+
+    Blocks are taken in order of tasks. Were all tasks equal, the consumer would get those of the first as they are
+    made, at the speed of one reader, and then those of all others at once.
+    """
+    yield from (-(-task_blocks * number // readers) for number in range(1, readers))
+    yield from itertools.repeat(task_blocks)
+
+
+def cut_tasks(blocks: Iterator[list[Unit]], sizes: Iterator[int]) -> Iterator[Blocks]:
+    """The blocks in tasks of these sizes; `sizes` is read no further than is needed."""
+    while (first := next(blocks, None)) is not None:
+        yield (first, *itertools.islice(blocks, next(sizes) - 1))
 
 
 def read_blocks(

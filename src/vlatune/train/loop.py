@@ -22,7 +22,7 @@ from vlatune.config import RunConfig, to_json
 from vlatune.dataset.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
 from vlatune.pipeline.build import DataPlan
-from vlatune.pipeline.feed import Feed
+from vlatune.pipeline.feed import Feed, StageTimes
 from vlatune.pipeline.memory import Budget, SpillMeter
 from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
@@ -145,9 +145,10 @@ class Worker:
 
     def _stages_s(self) -> dict[str, float]:
         """Seconds so far of what prepares this worker's batches beside the loop."""
-        fed = {stage: getattr(self.feed, f"{stage}_s", 0.0) for stage in STAGES}
-        own = self.batches.stage_s()
-        return {stage: fed[stage] + own.get(stage, 0.0) for stage in STAGES}
+        times = getattr(self.feed, "times", StageTimes())  # a stand-in for the feed need not have clocks
+        fed_s = {"decode": times.decode_s, "transport": times.transport_s, "collate": times.collate_s}
+        own_s = self.batches.stage_s()
+        return {stage: fed_s.get(stage, 0.0) + own_s.get(stage, 0.0) for stage in STAGES}
 
     def _make_saving(self) -> Saving:
         averages = self.ema.tensors() if self.ema else None
