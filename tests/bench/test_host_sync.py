@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from vlatune.batch import TOKEN_MASK
 from vlatune.bench.host_sync import HostSyncSpy
 from vlatune.bench.options import StepBench
 from vlatune.bench.step_model import Base, make_rows, make_small_base
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
-from vlatune.train.device import device_batches
+from vlatune.train.device import DeviceBatch, device_batches
 from vlatune.train.ema import Ema
 from vlatune.train.finite import FiniteWatch
 from vlatune.train.optim import learning_rate, make_optimizer, set_learning_rate
@@ -122,10 +123,12 @@ class Cycle:
         self.loss_sum = torch.zeros((), device=device)
         columns = base.columns(make_rows(base, 2, seed=0), flow_samples=flow_samples)
         self.batches = device_batches(repeat(columns), torch.device(device))
+        self.ahead: list[DeviceBatch] = []
 
     def run(self, optimizer_step: int) -> None:
         set_learning_rate(self.optimizer, learning_rate(optimizer_step, 10, 1e-4, SchedulerConfig()))
-        taken = list(islice(self.batches, 3))
+        taken = self.ahead or list(islice(self.batches, 3))
+        self.ahead = []
         result = self.updater.update((batch.tensors for batch in taken), 3)
         self.watch.remember(result.losses, result.grad_norm, [batch.samples for batch in taken])
         self.ema.update()
@@ -135,8 +138,9 @@ class Cycle:
         state = [value for values in self.optimizer.state.values() for value in values.values()]
         guard = [self.updater.guard.skipped, self.updater.guard._stopped, self.loss_sum]
         averages = list(self.ema.tensors().values())
-        batch = list(next(self.batches).tensors.values())
-        return [*self.module.parameters(), *self.module.buffers(), *state, *guard, *averages, *batch]
+        self.ahead = list(islice(self.batches, 3))
+        batches = [tensor for batch in self.ahead for tensor in batch.tensors.values()]
+        return [*self.module.parameters(), *self.module.buffers(), *state, *guard, *averages, *batches]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +152,18 @@ def test_a_whole_accumulation_cycle_of_ours_never_waits(base, train, flow_sample
     with HostSyncSpy(cycle.resident()) as spy:
         cycle.run(1)
     assert spy.table() == []
+    cycle.batches.close()
+
+
+def test_the_spy_has_its_eyes_open_in_a_cycle(base):
+    """One look at the batch and one at the loss in every micro-step, as careless code has them, and all are seen."""
+    cycle = Cycle(base, "expert", 1, "cpu")
+    cycle.module.register_forward_pre_hook(lambda module, inputs: bool(inputs[0][TOKEN_MASK].any()))
+    cycle.module.register_forward_hook(lambda module, inputs, loss: loss.item())
     with HostSyncSpy(cycle.resident()) as spy:
-        float(cycle.loss_sum)  # the spy had its eyes open
-    assert spy.count == 1
+        cycle.run(0)
+    assert sorted(sync.what for sync in spy.found) == ["__bool__"] * 3 + ["item"] * 3
+    cycle.batches.close()
 
 
 def test_lerobots_own_step_waits_at_least_five_times(base):
@@ -176,3 +189,4 @@ def test_cuda_itself_sees_no_wait(base, train):
         cycle.run(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        cycle.batches.close()

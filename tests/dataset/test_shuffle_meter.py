@@ -21,11 +21,11 @@ def permuted(samples: np.ndarray, batch: int, seed: int) -> np.ndarray:
 
 
 def test_figures_of_a_small_order_by_hand():
-    """Episodes 0..3 and 4..5. First batch: 0 has 1 beside it; 3 and 4 are neighbours over an edge, which do not count."""
-    found = measure_batches(np.array([[1, 0, 4], [5, 2, 3]]), (4, 2))
-    assert found.distinct_episodes.order == pytest.approx((2 + 2) / 2)
-    assert found.neighbour_rate.order == pytest.approx((1 + 1) / 6)
-    assert found.neighbour_steps.order == pytest.approx(0.5, abs=0.5)  # 0, 1, 0 and 1 steps
+    """Episodes 0..3 and 4..5. 1 and 2 share a batch; so do 3 and 4, but over the edge of an episode."""
+    found = measure_batches(np.array([[4, 0, 3], [2, 5, 1]]), (4, 2))
+    assert found.distinct_episodes.order == 2
+    assert found.neighbour_rate.order == pytest.approx(1 / 6)
+    assert found.neighbour_steps.order == 1  # 1, 0, 1 and 1 steps
     assert (found.global_batch, found.batches) == (3, 2)
 
 

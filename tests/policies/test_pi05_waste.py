@@ -128,3 +128,26 @@ def test_the_time_code_is_lerobots_to_the_bit(setup, draws):
     time = draws[TIME].flatten()
     theirs = create_sinusoidal_pos_embedding(time, width, config.min_period, config.max_period, device=time.device)
     assert torch.equal(encode_time(time, module.time_scale), theirs.type(time.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", WAYS)
+def test_a_step_on_cuda_never_waits(setup, batch, train):
+    """CUDA's own watch over synchronising calls, and the numbers of the CPU."""
+    module = load(setup, train)
+    loss = module(batch)
+    reference = gradients(module, loss)
+    module.to("cuda")
+    there = {key: value.to("cuda") for key, value in batch.items()}
+    module(there).backward()  # the first call may allocate and tune
+    module.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cuda_loss = module(there)
+        cuda_loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert distance(cuda_loss.cpu(), loss) <= 1e-4
+    ours = {name: p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
+    error, name = worst_distance(ours, reference)
+    assert error <= 1e-3, name

@@ -109,6 +109,16 @@ def test_shards_and_older_names_load_the_same(parity_base, base):
             cut_in_shards(base)
 
 
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_table_of_its_own_goes_before_the_tied_one(base, prefix):
+    """After full fine-tuning the embedding has moved away from the unused output head."""
+    rewrite(base, lambda tensors: {f"{prefix}{key.removeprefix('model.')}": value for key, value in tensors.items()})
+    stored = load_file(base / SINGLE_FILE)
+    loaded = load_policy(base, train="heads", dtype=None).state_dict()
+    assert torch.equal(loaded[EMBEDDING], stored[f"{prefix}{EMBEDDING.removeprefix('model.')}"])
+    assert not torch.equal(loaded[EMBEDDING], loaded[HEAD])
+
+
 def test_no_second_copy_of_the_weights_is_held(parity_base, monkeypatch):
     held: list[weakref.ref] = []
     opened = pi05_load.safe_open

@@ -101,7 +101,7 @@ def run(monkeypatch):
             setup=start.setup,
             budget=Budget(block_rows=1, block_bytes=1, readers=1, limit_bytes=1),
             run_dir=str(config.run_dir),
-            checkpoints=start.plan(config.run_dir),
+            checkpoints=start.plan(config),
             restarts=0,
         )
         worker = loop.Worker(job, Share(0, 1), workers_here=1)

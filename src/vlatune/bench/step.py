@@ -52,9 +52,8 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
     """All figures of one way to train. What it loads is let go with its return: a model takes gigabytes."""
     gc.collect()
     rows = make_rows(base, options.batch_size, options.seed)
-    accelerator = make_accelerator(device)
     module = load_pi05(base.spec, base.binding, ModuleOptions(train, "float32")).to(device).train()
-    lerobot = LeRobotWay(module.policy, base, rows, accelerator)
+    lerobot = LeRobotWay(module.policy, base, rows, make_accelerator(device))
     columns = base.columns(rows, flow_samples=1)
     ours = OurWay(module, columns, device)
     difference = _loss_difference(lerobot, ours, columns, device)
@@ -67,7 +66,8 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
     for way, one in zip(ways.values(), figures, strict=True):
         _count(way, one, device)
     hidden = copies_hidden_share(ours.step) if device.type == "cuda" else None
-    accelerator.free_memory()
+    for way in ways.values():
+        way.close()
     return TrainFigures(*figures, loss_difference=difference, copies_hidden_share=hidden)
 
 
@@ -79,6 +79,7 @@ def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFig
     _say(f"the host's own time on the small model: {options.small_steps} micro-steps")
     (figures,) = _time({"small model: vlatune": ours}, options.small_steps, say=lambda _: None)
     _count(ours, figures, device)
+    ours.close()
     return figures
 
 

@@ -13,7 +13,7 @@ from vlatune.batch import Columns
 from vlatune.bench.step_meter import Stopwatch
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.pi05_module import Pi05Module
-from vlatune.train.device import device_batches
+from vlatune.train.device import DeviceBatch, device_batches
 from vlatune.train.finite import FiniteWatch
 from vlatune.train.optim import learning_rate, make_optimizer, set_learning_rate
 from vlatune.train.step import Batch, Updater
@@ -55,11 +55,12 @@ class OurWay:
         )
         self._watch = FiniteWatch()
         self._batches = device_batches(itertools.repeat(columns), device)
+        self._taken: list[DeviceBatch] = []
         self._done = 0
 
     def step(self) -> None:
         """One optimizer step of one micro-step, as the worker's loop makes it."""
-        batch = next(self._batches)
+        batch = self._next_batch()
         set_learning_rate(self._optimizer, learning_rate(self._done, STEPS, self._peak_lr, SchedulerConfig()))
         result = self._updater.update([batch.tensors], 1)
         self._watch.remember(result.losses, result.grad_norm, [batch.samples])
@@ -67,12 +68,20 @@ class OurWay:
 
     def forward_backward(self) -> None:
         """A micro-step in the middle of an accumulation: gradients stay."""
-        self._updater._backward(self._updater._forward(next(self._batches).tensors), 1.0)
+        self._updater._backward(self._updater._forward(self._next_batch().tensors), 1.0)
 
     def loss(self) -> Tensor:
         with torch.no_grad():
-            return self._module(next(self._batches).tensors)
+            return self._module(self._next_batch().tensors)
 
     def resident(self) -> list[Tensor]:
-        """What would live on an accelerator: weights, buffers, and the batch that the prefetcher has copied."""
-        return [*self._module.parameters(), *self._module.buffers(), *next(self._batches).tensors.values()]
+        """What lives on an accelerator before a step: weights, buffers, the optimizer's, and the batch that comes next."""
+        self._taken.append(self._next_batch())
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        return [*self._module.parameters(), *self._module.buffers(), *state, *self._taken[0].tensors.values()]
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def _next_batch(self) -> DeviceBatch:
+        return self._taken.pop() if self._taken else next(self._batches)

@@ -69,9 +69,14 @@ class LeRobotWay:
             return self._policy.forward(self._preprocessed())[0]
 
     def resident(self) -> list[Tensor]:
-        """What would live on an accelerator: weights, buffers, and the batch, which Accelerate's loader puts there."""
+        """What lives on an accelerator before a step; Accelerate's loader has put the batch there."""
         batch = [value for value in self._batch.values() if isinstance(value, Tensor)]
-        return [*self._policy.parameters(), *self._policy.buffers(), *batch]
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        return [*self._policy.parameters(), *self._policy.buffers(), *state, *batch]
+
+    def close(self) -> None:
+        """Accelerate holds on to what it has prepared."""
+        self._accelerator.free_memory()
 
     def _preprocessed(self) -> dict[str, Any]:
         pictures = {k: v.to(torch.float32) / 255.0 for k, v in self._batch.items() if k.startswith(IMAGE_PREFIX)}

@@ -1,7 +1,7 @@
 """What a policy must offer, and how it is bound to a dataset. No torch at import: specs are read on the driver.
 
 A policy is an adapter object (see `registry.py`) with three parts:
-`read_spec` (the folder's config, no weights), `make_transforms` (CPU side, the same list for training and
+`read_spec` (what the folder says, and whether it is whole), `make_transforms` (CPU side, the same list for training and
 evaluation), and `load_module` (the torch module whose `forward(batch)` is the loss on the device).
 """
 
@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -104,6 +104,10 @@ class PolicyModule(Protocol):
 
     def predict(self, batch: Mapping[str, torch.Tensor], noise_BTP: torch.Tensor) -> torch.Tensor:
         """Action chunks (B, T, A), still normalised."""
+        ...
+
+    def as_lerobot(self) -> Any:
+        """LeRobot's policy with what was trained, ready for its `save_pretrained`; the end of training."""
         ...
 
 

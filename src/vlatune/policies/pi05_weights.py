@@ -43,8 +43,9 @@ def find_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, StoredTen
     found: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
         for stored in _read_header(folder, file):
-            for name in model_names(stored.key):
-                if name not in found or stored.key.endswith(name):  # a table of its own goes before the tied one
+            names = model_names(stored.key)
+            for name in names:
+                if name not in found or name == names[0]:  # a table of its own goes before the tied one
                     found[name] = stored
     _check(folder, expected_shapes(folder, config), found)
     return found
