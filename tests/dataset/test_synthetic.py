@@ -347,8 +347,9 @@ def test_what_cannot_be_made_is_refused(change: dict, complaint: str, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_noise_is_the_same_for_the_same_seed_and_spares_the_frame_id(tmp_path: Path) -> None:
-    clean, noisy = SyntheticSpec(episodes=2, frames=6), SyntheticSpec(episodes=2, frames=6, noise=4.0)
+def test_texture_and_noise_are_the_same_for_the_same_seed_and_spare_the_frame_id(tmp_path: Path) -> None:
+    clean = SyntheticSpec(episodes=2, frames=6)
+    noisy = replace(clean, texture=8.0, noise=4.0)
     for name, spec in {"clean": clean, "noisy": noisy, "again": noisy}.items():
         make_dataset(tmp_path / name, spec)
     films = {name: sorted((tmp_path / name / "videos").rglob("*.mp4")) for name in ("clean", "noisy", "again")}

@@ -50,7 +50,7 @@ class Predictions:
 
 def evaluate_run(run_dir: Path, options: EvalConfig) -> dict[str, Any]:
     """Evaluate a run's checkpoint, write eval.json and eval_samples, and renew the report."""
-    config = _stored_config(run_dir)
+    config = replace(_stored_config(run_dir), output_dir=str(run_dir))  # the folder may have been moved
     setup = make_setup(config)
     if len(setup.held_out) == 0:
         raise ValueError(f"run '{run_dir}' holds no episodes out; train with --dataset.eval_split above 0 to evaluate")
