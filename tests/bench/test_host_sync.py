@@ -157,9 +157,16 @@ def test_a_whole_accumulation_cycle_of_ours_never_waits(base, train, flow_sample
 
 def test_the_spy_has_its_eyes_open_in_a_cycle(base):
     """One look at the batch and one at the loss in every micro-step, as careless code has them, and all are seen."""
+
+    def look_at_batch(module, inputs) -> None:
+        assert inputs[0][TOKEN_MASK].any()
+
+    def look_at_loss(module, inputs, loss) -> None:
+        loss.item()
+
     cycle = Cycle(base, "expert", 1, "cpu")
-    cycle.module.register_forward_pre_hook(lambda module, inputs: bool(inputs[0][TOKEN_MASK].any()))
-    cycle.module.register_forward_hook(lambda module, inputs, loss: loss.item())
+    cycle.module.register_forward_pre_hook(look_at_batch)
+    cycle.module.register_forward_hook(look_at_loss)
     with HostSyncSpy(cycle.resident()) as spy:
         cycle.run(0)
     assert sorted(sync.what for sync in spy.found) == ["__bool__"] * 3 + ["item"] * 3
