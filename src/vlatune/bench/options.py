@@ -39,7 +39,7 @@ class StepBench:
     """Width of the language model; the other widths follow in PI0.5's proportions."""
     depth: int = 3
     """Layers of the language model and of the action expert; the published PI0.5 has 18."""
-    vision_depth: int = 5
+    vision_depth: int = 4
     """Layers of the vision tower; the published PI0.5 has 27 to the language model's 18."""
     batch_size: int = 1
     """Samples per micro-step."""
