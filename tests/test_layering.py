@@ -36,7 +36,11 @@ RAY_FILES = {
     "vlatune.pipeline.build",
     "vlatune.pipeline.feed",
     "vlatune.pipeline.memory",
+    "vlatune.train.cluster",
     "vlatune.train.launch",
+    "vlatune.train.lookout",
+    "vlatune.train.supervise",
+    "vlatune.train.trainer",
     "vlatune.train.loop",
 }
 """The only modules that may import ray, at the top or inside a function."""

@@ -19,10 +19,11 @@ from typing import Any
 
 from vlatune import __version__
 from vlatune.config import DemoConfig, EvalConfig, ExportConfig, RunConfig
+from vlatune.errors import TerminatedError
 from vlatune.flags import MissingOperandError, parse_command
 from vlatune.names import did_you_mean
 
-OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, MISUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 MAX_FOREIGN_TEXT = 300
 
 
@@ -316,6 +317,8 @@ def _explain(error: BaseException, run_dir: Path | None) -> tuple[str, int]:
     """
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
+    if isinstance(error, TerminatedError):
+        return str(error), TERMINATED
     code = MISUSED if isinstance(error, ValueError) else FAILED
     if isinstance(error, (ValueError, RuntimeError, OSError)) and _raised_by_us(error):
         return f"error: {' '.join(str(error).split())}", code

@@ -135,7 +135,7 @@ class RunConfig:
     save_freq: int = 500
     """Optimizer steps between two checkpoints; 0 leaves it to save_every_s."""
     save_every_s: float = 600.0
-    """Seconds after which the next log step saves a checkpoint, if none was saved meanwhile; 0 leaves it to save_freq."""
+    """Seconds after which the next step saves a checkpoint, if none was saved meanwhile; 0 leaves it to save_freq."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
     keep_best: int = 0
@@ -151,7 +151,11 @@ class RunConfig:
     log_samples: bool = False
     """Write the sample ids of every optimizer step to samples.jsonl."""
     max_restarts: int = 3
-    """How often a run restarts by itself after a worker died."""
+    """How often in a row a run restarts by itself, after a worker died or hung, without a new checkpoint in between."""
+    hang_timeout_s: float = 600.0
+    """A worker that has done nothing for so long hangs: stacks are written, the workers restart; three times as long while it starts; 0 never."""
+    grace_s: float = 25.0
+    """Seconds that a run takes at most to save a checkpoint after it was asked to end with SIGTERM."""
     max_spilled_bytes: int = 0
     """A run whose object store has spilled more than this ends with an error."""
 
@@ -203,7 +207,7 @@ def validate(config: RunConfig) -> None:
     """Refuse what cannot work, before anything is started or loaded."""
     at_least = {"steps": 1, "batch_size": 1, "grad_accum": 1, "num_workers": 1, "log_freq": 1, "save_freq": 0}
     at_least |= {"keep_checkpoints": 1, "max_restarts": 0, "max_spilled_bytes": 0, "seed": 0}
-    at_least |= {"keep_best": 0, "save_every_s": 0, "prefetch_batches": 1}
+    at_least |= {"keep_best": 0, "save_every_s": 0, "prefetch_batches": 1, "hang_timeout_s": 0, "grace_s": 0}
     for name, least in at_least.items():
         _require(getattr(config, name) >= least, f"--{name}={getattr(config, name)}: must be {least} or more")
     for name, least in {"run_length": 1, "window_rows": 1}.items():

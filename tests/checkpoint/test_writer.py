@@ -19,7 +19,7 @@ from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import find_newest
 from vlatune.checkpoint.writer import BackgroundWriter, Keep
 from vlatune.errors import RunStoppedError
-from vlatune.train.launch import root_cause
+from vlatune.train.failures import root_cause
 
 SMALL = np.zeros(1000, dtype=np.float32)
 BIG = np.zeros(2_000_000, dtype=np.float32)

@@ -1,9 +1,9 @@
 """Parity at PI0.5's real widths: language model 2048, expert 1024, vision tower 1152, attention heads of 256.
 
 Depth, MLPs, vocabulary and tokens are cut, so that it takes seconds. Ours and LeRobot's forward run on one and the same
-policy object, so that its 110 M parameters are held once. Figures seen: in float32 the loss equal to the
-last bit and gradients to 1.0e-6. In bfloat16, for heads: ours 6.8e-4 (loss) and 1.1e-2 (worst gradient) from float32,
-LeRobot's own 1.3e-3 and 1.2e-2; ours 6.4e-4 and 9.7e-3 from LeRobot's.
+policy object, so that its 110 M parameters are held once. Figures seen: in float32 the loss equal to the last bit and
+gradients to 1.0e-6. In bfloat16, for heads: ours 6.8e-4 (loss) and 1.1e-2 (worst gradient) from float32, LeRobot's own
+1.3e-3 and 1.2e-2; ours 6.4e-4 and 9.7e-3 from LeRobot's.
 """
 
 import pytest
@@ -31,6 +31,8 @@ SIZE = Pi05Size(depth=2, mlp_dim=4096, expert_mlp_dim=2048, vision_depth=1, visi
 CAMERA = "observation.images.top"
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A loss and its gradients."""
+BF16 = 2.0**-8
+"""How far rounding to bfloat16 moves a number, relative, at most."""
 PIXELS, TOKENS_EACH, HORIZON, DIMS = 56, 12, 10, 7
 
 
@@ -74,14 +76,16 @@ def wrap(policy: PI05Policy, train: str) -> Pi05Module:
 
 def ours_and_theirs(policy: PI05Policy, batch: dict[str, torch.Tensor], train: str) -> tuple[Result, Result]:
     module = wrap(policy, train)
-    losses = [module(batch), lerobot_loss(policy, batch)]
-    ours, theirs = ((loss.detach(), gradients(policy, loss)) for loss in losses)
-    return ours, theirs
+    return result(policy, module(batch)), result(policy, lerobot_loss(policy, batch))
 
 
-def errors(result: Result, reference: Result) -> tuple[float, float]:
+def result(policy: PI05Policy, loss: torch.Tensor) -> Result:
+    return loss.detach(), gradients(policy, loss)
+
+
+def errors(ours: Result, theirs: Result) -> tuple[float, float]:
     """Of the loss, and the largest of the gradients."""
-    return distance(result[0], reference[0]), worst_distance(result[1], reference[1])[0]
+    return distance(ours[0], theirs[0]), worst_distance(ours[1], theirs[1])[0]
 
 
 def test_parity_at_real_width(policy, batch):
@@ -94,10 +98,12 @@ def test_parity_at_real_width(policy, batch):
         loss_error, gradient_error = errors(ours, theirs)
         assert loss_error <= LOSS_RTOL, train
         assert gradient_error <= GRADIENT_RTOL, train
-    exact_loss = wrap(policy, "heads")(batch)
-    exact = (exact_loss.detach(), gradients(policy, exact_loss))
+    exact = result(policy, wrap(policy, "heads")(batch))
     policy.model.paligemma_with_expert.to_bfloat16_for_selected_params("bfloat16")
     policy.config.dtype = "bfloat16"
-    ours, theirs = ours_and_theirs(policy, batch, "heads")
-    assert errors(ours, exact)[0] <= 2.0**-7
-    assert errors(ours, exact)[1] <= 1.5 * errors(theirs, exact)[1]
+    # Without LeRobot's backward, which takes minutes here; its figures are above.
+    rounded = result(policy, wrap(policy, "heads")(batch))
+    loss_error, gradient_error = errors(rounded, exact)
+    assert loss_error <= BF16
+    assert gradient_error <= 0.03
+    assert distance(rounded[0], lerobot_loss(policy, batch)) <= BF16

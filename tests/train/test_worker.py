@@ -21,8 +21,10 @@ from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.report.sinks import read_jsonl
-from vlatune.train import loop
+from vlatune.train import loop, recorder
+from vlatune.train.job import WorkerJob
 from vlatune.train.resume import find_start
+from vlatune.train.wish import Wish
 
 STEPS, BATCH, MICRO_STEPS = 6, 2, 2
 BAD_STEP = 4
@@ -60,6 +62,18 @@ class ReadyBatches:
     def close(self) -> None: ...
 
 
+class Driver:
+    """What the worker hears from the driver: after so many micro-batches, a wish."""
+
+    def __init__(self, wishes: dict[int, Wish] | None) -> None:
+        self.wish = Wish.NOTHING
+        self._wishes, self._moves = wishes or {}, 0
+
+    def moved(self) -> None:
+        self._moves += 1
+        self.wish = self._wishes.get(self._moves, self.wish)
+
+
 class NoSpills:
     peak_bytes = 0
 
@@ -90,13 +104,13 @@ def config(dataset_v3, small_base, tmp_path) -> RunConfig:
 def run(monkeypatch):
     """config, numbers of bad batches -> run folder; raises what the worker raises."""
     monkeypatch.setattr(loop, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(loop, "SpillMeter", NoSpills)
+    monkeypatch.setattr(recorder, "SpillMeter", NoSpills)
 
-    def run(config: RunConfig, poison: tuple[int, ...] = ()) -> Path:
+    def run(config: RunConfig, poison: tuple[int, ...] = (), wishes: dict[int, Wish] | None = None) -> Path:
         monkeypatch.setattr(loop, "Feed", type("Feed", (ReadyBatches,), {"poison": poison}))
         config.run_dir.mkdir(parents=True, exist_ok=True)
         start = find_start(config, say=lambda _: None)
-        job = loop.WorkerJob(
+        job = WorkerJob(
             config=config,
             setup=start.setup,
             budget=Budget(block_rows=1, block_bytes=1, readers=1, limit_bytes=1),
@@ -104,11 +118,7 @@ def run(monkeypatch):
             checkpoints=start.plan(config),
             restarts=0,
         )
-        worker = loop.Worker(job, Share(0, 1), workers_here=1)
-        try:
-            worker.run()
-        finally:
-            worker.close()
+        loop.work(loop.Worker(job, Share(0, 1), Driver(wishes), workers_here=1))
         return config.run_dir
 
     return run
@@ -167,3 +177,23 @@ def test_averages_survive_a_restart(config, run, tmp_path):
         assert (checkpoints(stopped.run_dir)[STEPS] / name).read_bytes() == (
             checkpoints(whole)[STEPS] / name
         ).read_bytes()
+
+
+def test_a_wish_of_the_driver_is_carried_out_one_step_later(config, run):
+    """SAVE during step 2: a checkpoint after step 3, beside the one at the end; nothing else is different."""
+    config = replace(config, save_freq=0, save_every_s=0.0)
+    run_dir = run(config, wishes={2 * MICRO_STEPS: Wish.SAVE, 2 * MICRO_STEPS + 1: Wish.NOTHING})
+    assert list(checkpoints(run_dir)) == [3, STEPS]
+
+
+def test_a_run_that_was_asked_to_stop_saves_and_goes_on_later(config, run, tmp_path):
+    whole = run(config)
+    asked = replace(config, output_dir=str(tmp_path / "asked"), save_freq=0, save_every_s=0.0)
+    run(asked, wishes={2 * MICRO_STEPS: Wish.STOP})
+    assert list(checkpoints(asked.run_dir)) == [3]
+    assert not (asked.run_dir / "summary.json").exists()
+    run(asked)
+    assert tensors(checkpoints(asked.run_dir)[STEPS]).keys() == tensors(checkpoints(whole)[STEPS]).keys()
+    for name, tensor in tensors(checkpoints(asked.run_dir)[STEPS]).items():
+        assert torch.equal(tensor, tensors(checkpoints(whole)[STEPS])[name]), name
+    assert read_jsonl(asked.run_dir / "metrics.jsonl")[-1]["loss"] == read_jsonl(whole / "metrics.jsonl")[-1]["loss"]

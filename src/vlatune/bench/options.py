@@ -97,3 +97,27 @@ class FeedBench:
     """Samples that the slow consumer takes."""
     peers: bool = True
     """Also run the template's way."""
+
+
+@dataclass(frozen=True)
+class ResumeBench:
+    interval: int = 30
+    """Optimizer steps between two checkpoints of the small model's run."""
+    steps: int = 240
+    """Optimizer steps of that run, at least four times the interval: it is killed twice on its way."""
+    batch_size: int = 8
+    """Samples per worker and step of that run."""
+    num_workers: int = 1
+    """Training workers of that run."""
+    timeout_s: float = 600.0
+    """How long a start, a restart and the rest of the run may each take."""
+    width: int = 2048
+    """Width of the wide model's language model; the other widths follow in PI0.5's proportions."""
+    depth: int = 3
+    """Layers of its language model and of its action expert; the published PI0.5 has 18."""
+    vision_depth: int = 4
+    """Layers of its vision tower; the published PI0.5 has 27 to the language model's 18."""
+    rounds: int = 3
+    """How often the wide model is saved each way."""
+    seed: int = 0
+    """Decides dataset, weights and the order of samples."""

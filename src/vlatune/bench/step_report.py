@@ -58,7 +58,7 @@ class TrainFigures:
             "activation_bytes": self.ours.peak_bytes,
             "lerobot_activation_bytes": self.lerobot.peak_bytes,
             "activation_share": self.ours.peak_bytes / self.lerobot.peak_bytes,
-            "draws_cost": self.many_draws.ratio("total_s", self.ours) if self.many_draws else None,
+            "draws_cost": self.many_draws.ratio("model_s", self.ours) if self.many_draws else None,
             "loss_difference": self.loss_difference,
             "copies_hidden_share": self.copies_hidden_share,
             "seconds": {name: self.ours.median(name) for name in TIMES},

@@ -17,6 +17,13 @@ RNG = "rng.safetensors"
 Arrays = dict[str, np.ndarray]
 
 
+def seed_all(seed: int) -> None:
+    """All generators of this process begin anew."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def get_rng(device: torch.device) -> Arrays:
     """This process's generators; a reading of the CUDA one waits for nothing."""
     _, words, gauss = random.getstate()

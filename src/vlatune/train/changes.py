@@ -28,6 +28,8 @@ FREE = {
     "batch_size": "how the global batch is shared out; its size may not change",
     "grad_accum": "how the global batch is shared out; its size may not change",
     "num_workers": "how the global batch is shared out; must divide the lanes",
+    "hang_timeout_s": "when a worker counts as hanging",
+    "grace_s": "how long the end may take",
     "prefetch_batches": "how early a batch is on the device",
     "log_freq": "what is written down",
     "log_samples": "what is written down",

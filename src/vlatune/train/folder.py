@@ -6,16 +6,19 @@ holds another run is refused with what differs (changes.py). One process at a ti
 
 import fcntl
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from vlatune.checkpoint.store import open_store
 from vlatune.config import RunConfig, to_json
 from vlatune.report.sinks import write_json
 from vlatune.train.changes import accepted, config_changes
+
+PEN_WAIT_S, PEN_POLL_S = 60.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,28 @@ def only_one(folder: RunFolder) -> Iterator[None]:
         yield
 
 
+def hold_pen(run_dir: Path, *, wait_s: float = PEN_WAIT_S) -> IO[str]:
+    """Only one process writes to a run folder: the lock of rank 0, which falls with it.
+
+    After the driver died the old rank 0 may live for some seconds more; the new one waits for it to be gone.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = (run_dir / ".pen").open("w")
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            if time.monotonic() > until_s:
+                file.close()
+                raise RuntimeError(
+                    f"run folder '{run_dir}' is still written to by a worker of an earlier start after {wait_s:.0f} s; "
+                    f"end that process, then start the same command again"
+                ) from None
+        time.sleep(PEN_POLL_S)
+
+
 def _check_same_run(config: RunConfig, folder: RunFolder, stored: dict[str, Any]) -> None:
     summary = folder.summary()
     if summary and summary.get("finished"):
@@ -98,4 +123,4 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 def _only_ours(folder: Path) -> bool:
     """Nothing in it but what a start that was broken off leaves, or what the demo puts beside a run."""
-    return all(entry.name in (".lock", "logs", "base", "dataset") for entry in folder.iterdir())
+    return all(entry.name in (".lock", ".pen", "logs", "base", "dataset") for entry in folder.iterdir())

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vlatune.checkpoint.phases import OnPhase, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng, stack_rng
 from vlatune.checkpoint.snapshot import Snapshot, Snapshots
@@ -48,7 +49,9 @@ class Saving:
         learning: Learning,
         rank: int,
         device: torch.device,
+        on_phase: OnPhase = no_phase,
     ) -> None:
+        self._on_phase = on_phase
         self._plan, self._config, self._order, self._binding = plan, config, order, binding
         self._learning, self._rank, self._device = learning, rank, device
         self._store = open_store(Path(plan.run_dir), plan.storage_path)
@@ -77,7 +80,9 @@ class Saving:
             set_rng(self._rng, self._device)
         if self._rank == 0:
             keep = Keep(self._config.keep_checkpoints, self._config.keep_best)
-            self._writer = BackgroundWriter(self._store, keep, every_s=self._config.save_every_s)
+            self._writer = BackgroundWriter(
+                self._store, keep, every_s=self._config.save_every_s, on_phase=self._on_phase
+            )
 
     def stepped(self, loss: Tensor) -> None:
         """An optimizer step is done; raises here if a save in the background has failed."""
@@ -86,7 +91,7 @@ class Saving:
             self._writer.check()
 
     def is_due(self) -> bool:
-        """By rank 0's clock, which the others learn of with the numbers of a log line."""
+        """By rank 0's clock; the others learn of it as of any wish."""
         return self._writer is not None and self._writer.is_due()
 
     def save(self, done: int, loss_sum: Tensor, loss_count: int, gather: Callable[[Any], list[Any]]) -> None:

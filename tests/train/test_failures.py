@@ -2,8 +2,8 @@
 
 import pytest
 
-from vlatune.errors import RunStoppedError
-from vlatune.train.launch import _interruptible, root_cause
+from vlatune.errors import RunStoppedError, TerminatedError
+from vlatune.train.failures import root_cause
 
 
 class WorkerGroupError(Exception):
@@ -22,7 +22,8 @@ def wrapped(inner: Exception) -> Exception:
 
 
 @pytest.mark.parametrize(
-    "inner", [ValueError("episode 3 is damaged"), RuntimeError("no disk"), RunStoppedError("spilled")]
+    "inner",
+    [ValueError("episode 3 is damaged"), RuntimeError("no disk"), RunStoppedError("spilled"), TerminatedError("asked")],
 )
 def test_our_own_words_come_out_of_rays_layers(inner):
     assert root_cause(wrapped(inner)) is inner
@@ -40,15 +41,10 @@ def test_an_error_without_a_message_is_still_named():
     assert str(root_cause(KeyError())) == "KeyError: no message"
 
 
-def test_what_fails_on_the_thread_is_raised_here():
-    def fail() -> None:
-        raise ValueError("from the thread")
+def test_of_a_lost_connection_and_a_dead_process_the_process_is_named():
+    class ActorDiedError(Exception):
+        """As Ray has it."""
 
-    with pytest.raises(ValueError, match="from the thread"):
-        _interruptible(fail)
-
-
-def test_what_succeeds_returns():
-    done = []
-    _interruptible(lambda: done.append(1))
-    assert done == [1]
+    lost = RuntimeError("Connection closed by peer")
+    reason = root_cause(WorkerGroupError("2 workers failed", {0: lost, 1: ActorDiedError("paragraphs")}))
+    assert str(reason) == "the process of rank 1 died"

@@ -1,0 +1,102 @@
+"""A command in a session of its own: who belongs to it, and the end of all of them. Linux: /proc is asked.
+
+Ray starts a dozen processes below a driver, and some outlive it for seconds. They may lose their parent and change
+their title, but they stay in the session that the command was started in.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+POLL_S = 0.1
+END_S = 30.0
+"""How long killed processes may take to be gone."""
+TAIL_LINES = 15
+
+
+def processes_in(session: int) -> dict[int, str]:
+    """Pid -> title of what lives in a session, in the order of pids; the dead that nobody waited for are left out."""
+    pids = sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return {pid: _title(pid) for pid in pids if _session(pid) == session}
+
+
+def _session(pid: int) -> int | None:
+    """None for a process that is gone or dead."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, _, _, session = stat.rpartition(")")[2].split()[:4]  # after the name, which may hold anything
+    return None if state in "ZX" else int(session)
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    return _session(pid) is not None
+
+
+class Session:
+    """One start of a command, and everything that it starts in turn; `close` ends all of them.
+
+    The command's own process is not waited for before that: so its number stays taken, and no stranger's session can
+    have it.
+    """
+
+    def __init__(self, command: Sequence[str], output: Path, *, env: Mapping[str, str]) -> None:
+        self._output = output
+        self.begin_s = time.time()
+        with output.open("ab") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, start_new_session=True
+            )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def find(self, title: str) -> list[int]:
+        """Pids of the processes whose title begins so."""
+        return [pid for pid, found in processes_in(self.pid).items() if found.startswith(title)]
+
+    def exit_code(self) -> int | None:
+        """None while the command runs; below 0 the signal that ended it."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def kill_command(self) -> None:
+        """SIGKILL to the command alone; what it started is left as a crash would leave it."""
+        os.kill(self.pid, signal.SIGKILL)
+        while self.exit_code() is None:
+            time.sleep(0.01)
+
+    def tail(self) -> str:
+        """The last lines of its output."""
+        return "\n".join(self._output.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+    def close(self) -> None:
+        if self._process.returncode is not None:
+            return
+        until_s = time.monotonic() + END_S
+        while left := processes_in(self.pid):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"processes {sorted(left)} live {END_S:g} s after SIGKILL; end them by hand")
+            time.sleep(POLL_S)
+        self._process.wait()

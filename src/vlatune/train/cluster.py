@@ -1,0 +1,156 @@
+"""[ray] The Ray cluster of a run: the one that RAY_ADDRESS names, or one of our own on this machine.
+
+Our own lives in a folder of its own, which goes with it; what a killed process left is removed by the next. Ray's own
+words go to `logs/`, the person sees ours.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from vlatune.config import RunConfig
+from vlatune.train.folder import RunFolder
+
+TRAINER_RESOURCE = "vlatune_trainer"
+"""Custom resource of the local cluster: a training worker takes one of these and no CPU, which the readers need."""
+PREFIX, OWNER = "vlatune-ray-", "owner"
+MAX_FOLDER_CHARS = 40
+"""Ray puts sockets below its folder, and the path of a socket has at most 107 characters."""
+LOG_BYTES = 10_000_000
+"""Ray's own logs are kept after a failure, each file up to this size."""
+
+
+class Cluster:
+    """The cluster that this process is connected to."""
+
+    def __init__(self, config: RunConfig, ray_folder: Path | None, *, ours: bool) -> None:
+        self.ours = ours
+        self._config, self._folder = config, ray_folder
+        if ours:
+            self._start()
+
+    def renew(self) -> bool:
+        """Our own is started again if its raylet is gone; says whether it was. Another's mends itself."""
+        import ray
+
+        if not self.ours or all(node["Alive"] for node in ray.nodes()):
+            return False
+        ray.shutdown()
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=self._config.ray.num_cpus or os.cpu_count(),
+            object_store_memory=self._config.ray.object_store_bytes,
+            resources={TRAINER_RESOURCE: self._config.num_workers},
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(self._folder) if self._folder else None,
+        )
+
+
+@contextmanager
+def local_ray(config: RunConfig, folder: RunFolder) -> Iterator[Cluster]:
+    """A cluster for the time of the run."""
+    import ray
+
+    _quiet(folder)
+    # Training and decoding share the cores: threads that spin while they wait for each other make a step 10 x slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if ray.is_initialized():  # a caller, such as a test, has its own
+        yield Cluster(config, None, ours=False)
+        return
+    with ExitStack() as stack:
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            cluster = Cluster(config, None, ours=False)
+        else:
+            ray_folder = stack.enter_context(own_folder())
+            stack.enter_context(_kept_logs(ray_folder, folder.logs / "ray"))
+            cluster = Cluster(config, ray_folder, ours=True)
+        stack.callback(ray.shutdown)
+        yield cluster
+
+
+@contextmanager
+def own_folder() -> Iterator[Path | None]:
+    """A new folder for Ray's files, gone afterwards; None where Ray's default must do (a long path, RAY_TMPDIR)."""
+    parent = Path(tempfile.gettempdir())
+    if os.environ.get("RAY_TMPDIR") or len(str(parent)) + len(PREFIX) + 8 > MAX_FOLDER_CHARS:
+        yield None
+        return
+    _remove_left_behind(parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    with (folder / OWNER).open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Folders whose process is gone: its lock fell with it."""
+    for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError), owner.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+@contextmanager
+def _kept_logs(ray_folder: Path | None, kept: Path) -> Iterator[None]:
+    """After an error Ray's own logs stay with the run."""
+    try:
+        yield
+    except Exception:
+        if ray_folder is not None:
+            for file in ray_folder.glob("session_2*/logs/*"):
+                _keep(file, kept)
+        raise
+
+
+def _keep(file: Path, kept: Path) -> None:
+    with contextlib.suppress(OSError):
+        if file.is_file() and 0 < file.stat().st_size <= LOG_BYTES:
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, kept / file.name)
+
+
+def worker_resources() -> dict[str, float]:
+    """Of one training worker."""
+    import ray
+
+    there = ray.cluster_resources()
+    if there.get("GPU", 0) > 0:
+        return {"GPU": 1, "CPU": 0}
+    return {TRAINER_RESOURCE: 1, "CPU": 0} if TRAINER_RESOURCE in there else {"CPU": 1}
+
+
+def _quiet(folder: RunFolder) -> None:
+    """What Ray has to say goes to logs/driver.log instead of the terminal."""
+    import ray._private.worker
+
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder.logs / "driver.log")
+    for name in ("ray", "ray.data", "ray.train", "ray.tune"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+
+    def write(data: dict[str, Any], *_: object, **__: object) -> None:
+        logging.getLogger("ray").error("\n".join(data["lines"]))
+
+    # Errors of the cluster, screens long, are printed whatever log_to_driver says; there is no setting.
+    ray._private.worker.print_to_stdstream = write

@@ -1,0 +1,22 @@
+"""What the driver sends to every worker: plain values and frozen dataclasses. No Ray."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vlatune.config import RunConfig
+from vlatune.pipeline.memory import Budget
+from vlatune.train.resume import CheckpointPlan
+from vlatune.train.setup import Setup
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    config: RunConfig
+    setup: Setup
+    budget: Budget
+    run_dir: str
+    checkpoints: CheckpointPlan
+    restarts: int
+    """How many worker groups this run has lost before this one."""
+    lookout: Any = None
+    """Handle of the actor that hears how far the workers are."""

@@ -1,0 +1,119 @@
+"""[ray] The place where workers and driver hear of each other while Ray Train runs the workers.
+
+Every worker tells it, once a second and from a thread of its own, how far it is; the answer is what the driver wishes.
+A worker that is stopped falls silent; one that hangs tells the same number again and again. The lookout is an actor on
+the driver's node that does nothing but remember, so it answers however busy the others are.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vlatune.train.stacks import answer_in, answer_no_more
+from vlatune.train.wish import Wish
+
+BEAT_S = 1.0
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One worker, as the lookout knows it."""
+
+    rank: int
+    pid: int
+    node_id: str
+    moves: int
+    """What it has done so far: micro-batches, updates, files of checkpoints. 0 while it is starting."""
+    still_s: float
+    """Since it last told of something new."""
+
+
+class Lookout:
+    """The actor. Only the current attempt's workers count."""
+
+    def __init__(self) -> None:
+        self._attempt, self._wish = -1, Wish.NOTHING
+        self._beats: dict[int, tuple[int, str, int]] = {}
+        self._moved_s: dict[int, float] = {}
+
+    def begin(self, attempt: int) -> None:
+        self._attempt, self._wish = attempt, Wish.NOTHING
+        self._beats, self._moved_s = {}, {}
+
+    def beat(self, attempt: int, rank: int, pid: int, node_id: str, moves: int) -> Wish:
+        if attempt != self._attempt:
+            return Wish.NOTHING
+        beat = (pid, node_id, moves)
+        if self._beats.get(rank) != beat:
+            self._moved_s[rank] = time.monotonic()
+        self._beats[rank] = beat
+        return self._wish
+
+    def leave(self, attempt: int, rank: int) -> None:
+        """A worker that has ended is not waited for."""
+        if attempt == self._attempt:
+            self._beats.pop(rank, None)
+
+    def states(self) -> list[RankState]:
+        now_s = time.monotonic()
+        return [RankState(rank, *beat, now_s - self._moved_s[rank]) for rank, beat in sorted(self._beats.items())]
+
+    def wish(self, wish: Wish) -> None:
+        self._wish = wish
+
+
+def start_lookout() -> Any:
+    """An actor beside the driver, which takes no CPU from anyone."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Lookout).options(num_cpus=0, scheduling_strategy=here).remote()
+
+
+def stacks_file(run_dir: Path, attempt: int, rank: int) -> Path:
+    """Where a worker writes its stacks when it is asked, on its own node."""
+    return run_dir / "logs" / f"stacks-{attempt}-rank-{rank}.txt"
+
+
+class Heartbeat:
+    """A worker's side: counts what it does, and tells it from a thread."""
+
+    def __init__(self, lookout: Any, attempt: int, rank: int, run_dir: Path) -> None:
+        self.wish: Wish = Wish.NOTHING
+        self._lookout, self._attempt, self._rank = lookout, attempt, rank
+        self._moves = 0
+        self._ended = threading.Event()
+        self._file = stacks_file(run_dir, attempt, rank)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._stacks = self._file.open("w")
+        answer_in(self._stacks)
+        self._thread = threading.Thread(target=self._tell, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def moved(self) -> None:
+        """Something was done."""
+        self._moves += 1
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        answer_no_more()
+        self._stacks.close()
+        if self._file.stat().st_size == 0:
+            self._file.unlink()
+
+    def _tell(self) -> None:
+        who = (self._attempt, self._rank, os.getpid(), ray.get_runtime_context().get_node_id())
+        while True:
+            with contextlib.suppress(RayError):  # busy or gone: the next beat, or nobody, will tell
+                self.wish = Wish(ray.get(self._lookout.beat.remote(*who, self._moves), timeout=ANSWER_S))
+            if self._ended.wait(BEAT_S):
+                break
+        self._lookout.leave.remote(self._attempt, self._rank)

@@ -1,0 +1,92 @@
+"""Rank 0's pen: metrics, samples, summary, and the watch over the object store."""
+
+from pathlib import Path
+
+from vlatune.config import to_json
+from vlatune.dataset.shuffle_meter import measure_shuffle
+from vlatune.errors import RunStoppedError
+from vlatune.pipeline.memory import SpillMeter
+from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl, write_json
+from vlatune.report.verdict import verdict
+from vlatune.train.folder import hold_pen
+from vlatune.train.job import WorkerJob
+
+
+class Recorder:
+    def __init__(self, job: WorkerJob, first_step: int, performance_flags: dict[str, object]) -> None:
+        self.job = job
+        self.performance_flags = performance_flags
+        self.run_dir = Path(job.run_dir)
+        self.pen = hold_pen(self.run_dir)
+        self.spill = SpillMeter()
+        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")
+        self.samples = MetricsFile(self.run_dir / "samples.jsonl") if job.config.log_samples else None
+        self.board = TensorBoardSink(self.run_dir / "logs" / "tensorboard")
+        for sink in (self.metrics, self.samples, self.board):
+            if sink is not None:
+                sink.keep_until(first_step)
+        with (self.run_dir / "logs" / "worker.log").open("a") as file:
+            file.write(
+                f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
+            )
+        recorded = read_jsonl(self.run_dir / "metrics.jsonl")
+        self.last_loss = recorded[-1]["loss"] if recorded else float("nan")
+
+    def log(self, done: int, loss: float, grad_norm: float, rate: float, rates: dict[str, float]) -> None:
+        store = self.spill.latest()
+        order = self.job.setup.order
+        line = {
+            "optimizer_step": done,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": rate,
+            **rates,
+            "spilled_bytes": store.spilled_bytes,
+            "object_store_bytes": store.used_bytes,
+            "epoch": (done - 1) // order.batches_per_epoch,
+            "samples_seen": done * order.global_batch,
+        }
+        self.last_loss = loss
+        self.metrics.append(line)
+        self.board.append(line)
+        allowed = self.job.config.max_spilled_bytes
+        if store.spilled_bytes + store.fallback_bytes > allowed:
+            raise RunStoppedError(
+                f"the object store spilled {store.spilled_bytes} bytes and put {store.fallback_bytes} on disk, {allowed} are allowed "
+                f"(--max_spilled_bytes); raise --ray.object_store_bytes"
+            )
+
+    def log_samples(self, records: list[dict[str, object]]) -> None:
+        if self.samples is not None:
+            for record in records:
+                self.samples.append(record)
+
+    def finish(self, totals: dict, steps: int, first_batch_s: float | None) -> None:
+        store = self.spill.close()
+        summary = {
+            "finished": True,
+            "optimizer_steps": steps,
+            "final_loss": self.last_loss,
+            "samples_per_s": totals["samples_per_s"],
+            "wait_share": totals["wait_share"],
+            "time_to_first_batch_s": first_batch_s,
+            "spilled_bytes": store.spilled_bytes,
+            "fallback_bytes": store.fallback_bytes,
+            "peak_object_store_bytes": self.spill.peak_bytes,
+            "restarts": self.job.restarts,
+            "num_readers": self.job.budget.readers * self.job.config.num_workers,
+            "wait_s_by_worker": totals["wait_s_by_worker"],
+            "time_s": totals["time_s"],
+            "performance_flags": self.performance_flags,
+            "shuffle": measure_shuffle(self.job.setup.order).to_json(),
+            "num_skipped_episodes": len(self.job.setup.skipped),
+            "skipped_episodes": [bad.to_json() for bad in self.job.setup.skipped],
+        }
+        summary["verdict"] = verdict(summary, to_json(self.job.config))
+        write_json(self.run_dir / "summary.json", summary)
+
+    def close(self) -> None:
+        for sink in (self.metrics, self.samples, self.board):
+            if sink is not None:
+                sink.close()
+        self.pen.close()

@@ -1,0 +1,174 @@
+"""[ray] The driver's eye on a worker group while Ray Train runs it.
+
+Ray Train tells when a worker is dead. What it does not tell: that one hangs or is stopped (the group is ended, with all
+stacks in logs/), that this process was asked to end (SIGTERM: the workers save and stop), that a node is about to be
+taken away (the workers save and go on).
+"""
+
+import contextlib
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vlatune.config import RunConfig
+from vlatune.errors import TerminatedError
+from vlatune.train.folder import RunFolder
+from vlatune.train.lookout import RankState, stacks_file, start_lookout
+from vlatune.train.stacks import ask_and_kill
+from vlatune.train.wish import Wish
+
+LOOK_S = 1.0
+STARTING = 3
+"""Before its first micro-batch a worker may be still for so many times `hang_timeout_s`: it loads the model."""
+END_S = 60.0
+"""How long Ray Train may take to notice that the workers were killed, and a node to answer."""
+RUNNING = object()
+
+
+class Supervisor:
+    """One for all attempts of a run."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, *, say: Callable[[str], None]) -> None:
+        self.lookout = start_lookout()
+        self._config, self._folder, self._say = config, folder, say
+        self._attempt = 0
+        self._terminated = False
+        self._told_nodes: set[str] = set()
+
+    def run(self, fit: Callable[[], object], attempt: int) -> None:
+        """Call `fit` and watch; raises what it raises, or why the group was ended."""
+        self._attempt = attempt
+        ray.get(self.lookout.begin.remote(attempt))
+        with _on_sigterm(self._terminate):
+            outcome = _on_thread(fit)
+            error = self._watch(outcome)
+        if self._terminated and self._folder.summary() is None:
+            raise TerminatedError("asked to end by SIGTERM; all is saved, and the same command goes on from there")
+        if error is not None:
+            raise error
+
+    def _terminate(self) -> None:
+        self._terminated = True
+
+    def _watch(self, outcome: "queue.Queue[BaseException | None]") -> BaseException | None:
+        """Until `fit` has ended; its error."""
+        looked_s, stop_by_s, asked = 0.0, float("inf"), None
+        while (error := _poll(outcome)) is RUNNING:
+            now_s = time.monotonic()
+            if now_s > stop_by_s:
+                raise TerminatedError(
+                    f"asked to end by SIGTERM; no checkpoint within --grace_s={self._config.grace_s:g}; "
+                    f"the same command goes on from the one before"
+                )
+            if asked is None and now_s - looked_s >= LOOK_S:
+                asked, looked_s = self.lookout.states.remote(), now_s
+            if asked is None or not ray.wait([asked], timeout=0)[0]:
+                continue
+            states, asked = ray.get(asked), None
+            if self._terminated and stop_by_s == float("inf"):
+                stop_by_s = now_s + self._stop(states)
+            self._save_before_nodes_go(states)
+            hung = find_hung(states, self._config.hang_timeout_s)
+            if hung is not None:
+                return self._end(hung, states, outcome)
+        return error  # pyright: ignore[reportReturnType]
+
+    def _stop(self, states: Sequence[RankState]) -> float:
+        """Have the workers save and stop; how long that may take."""
+        if not any(state.moves for state in states):
+            raise TerminatedError("asked to end by SIGTERM before the first step; there is nothing new to save")
+        self._say(f"asked to end by SIGTERM: saving a checkpoint, for at most {self._config.grace_s:g} s")
+        self.lookout.wish.remote(Wish.STOP)
+        return self._config.grace_s
+
+    def _save_before_nodes_go(self, states: Sequence[RankState]) -> None:
+        going = draining_nodes() & {state.node_id for state in states} - self._told_nodes
+        if going and not self._terminated:
+            self._told_nodes |= going
+            self._say(f"{len(going)} of the workers' nodes will be taken away: saving a checkpoint")
+            self.lookout.wish.remote(Wish.SAVE)
+
+    def _end(self, hung: RankState, states: Sequence[RankState], outcome: "queue.Queue[Any]") -> RuntimeError:
+        """Kill all workers of the group, which Ray Train then sees, after they have told where they are."""
+        texts = {state.rank: self._ask_and_kill(state) for state in states}
+        file = self._folder.logs / f"hang-{self._attempt}.txt"
+        file.write_text("\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
+        until_s = time.monotonic() + END_S
+        while _poll(outcome) is RUNNING and time.monotonic() < until_s:
+            pass
+        how = texts[hung.rank].splitlines()[0]
+        return RuntimeError(
+            f"rank {hung.rank} did nothing for {hung.still_s:.0f} s (--hang_timeout_s={self._config.hang_timeout_s:g}; "
+            f"its process was {how}); the stacks of all workers are in {file}"
+        )
+
+    def _ask_and_kill(self, state: RankState) -> str:
+        here = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
+        task = ray.remote(ask_and_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+        file: Path = stacks_file(self._folder.path.resolve(), self._attempt, state.rank)
+        try:
+            return ray.get(task.remote(state.pid, file), timeout=END_S)
+        except RayError as error:
+            return f"out of reach ({type(error).__name__})"
+
+
+def find_hung(states: Sequence[RankState], timeout_s: float) -> RankState | None:
+    """The worker that has been still for longest, if that is too long.
+
+    One that still loads gets more time. Where one stands, the others wait for it: the longest is the likeliest cause.
+    """
+    late = [one for one in states if one.still_s > timeout_s * (1 if one.moves else STARTING)]
+    return max(late, key=lambda state: state.still_s, default=None) if timeout_s > 0 else None
+
+
+def draining_nodes() -> set[str]:
+    """Nodes that Ray knows will be taken away: a preemption notice, or `ray drain-node`."""
+    from ray._private.state import state  # there is no public way to ask; Ray Train's own watcher asks here, too
+
+    return set(state.get_draining_nodes())
+
+
+def _on_thread(call: Callable[[], object]) -> "queue.Queue[BaseException | None]":
+    """Run `call` beside this thread. On the main thread Ray Train would catch Ctrl-C itself and take its time."""
+    outcome: queue.Queue[BaseException | None] = queue.Queue()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.put(None)
+        except BaseException as error:  # carried over to the waiting thread
+            outcome.put(error)
+
+    threading.Thread(target=run, name="ray-train", daemon=True).start()
+    return outcome
+
+
+def _poll(outcome: "queue.Queue[BaseException | None]") -> Any:
+    """The outcome, or RUNNING; with a timeout, so that Python gets to see signals."""
+    try:
+        return outcome.get(timeout=0.2)
+    except queue.Empty:
+        return RUNNING
+
+
+@contextmanager
+def _on_sigterm(call: Callable[[], None]) -> Iterator[None]:
+    """`call` instead of the end of the process. Ray has put its own handler there; it returns afterwards."""
+    if threading.current_thread() is not threading.main_thread():  # python allows handlers there only
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: call())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TypeError):  # one that was not set from python cannot be put back
+            signal.signal(signal.SIGTERM, before)

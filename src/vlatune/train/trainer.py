@@ -1,0 +1,121 @@
+"""[ray] Ray Train's trainer without what a run of ours does not use: a group starts in half of the time.
+
+Ray Train starts an actor for its datasets, one that watches for preemption and one that removes placement groups after
+a crash; each imports ray.train, five seconds of CPU. Our data has its own way to the workers, `supervise.py` watches the
+nodes, and a cluster of our own goes with its placement groups. Its controller would also import torch, only to tell
+the workers to join a process group; here the workers alone import it. What joins the group is Ray Train's own code.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train._internal.base_worker_group import BaseWorkerGroup
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2.api.callback import RayTrainCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+SETTINGS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+LEAVE_S = 5.0
+UNUSED = (DatasetsCallback,)
+UNUSED_ON_OUR_OWN = (DatasetsCallback, PlacementGroupCleanerCallback)
+
+
+def make_trainer(
+    work: Callable[[dict[str, Any]], None],
+    job: object,
+    *,
+    num_workers: int,
+    resources: dict[str, float],
+    name: str,
+    storage_path: str,
+    own_cluster: bool,
+) -> DataParallelTrainer:
+    """What runs `work({"job": job})` in so many processes of one process group, once."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    use_gpu = "GPU" in resources
+    return LeanTrainer(
+        work,
+        train_loop_config={"job": job},
+        backend_config=TorchGroup("nccl" if use_gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
+        run_config=RunConfig(name=name, storage_path=storage_path, failure_config=FailureConfig(max_failures=0)),
+        unused=UNUSED_ON_OUR_OWN if own_cluster else UNUSED,
+    )
+
+
+class LeanTrainer(DataParallelTrainer):
+    def __init__(self, *args: Any, unused: tuple[type[RayTrainCallback], ...], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unused = unused
+
+    def _create_default_callbacks(self) -> list[RayTrainCallback]:
+        return [one for one in super()._create_default_callbacks() if not isinstance(one, self._unused)]
+
+
+@dataclass
+class TorchGroup(BackendConfig):
+    """The workers form a torch process group."""
+
+    backend: str
+    """nccl or gloo."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return TorchGroupBackend
+
+    @property
+    def train_func_context(self) -> Any:
+        return own_device
+
+
+class TorchGroupBackend(Backend):
+    """Runs in the controller; nothing here imports torch but the functions that the workers run."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+        from ray.train._internal.utils import get_address_and_port
+
+        assert isinstance(backend_config, TorchGroup)
+        address, port = worker_group.execute_single(0, get_address_and_port)
+        size = len(worker_group)
+        joins: Any = [
+            worker_group.execute_single_async(rank, _join, address, port, backend_config.backend, rank, size)
+            for rank in range(size)
+        ]
+        ray.get(joins)
+
+    def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+        with contextlib.suppress(GetTimeoutError):  # where a worker died, the others may be stuck
+            leaving: Any = worker_group.execute_async(_leave)
+            ray.get(leaving, timeout=LEAVE_S)
+
+
+def _join(address: str, port: int, backend: str, rank: int, size: int) -> None:
+    from ray.train.torch import config
+
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    config._set_torch_distributed_env_vars()
+    config._setup_torch_process_group(backend, rank, size, "env://")
+
+
+def _leave() -> None:
+    from ray.train.torch import config
+
+    config._shutdown_torch(destroy_process_group=True)
+
+
+def own_device() -> Any:
+    """Around the worker's function: this rank's own GPU is the current one."""
+    from ray.train.torch.config import TorchConfigContextManager
+
+    return TorchConfigContextManager()

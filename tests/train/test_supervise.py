@@ -1,0 +1,80 @@
+"""The driver's eye: who hangs, and what ends on the other thread. Runs of whole groups are in test_faults.py."""
+
+import pytest
+
+from vlatune.train.lookout import Lookout, RankState
+from vlatune.train.supervise import RUNNING, STARTING, _on_thread, _poll, find_hung
+from vlatune.train.wish import Wish
+
+
+def state(rank: int, *, still_s: float, moves: int = 5) -> RankState:
+    return RankState(rank, pid=100 + rank, node_id="node", moves=moves, still_s=still_s)
+
+
+def test_nobody_hangs_who_moved_a_moment_ago():
+    assert find_hung([state(0, still_s=9.9), state(1, still_s=0.0)], timeout_s=10) is None
+    assert find_hung([], timeout_s=10) is None
+
+
+def test_the_one_that_stood_first_is_named():
+    hung = find_hung([state(0, still_s=10.5), state(1, still_s=11.5), state(2, still_s=1)], timeout_s=10)
+    assert hung is not None
+    assert hung.rank == 1
+
+
+def test_a_worker_that_starts_gets_more_time():
+    assert find_hung([state(0, still_s=10.0 * STARTING, moves=0)], timeout_s=10) is None
+    assert find_hung([state(0, still_s=10.1 * STARTING, moves=0)], timeout_s=10) is not None
+
+
+def test_zero_watches_for_nothing():
+    assert find_hung([state(0, still_s=1e9)], timeout_s=0) is None
+
+
+def test_the_lookout_counts_from_the_last_thing_done(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr("vlatune.train.lookout.time.monotonic", lambda: now_s)
+    lookout = Lookout()
+    lookout.begin(1)
+    assert lookout.beat(1, 0, 4711, "a", 0) is Wish.NOTHING
+    lookout.wish(Wish.STOP)
+    now_s = 103.0
+    assert lookout.beat(1, 0, 4711, "a", 0) is Wish.STOP  # a beat, and nothing done
+    assert lookout.states() == [RankState(0, 4711, "a", 0, still_s=3.0)]
+    lookout.beat(1, 0, 4711, "a", 1)
+    assert lookout.states() == [RankState(0, 4711, "a", 1, still_s=0.0)]
+
+
+def test_the_lookout_forgets_a_group_that_is_gone():
+    lookout = Lookout()
+    lookout.begin(0)
+    lookout.beat(0, 0, 1, "a", 7)
+    lookout.wish(Wish.STOP)
+    lookout.begin(1)
+    assert lookout.states() == []
+    assert lookout.beat(0, 0, 1, "a", 8) is Wish.NOTHING  # still alive somewhere
+    assert lookout.beat(1, 0, 2, "a", 1) is Wish.NOTHING
+    lookout.leave(0, 0)
+    assert [one.pid for one in lookout.states()] == [2]
+    lookout.leave(1, 0)
+    assert lookout.states() == []
+
+
+def test_what_fails_on_the_thread_is_brought_here():
+    def fail() -> None:
+        raise ValueError("from the thread")
+
+    outcome = _on_thread(fail)
+    while (error := _poll(outcome)) is RUNNING:
+        pass
+    assert isinstance(error, ValueError)
+
+
+@pytest.mark.timeout(30)
+def test_what_succeeds_returns_nothing():
+    done = []
+    outcome = _on_thread(lambda: done.append(1))
+    while (error := _poll(outcome)) is RUNNING:
+        pass
+    assert error is None
+    assert done == [1]
