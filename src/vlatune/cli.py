@@ -132,6 +132,12 @@ def bench_step(options: Any) -> None:
     step.run(options)
 
 
+def bench_resume(options: Any) -> None:
+    from vlatune.bench import resume
+
+    resume.run(options)
+
+
 def _reader_bench() -> type:
     from vlatune.bench.options import ReaderBench
 
@@ -148,6 +154,12 @@ def _step_bench() -> type:
     from vlatune.bench.options import StepBench
 
     return StepBench
+
+
+def _resume_bench() -> type:
+    from vlatune.bench.options import ResumeBench
+
+    return ResumeBench
 
 
 def _inspect_options() -> type:
@@ -209,7 +221,7 @@ COMMANDS = {
         run_dir=lambda _, run_dir: Path(run_dir),
     ),
     "bench": Command(
-        "measure one part against its peers: reader, feed, step; `vlatune bench NAME --help` lists its flags",
+        "measure one part against its peers: reader, feed, step, resume; `vlatune bench NAME --help` lists its flags",
         flags=lambda: NoFlags,
         call=bench,
         operands=("NAME",),
@@ -220,6 +232,7 @@ BENCHMARKS = {
     "reader": Command("how near to the decoder's limit a dataset is read", flags=_reader_bench, call=bench_reader),
     "feed": Command("whether a consumer is kept fed, and nothing spills", flags=_feed_bench, call=bench_feed),
     "step": Command("what a micro-step of PI0.5 costs, and how often it waits", flags=_step_bench, call=bench_step),
+    "resume": Command("what a checkpoint and a killed process cost", flags=_resume_bench, call=bench_resume),
 }
 """Commands of two words, `bench NAME`, with flags of their own."""
 

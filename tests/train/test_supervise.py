@@ -3,7 +3,7 @@
 import pytest
 
 from vlatune.train.lookout import Lookout, RankState
-from vlatune.train.supervise import RUNNING, STARTING, _on_thread, _poll, find_hung
+from vlatune.train.supervise import RUNNING, STARTING, _on_thread, _poll, find_culprit, find_hung
 from vlatune.train.wish import Wish
 
 
@@ -12,23 +12,25 @@ def state(rank: int, *, still_s: float, moves: int = 5) -> RankState:
 
 
 def test_nobody_hangs_who_moved_a_moment_ago():
-    assert find_hung([state(0, still_s=9.9), state(1, still_s=0.0)], timeout_s=10) is None
-    assert find_hung([], timeout_s=10) is None
-
-
-def test_the_one_that_stood_first_is_named():
-    hung = find_hung([state(0, still_s=10.5), state(1, still_s=11.5), state(2, still_s=1)], timeout_s=10)
-    assert hung is not None
-    assert hung.rank == 1
+    assert find_hung([state(0, still_s=9.9), state(1, still_s=0.0)], timeout_s=10) == []
+    assert find_hung([], timeout_s=10) == []
 
 
 def test_a_worker_that_starts_gets_more_time():
-    assert find_hung([state(0, still_s=10.0 * STARTING, moves=0)], timeout_s=10) is None
-    assert find_hung([state(0, still_s=10.1 * STARTING, moves=0)], timeout_s=10) is not None
+    assert find_hung([state(0, still_s=10.0 * STARTING, moves=0)], timeout_s=10) == []
+    assert find_hung([state(0, still_s=10.1 * STARTING, moves=0)], timeout_s=10) != []
 
 
 def test_zero_watches_for_nothing():
-    assert find_hung([state(0, still_s=1e9)], timeout_s=0) is None
+    assert find_hung([state(0, still_s=1e9)], timeout_s=0) == []
+
+
+def test_the_one_for_whom_the_others_wait_is_named():
+    states = [state(0, still_s=11.0, moves=7), state(1, still_s=10.5, moves=7), state(2, still_s=10.8, moves=6)]
+    running = dict.fromkeys(range(3), "running")
+    assert find_culprit(states, running).rank == 2  # has done least
+    assert find_culprit(states, running | {1: "stopped by a signal"}).rank == 1
+    assert find_culprit(states[:2], running).rank == 0  # stood first
 
 
 def test_the_lookout_counts_from_the_last_thing_done(monkeypatch):

@@ -41,10 +41,6 @@ def _title(pid: int) -> str:
         return ""
 
 
-def is_alive(pid: int) -> bool:
-    return _session(pid) is not None
-
-
 class Session:
     """One start of a command, and everything that it starts in turn; `close` ends all of them.
 

@@ -8,13 +8,14 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from vlatune.bench.resume_process import POLL_S, Session
 from vlatune.checkpoint.local_store import LocalStore
 
-WORKER = "ray::RayTrainWorker"
+WORKER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
+"""Titles that Ray gives to the processes of Ray Train's actors."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Mark:
 
 
 WORKERS_BEGIN = (
-    Mark("Ray Train's controller has a process", title="ray::TrainController"),
+    Mark("Ray Train's controller has a process", title=CONTROLLER),
     Mark("workers have processes", title=WORKER),
     Mark("rank 0 is in the training function", file="logs/stacks-*-rank-0.txt"),
     Mark("model loaded, checkpoint restored", file="logs/worker.log"),
@@ -73,36 +74,36 @@ def count_kept(before: Sequence[bytes], now: Sequence[bytes]) -> int:
     return next((place for place, (old, new) in enumerate(pairs) if old != new), min(len(before), len(now)))
 
 
-@dataclass
 class MetricsFollower:
-    """metrics.jsonl while it grows, is replaced by its own beginning after a kill, and goes on."""
+    """metrics.jsonl as it is now, while it still grows, is replaced by its own beginning, and goes on. Made before a kill."""
 
-    file: Path
-    lines: list[bytes] = field(default_factory=list)
-    """What it held before it was replaced."""
-    _inode: int | None = None
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._inode, self._lines = read_whole_lines(file)
+        self._replaced = False
 
     def last_step(self) -> int:
-        """Of the newest whole line; 0 before the first."""
-        self.first_new_step()
-        return optimizer_step(self.lines[-1]) if self.lines else 0
+        """Optimizer step of the last line that was there before the file was replaced."""
+        return optimizer_step(self._lines[-1]) if self._lines else 0
 
     def first_new_step(self) -> int | None:
-        """The step of the first line that was added after the file was replaced; None until then."""
-        inode, now = self._read()
-        if inode is None or self._inode in (None, inode):
-            self._inode, self.lines = inode, now
+        """That of the first line that was added after it was replaced; None until then."""
+        inode, now = read_whole_lines(self._file)
+        self._replaced = self._replaced or inode != self._inode  # for good: the number may come back
+        if not self._replaced:
+            self._lines = now
             return None
-        kept = count_kept(self.lines, now)
+        kept = count_kept(self._lines, now)
         return optimizer_step(now[kept]) if len(now) > kept else None
 
-    def _read(self) -> tuple[int | None, list[bytes]]:
-        """A line that is only half there is not read."""
-        try:
-            with self.file.open("rb") as file:
-                return os.fstat(file.fileno()).st_ino, [line for line in file if line.endswith(b"\n")]
-        except FileNotFoundError:
-            return None, []
+
+def read_whole_lines(file: Path) -> tuple[int, list[bytes]]:
+    """The file's inode and lines; a last line that is only half there is left out. 0 and none without a file."""
+    try:
+        with file.open("rb") as opened:
+            return os.fstat(opened.fileno()).st_ino, [line for line in opened if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return 0, []
 
 
 def optimizer_step(line: bytes) -> int:
@@ -115,54 +116,66 @@ class RunWatch:
     def __init__(self, session: Session, run_dir: Path, *, timeout_s: float) -> None:
         self._session, self._run_dir, self._timeout_s = session, run_dir, timeout_s
         self._store = LocalStore(run_dir / "checkpoints")
-        self.metrics = MetricsFollower(run_dir / "metrics.jsonl")
+        self._metrics = run_dir / "metrics.jsonl"
+
+    def follow_metrics(self) -> MetricsFollower:
+        return MetricsFollower(self._metrics)
 
     def wait_for_step(self, optimizer_step: int, *, checkpoint: int = 0) -> float:
         """Until a step is recorded and a checkpoint as new as this is there; returns when."""
         until_s = time.monotonic() + self._timeout_s
-        while self.metrics.last_step() < optimizer_step or max(self._store.steps(), default=0) < checkpoint:
-            self._wait(until_s, f"step {optimizer_step}")
+        while self.follow_metrics().last_step() < optimizer_step or max(self._store.steps(), default=0) < checkpoint:
+            self._require_running()
+            self._pause(until_s, f"step {optimizer_step}")
         return time.time()
 
-    def wait_for_comeback(self, marks: Sequence[Mark], begin_s: float, *, old_pids: Sequence[int]) -> Comeback:
-        """Until the first new step after a kill; `old_pids` lived before it."""
+    def wait_for_comeback(
+        self, marks: Sequence[Mark], begin_s: float, *, metrics: MetricsFollower, old_pids: Sequence[int] = ()
+    ) -> Comeback:
+        """Until the first new step after a kill; `metrics` and `old_pids` are of before it."""
         seen_s: dict[str, float | None] = {mark.name: None for mark in marks}
         until_s = time.monotonic() + self._timeout_s
-        while (step := self.metrics.first_new_step()) is None:
+        while (step := metrics.first_new_step()) is None:
             for mark in marks:
                 if seen_s[mark.name] is None:
                     seen_s[mark.name] = self._look(mark, begin_s, old_pids)
-            self._wait(until_s, "the first step after a kill")
-        reached = optimizer_step(self.metrics.lines[-1])
-        return Comeback(begin_s, seen_s, time.time(), reached_step=reached, resumed_step=step - 1)
+            self._require_running()
+            self._pause(until_s, "the first step after a kill")
+        return Comeback(begin_s, seen_s, time.time(), reached_step=metrics.last_step(), resumed_step=step - 1)
 
     def wait_for_end(self) -> None:
         until_s = time.monotonic() + self._timeout_s
-        while self._session.exit_code() is None:
-            self._wait(until_s, "the end of the run")
-        self._check()
+        while (code := self._session.exit_code()) is None:
+            self._pause(until_s, "its end")
+        if code:
+            self._require_running()
 
     def _look(self, mark: Mark, begin_s: float, old_pids: Sequence[int]) -> float | None:
         """When the mark was reached, if it was."""
         if mark.title:
             return time.time() if set(self._session.find(mark.title)) - set(old_pids) else None
-        written_s = [path.stat().st_mtime for path in self._run_dir.glob(mark.file)]
+        written_s = [_written_s(path) for path in self._run_dir.glob(mark.file)]
         return min((at_s for at_s in written_s if at_s > begin_s), default=None)
 
-    def _wait(self, until_s: float, what: str) -> None:
-        self._check()
+    def _pause(self, until_s: float, what: str) -> None:
         if time.monotonic() > until_s:
             raise RuntimeError(
                 f"the run did not come to {what} within --timeout_s={self._timeout_s:g}; raise it, or look at the end of "
-                f"its output: {self._session.tail()}"
+                f"its output:\n{self._session.tail()}"
             )
         time.sleep(POLL_S)
 
-    def _check(self) -> None:
-        """A run that has ended well is at its last step, for which nobody waits in vain."""
+    def _require_running(self) -> None:
         code = self._session.exit_code()
-        if code:
+        if code is not None:
             raise RuntimeError(
-                f"`vlatune train` ended with exit code {code} in the middle of the benchmark; its output ends with: "
-                f"{self._session.tail()}"
+                f"`vlatune train` ended too early, with exit code {code}; its output ends with:\n{self._session.tail()}"
             )
+
+
+def _written_s(path: Path) -> float:
+    """0 for a file that is gone again."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

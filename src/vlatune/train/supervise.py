@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,8 @@ class Supervisor:
             if self._terminated and stop_by_s == float("inf"):
                 stop_by_s = now_s + self._stop(states)
             self._save_before_nodes_go(states)
-            hung = find_hung(states, self._config.hang_timeout_s)
-            if hung is not None:
-                return self._end(hung, states, outcome)
+            if find_hung(states, self._config.hang_timeout_s):
+                return self._end(states, outcome)
         return error  # pyright: ignore[reportReturnType]
 
     def _stop(self, states: Sequence[RankState]) -> float:
@@ -97,7 +96,7 @@ class Supervisor:
             self._say(f"{len(going)} of the workers' nodes will be taken away: saving a checkpoint")
             self.lookout.wish.remote(Wish.SAVE)
 
-    def _end(self, hung: RankState, states: Sequence[RankState], outcome: "queue.Queue[Any]") -> RuntimeError:
+    def _end(self, states: Sequence[RankState], outcome: "queue.Queue[Any]") -> RuntimeError:
         """Kill all workers of the group, which Ray Train then sees, after they have told where they are."""
         texts = {state.rank: self._ask_and_kill(state) for state in states}
         file = self._folder.logs / f"hang-{self._attempt}.txt"
@@ -105,10 +104,11 @@ class Supervisor:
         until_s = time.monotonic() + END_S
         while _poll(outcome) is RUNNING and time.monotonic() < until_s:
             pass
-        how = texts[hung.rank].splitlines()[0]
+        how = {rank: text.splitlines()[0] for rank, text in texts.items()}
+        hung = find_culprit(states, how)
         return RuntimeError(
             f"rank {hung.rank} did nothing for {hung.still_s:.0f} s (--hang_timeout_s={self._config.hang_timeout_s:g}; "
-            f"its process was {how}); the stacks of all workers are in {file}"
+            f"its process was {how[hung.rank]}); the stacks of all workers are in {file}"
         )
 
     def _ask_and_kill(self, state: RankState) -> str:
@@ -121,13 +121,14 @@ class Supervisor:
             return f"out of reach ({type(error).__name__})"
 
 
-def find_hung(states: Sequence[RankState], timeout_s: float) -> RankState | None:
-    """The worker that has been still for longest, if that is too long.
+def find_hung(states: Sequence[RankState], timeout_s: float) -> list[RankState]:
+    """Workers that have been still for too long; one that still loads gets more time."""
+    return [one for one in states if 0 < timeout_s * (1 if one.moves else STARTING) < one.still_s]
 
-    One that still loads gets more time. Where one stands, the others wait for it: the longest is the likeliest cause.
-    """
-    late = [one for one in states if one.still_s > timeout_s * (1 if one.moves else STARTING)]
-    return max(late, key=lambda state: state.still_s, default=None) if timeout_s > 0 else None
+
+def find_culprit(states: Sequence[RankState], how: Mapping[int, str]) -> RankState:
+    """Where one stands, the others wait for it: one that is not running, else the one that has done least."""
+    return min(states, key=lambda state: (how[state.rank] == "running", state.moves, -state.still_s))
 
 
 def draining_nodes() -> set[str]:

@@ -1,0 +1,89 @@
+"""`vlatune train` as a real process: started, watched through its run folder, and looked for afterwards."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PATIENCE_S = 240
+
+
+@contextmanager
+def started(run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a session of its own; whatever is left of it is gone afterwards."""
+    command = [sys.executable, "-m", "vlatune.cli", "train", f"--output_dir={run_dir}", *flags]
+    with (run_dir.parent / "output.txt").open("a") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, text=True, start_new_session=True)
+        try:
+            yield process
+        finally:
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def output(run_dir: Path) -> str:
+    return (run_dir.parent / "output.txt").read_text()
+
+
+def until(what: Callable[[], object], process: subprocess.Popen[str], run_dir: Path) -> None:
+    """Wait for it; the process must go on meanwhile."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not what():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise AssertionError(f"exit code {process.poll()}; it said: {output(run_dir)[-3000:]}")
+        time.sleep(0.05)
+
+
+def step_of(run_dir: Path) -> int:
+    """The newest logged step; 0 before the first."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    return json.loads(whole[-1])["optimizer_step"] if whole else 0
+
+
+def session(sid: int) -> list[int]:
+    """Processes of a session: all that a run has started, Ray's own included unless they left it."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(after_name[3]) == sid and after_name[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def named(sid: int, part: str) -> list[int]:
+    """Processes of the session whose command line has this in it, oldest first."""
+    found = []
+    for pid in session(sid):
+        try:
+            text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if part in text:
+            found.append(pid)
+    return sorted(found)
+
+
+def left_behind() -> list[Path]:
+    """Folders of clusters whose run is gone; a run that is alive holds its folder's lock."""
+    left = []
+    for owner in Path(tempfile.gettempdir()).glob("vlatune-ray-*/owner"):
+        with owner.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.append(owner.parent)
+            except OSError:
+                continue
+    return left

@@ -1,0 +1,118 @@
+"""The driver's own life, as a person's shell sees it: SIGTERM, SIGKILL, a raylet or a reader that dies, the same command again."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from driving import left_behind, named, output, session, started, step_of, until
+
+from vlatune.checkpoint.store import list_checkpoints
+from vlatune.report.sinks import read_jsonl
+
+STEPS, SAVE_FREQ = 300, 50
+
+
+@pytest.fixture(scope="module")
+def flags(dataset_v3, small_base) -> list[str]:
+    return [
+        f"--dataset.root={dataset_v3}",
+        "--dataset.run_length=4",
+        "--dataset.window_rows=8",
+        f"--policy.path={small_base}",
+        "--policy.train=heads",
+        "--batch_size=4",
+        f"--steps={STEPS}",
+        "--log_freq=1",
+        f"--save_freq={SAVE_FREQ}",
+        "--save_every_s=0",
+        "--log_samples=true",
+        "--ray.num_cpus=2",
+        "--ray.object_store_bytes=100000000",
+    ]
+
+
+@pytest.fixture(scope="module")
+def clean(flags, tmp_path_factory) -> Path:
+    """The undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("clean") / "run"
+    finish(run_dir, flags)
+    return run_dir
+
+
+def finish(run_dir: Path, flags: list[str]) -> None:
+    with started(run_dir, *flags) as process:
+        until(lambda: (run_dir / "summary.json").exists(), process, run_dir)
+        assert process.wait(timeout=60) == 0, output(run_dir)
+        assert session(process.pid) == []
+
+
+def kill_at(step: int, part: str | None, run_dir: Path, flags: list[str], how: int = signal.SIGKILL) -> int:
+    """Start, wait for the step, send the signal to the driver or to its process of this name; its exit code."""
+    with started(run_dir, *flags) as process:
+        until(lambda: step_of(run_dir) >= step, process, run_dir)
+        os.kill(named(process.pid, part)[0] if part else process.pid, how)
+        return process.wait(timeout=60)
+
+
+def assert_same(run_dir: Path, clean: Path) -> None:
+    ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (run_dir, clean))
+    for key in ("optimizer_step", "loss", "grad_norm", "lr", "epoch"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs], key
+    assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
+    ours, theirs = (list_checkpoints(folder)[-1] for folder in (run_dir, clean))
+    for name in ("trainable.safetensors", "optimizer.safetensors", "rng.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+
+
+@pytest.mark.timeout(900)
+def test_asked_to_end_then_killed_then_the_same_command(flags, clean, tmp_path):
+    run_dir = tmp_path / "run"
+    assert kill_at(70, None, run_dir, flags, signal.SIGTERM) == 143
+    asked = [int(path.name) for path in list_checkpoints(run_dir)]
+    assert asked[0] == SAVE_FREQ
+    assert asked[-1] > 70  # not of the plan: saved because it was asked to
+    assert asked[-1] % SAVE_FREQ
+    assert "saving a checkpoint" in output(run_dir)
+    assert left_behind() == []
+    assert kill_at(170, None, run_dir, flags) == -signal.SIGKILL
+    finish(run_dir, flags)
+    assert f"continuing from {run_dir}/checkpoints/000001" in output(run_dir)
+    assert_same(run_dir, clean)
+    assert left_behind() == []  # what the killed one left is removed by the next
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", ["raylet/raylet", "ray::RayTrainWorker", "ray::TrainController"])
+def test_a_part_of_the_cluster_dies_and_the_run_goes_on_by_itself(flags, clean, tmp_path, part):
+    run_dir = tmp_path / "run"
+    with started(run_dir, *flags) as process:
+        until(lambda: step_of(run_dir) >= 170, process, run_dir)
+        os.kill(named(process.pid, part)[0], signal.SIGKILL)
+        until(lambda: (run_dir / "summary.json").exists(), process, run_dir)
+        assert process.wait(timeout=60) == 0, output(run_dir)
+    assert_same(run_dir, clean)
+    assert "restarted 1 time" in output(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_readers_die_and_nobody_notices(flags, clean, tmp_path):
+    """Ray runs a lost read task again; the order is ours."""
+    run_dir, killed = tmp_path / "run", 0
+    with started(run_dir, *flags) as process:
+        for step in range(20, 280, 20):
+            until(lambda step=step: step_of(run_dir) >= step, process, run_dir)
+            readers = [
+                *named(process.pid, "ray::Read"),
+                *named(process.pid, "ray::read"),
+                *named(process.pid, "ray::Task"),
+            ]
+            for pid in readers[:1]:
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        until(lambda: (run_dir / "summary.json").exists(), process, run_dir)
+        assert process.wait(timeout=60) == 0, output(run_dir)
+    assert killed > 0
+    assert_same(run_dir, clean)
