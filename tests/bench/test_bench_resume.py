@@ -13,7 +13,7 @@ import pytest
 
 from vlatune.bench.options import ResumeBench, StepBench
 from vlatune.bench.resume import figures, print_report, profile_rows
-from vlatune.bench.resume_process import Session, processes_in
+from vlatune.bench.resume_process import Session, ends_in_order, processes_in
 from vlatune.bench.resume_run import RunFigures, count_saves, stall_share
 from vlatune.bench.resume_save import OURS, TEMPLATE, TRAINED, Save, save_in_turns
 from vlatune.bench.resume_watch import FIRST_STEP, Comeback, Mark, MetricsFollower, RunWatch, count_kept
@@ -72,6 +72,15 @@ def test_an_error_ends_the_session(tmp_path):
     ):
         raise KeyboardInterrupt
     assert processes_in(session.pid) == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_is_an_interrupt(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ends_in_order():
+        os.kill(os.getpid(), number)
+        time.sleep(60)  # python sees it here
+    assert signal.getsignal(number) == before
 
 
 def test_a_process_with_an_odd_name_is_read(tmp_path):

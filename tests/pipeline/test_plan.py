@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlatune.dataset.order import OrderSpec, epoch_order, step_samples
+from vlatune.dataset.order import OrderSpec, _generator, epoch_order, step_samples
+from vlatune.dataset.runs import cut_runs
 from vlatune.pipeline.plan import MAX_GAP, Piece, Share, plan_pieces, reorder_rows
 from vlatune.pipeline.source import cut_units
 
@@ -64,7 +65,7 @@ def test_pieces_decode_forward_inside_one_episode(plan):
     spec = plan[0]
     for piece in pieces_of(*plan):
         assert len(piece.frames) == len(piece.slots) >= 1
-        assert len(piece.frames) <= spec.window_rows
+        assert len(piece.frames) <= max(spec.run_length, spec.window_rows)
         assert piece.frames[0] >= 0
         assert piece.frames[-1] < spec.lengths[piece.episode]
         steps = np.diff(piece.frames)
@@ -121,14 +122,14 @@ def peak_rows(pieces: list[Piece], batch_rows: int, block_rows: int) -> int:
 
 @unhurried
 @given(plans(), st.integers(1, 40), st.data())
-def test_the_reorder_buffer_is_large_enough_and_at_most_a_block_too_large(plan, block_rows, data):
+def test_the_reorder_buffer_is_large_enough_and_at_most_a_block_and_a_piece_too_large(plan, block_rows, data):
     spec, share, _, _ = plan
     pieces, per_step = pieces_of(*plan), share.slots_per_step(spec)
     batch_rows = data.draw(st.sampled_from([rows for rows in range(1, per_step + 1) if per_step % rows == 0]))
-    largest_block = block_rows + spec.window_rows
+    longest = max(len(piece.frames) for piece in pieces)
     peak = peak_rows(pieces, batch_rows, block_rows)
-    held = reorder_rows(pieces, batch_rows, largest_block)
-    assert peak <= held <= peak + largest_block
+    held = reorder_rows(pieces, batch_rows, block_rows)
+    assert peak <= held <= peak + block_rows + longest
     assert held <= sum(len(piece.frames) for piece in pieces)
 
 
@@ -152,6 +153,29 @@ def test_neighbours_over_the_edge_of_an_episode_are_two_pieces():
     assert [(piece.episode, piece.frames.tolist(), piece.slots.tolist()) for piece in made] == [
         (1, [0, 1], [0, 3]),
         (0, [8, 9], [2, 1]),
+    ]
+
+
+def test_a_run_over_the_edge_of_a_window_is_read_once():
+    """Runs of 8 in windows of 8, which never meet its edges: every run is one piece, and none is read in two."""
+    spec = OrderSpec(lengths=(40, 40), seed=3, global_batch=1, lanes=1, run_length=8, window_rows=8)
+    pieces = pieces_of(spec, Share(0, 1), 0, spec.batches_per_epoch)
+    starts = sorted((piece.episode, int(piece.frames[0])) for piece in pieces)
+    runs = len(cut_runs(np.array([0, 40]), np.array([40, 40]), 8, _generator(spec, 0))[0])
+    assert len(starts) <= runs  # neighbours by chance are read together
+    assert sum(len(piece.frames) for piece in pieces) == 80
+
+
+def test_runs_of_one_episode_that_are_needed_at_other_times_stay_apart():
+    spec = OrderSpec(lengths=(40,), seed=0, global_batch=1, lanes=1, run_length=4, window_rows=4)
+    order = np.array([[*range(4), *range(20, 32), *range(4, 8)]])
+    made = plan_pieces(spec, order, Share(0, 1), begin_batch=0, end_batch=20)
+    assert [piece.frames.tolist() for piece in made] == [
+        [0, 1, 2, 3],
+        [20, 21, 22, 23],
+        [24, 25, 26, 27],
+        [28, 29, 30, 31],
+        [4, 5, 6, 7],
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from vlatune.bench.harness import format_table, last_line
 from vlatune.bench.options import ResumeBench
+from vlatune.bench.resume_process import ends_in_order
 from vlatune.bench.resume_run import RunFigures, measure_run, stall_share
 from vlatune.bench.resume_save import OURS, TEMPLATE, Saves, measure_saves
 from vlatune.bench.resume_watch import Comeback
@@ -26,7 +27,7 @@ from vlatune.config import RunConfig
 def run(options: ResumeBench) -> None:
     """Print tables and, as the last line, one JSON object."""
     check(options)
-    with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
+    with ends_in_order(), tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
         run_folder, save_folder = Path(scratch) / "small", Path(scratch) / "wide"
         for folder in (run_folder, save_folder):
             folder.mkdir()

@@ -8,8 +8,10 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 POLL_S = 0.1
@@ -39,6 +41,20 @@ def _title(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
+
+
+@contextmanager
+def ends_in_order() -> Iterator[None]:
+    """Inside, a request to end (SIGTERM, a closed terminal) is a KeyboardInterrupt: what was started is ended first."""
+    if threading.current_thread() is not threading.main_thread():  # python allows handlers there only
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Session:

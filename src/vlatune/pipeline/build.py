@@ -73,12 +73,12 @@ def plan_segments(
     most = max(1, SEGMENT_TASKS * budget.task_blocks * budget.block_rows // share.slots_per_step(plan.order))
     for begin in range(first_step, last_step, most):
         end = min(begin + most, last_step)
-        parts = tuple(plan_parts(plan, share, budget, begin, end))
+        parts = tuple(plan_parts(plan, share, begin, end))
         pieces = [piece for part in parts for piece in part.pieces]
         yield Segment(begin, end, parts, reorder_rows(pieces, plan.batch_size, budget.block_rows))
 
 
-def plan_parts(plan: DataPlan, share: Share, budget: Budget, begin: int, end: int) -> Iterator[EpochPart]:
+def plan_parts(plan: DataPlan, share: Share, begin: int, end: int) -> Iterator[EpochPart]:
     """Epoch by epoch; a short epoch is no reason to start anew, so that its end is no pause."""
     per_epoch, per_step = plan.order.batches_per_epoch, share.slots_per_step(plan.order)
     while begin < end:
@@ -90,7 +90,6 @@ def plan_parts(plan: DataPlan, share: Share, budget: Budget, begin: int, end: in
             share,
             begin_batch=batch,
             end_batch=stop,
-            max_rows=budget.block_rows,
         )
         shift = epoch * per_epoch * per_step
         yield EpochPart(epoch, tuple(replace(piece, slots=piece.slots + shift) for piece in pieces))

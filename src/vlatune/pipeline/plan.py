@@ -5,9 +5,10 @@ A worker serves some lanes. Its samples of an epoch are numbered by *slot*: step
     step 0: lane 0 | lane 1     step 1: lane 0 | lane 1
     slot    0  1     2  3               4  5     6  7        (two samples per lane and step)
 
-A mixing window of a lane is a few runs of frames; each becomes one unit, read in rising frame order, whose
-rows carry their slots. Units are sorted by their first slot, so a consumer that takes them in this order can
-put rows in place with a buffer whose size `reorder_rows` computes.
+A mixing window of a lane holds runs of frames, whole or in part. A run becomes one unit when its first frame is needed,
+read in rising frame order, whose rows carry their slots: what the next window needs of it waits. Units are sorted by
+their first slot, so a consumer that takes them in this order can put rows in place with a buffer whose size
+`reorder_rows` computes.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlatune.dataset.order import OrderSpec, window_edges
+from vlatune.dataset.order import OrderSpec
 
 MAX_GAP = 4
 """Frames a unit may skip over: decoding through a short gap is cheaper than opening the file again."""
@@ -51,22 +52,13 @@ class Share:
         return spec.global_batch // self.num_workers
 
 
-def plan_pieces(
-    spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int, max_rows: int | None = None
-) -> list[Piece]:
-    """All pieces of optimizer steps [begin_batch, end_batch) of an epoch for one worker, by first need.
-
-    None is longer than `max_rows`, so that a piece always fits a block.
-    """
+def plan_pieces(spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int) -> list[Piece]:
+    """All pieces of optimizer steps [begin_batch, end_batch) of an epoch for one worker, by first need."""
     pieces: list[Piece] = []
     starts = np.cumsum(spec.lengths) - spec.lengths
-    per_step = spec.samples_per_lane_step
+    positions = np.arange(begin_batch * spec.samples_per_lane_step, end_batch * spec.samples_per_lane_step)
     for local, lane in enumerate(share.lanes(spec)):
-        edges = np.clip(window_edges(spec, lane), begin_batch * per_step, end_batch * per_step)
-        for begin, end in itertools.pairwise(edges):
-            if begin < end:
-                slots = _slots(spec, share, local, np.arange(begin, end))
-                pieces += _split(order[lane, begin:end], slots, starts, max_rows or spec.window_rows)
+        pieces += _split(spec, order[lane, positions], positions, _slots(spec, share, local, positions), starts)
     return sorted(pieces, key=lambda piece: int(piece.slots.min()))
 
 
@@ -93,14 +85,22 @@ def _slots(spec: OrderSpec, share: Share, local_lane: int, positions: np.ndarray
     return step * share.slots_per_step(spec) + local_lane * per_step + within
 
 
-def _split(samples: np.ndarray, slots: np.ndarray, starts: np.ndarray, max_rows: int) -> list[Piece]:
-    """Samples of a window, sorted, cut where the episode changes, frames are far apart, or the piece is too long."""
-    by_frame = np.argsort(samples)
-    samples, slots = samples[by_frame], slots[by_frame]
+def _split(
+    spec: OrderSpec, samples: np.ndarray, positions: np.ndarray, slots: np.ndarray, starts: np.ndarray
+) -> list[Piece]:
+    """A lane's samples, sorted, cut where the episode changes, frames are far apart, or are needed at other times.
+
+    Frames of one run lie in one window or in two that follow each other. Runs that are neighbours in the video and by
+    chance in the lane become one piece, but none longer than a run, since all its rows wait for the last of them.
+    """
+    by_frame = np.argsort(samples, kind="stable")
+    samples, positions, slots = samples[by_frame], positions[by_frame], slots[by_frame]
     episode = np.searchsorted(starts, samples, side="right") - 1
-    cut = (np.diff(episode) != 0) | (np.diff(samples) > MAX_GAP)
+    apart = np.abs(np.diff(positions)) > 2 * spec.window_rows
+    cut = (np.diff(episode) != 0) | (np.diff(samples) > MAX_GAP) | apart
     natural = [0, *(np.flatnonzero(cut) + 1).tolist(), len(samples)]
-    bounds = [at for begin, end in itertools.pairwise(natural) for at in range(begin, end, max_rows)] + [len(samples)]
+    longest = max(spec.run_length, spec.window_rows)
+    bounds = [at for begin, end in itertools.pairwise(natural) for at in range(begin, end, longest)] + [len(samples)]
     return [
         Piece(int(episode[begin]), samples[begin:end] - starts[episode[begin]], slots[begin:end])
         for begin, end in itertools.pairwise(bounds)
