@@ -56,14 +56,17 @@ class Faults:
                 os.kill(os.getpid(), fault.signal)
 
 
-def worker_with(faults: tuple[Fault, ...], folder: Path) -> Callable[[dict[str, Any]], None]:
-    """A worker that will meet its faults."""
+def worker_with(
+    faults: tuple[Fault, ...], folder: Path, environment: dict[str, str]
+) -> Callable[[dict[str, Any]], None]:
+    """A worker that will meet its faults; `environment` is laid over its own."""
 
     def run_faulty_worker(settings: dict[str, Any]) -> None:
         import ray.train
 
         from vlatune.train.loop import run_worker
 
+        os.environ.update(environment)
         arm(Faults(faults, folder, ray.train.get_context().get_world_rank()))
         run_worker(settings)
 

@@ -116,3 +116,21 @@ def test_readers_die_and_nobody_notices(flags, clean, tmp_path):
         assert process.wait(timeout=60) == 0, output(run_dir)
     assert killed > 0
     assert_same(run_dir, clean)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_workers_then_one_then_four_take_the_same_samples(flags, tmp_path):
+    """The global batch stays 8: 2 x 4, 1 x 8, 4 x 2."""
+    run_dir, alone = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    for folder in (run_dir.parent, alone.parent):
+        folder.mkdir()
+    kill_at(70, None, run_dir, [*flags, "--num_workers=2", "--batch_size=4"])
+    kill_at(170, None, run_dir, [*flags, "--num_workers=1", "--batch_size=8"])
+    finish(run_dir, [*flags, "--num_workers=4", "--batch_size=2"])
+    finish(alone, [*flags, "--num_workers=1", "--batch_size=8"])
+    assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(alone / "samples.jsonl")
+    ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (run_dir, alone))
+    assert [line["optimizer_step"] for line in ours] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-3)
+    assert "num_workers was 2, now 1" in output(run_dir)

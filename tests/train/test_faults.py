@@ -5,12 +5,14 @@ Two workers, several restarts in one run: a start costs half a minute. `-m slow`
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import faults as faults_module
 import pytest
+from checkpoint.upload_server import environment, running_upload_server
+from dataset.loopback_s3 import BUCKET
 from faults import POINTS, SAVE_POINTS, Fault, worker_with
 
 from vlatune.checkpoint.store import list_checkpoints
@@ -57,8 +59,8 @@ def arm(monkeypatch, tmp_path):
     marks = tmp_path / "faults"
     marks.mkdir()
 
-    def arm(faults: Sequence[Fault]) -> None:
-        monkeypatch.setattr(loop, "run_worker", worker_with(tuple(faults), marks))
+    def arm(faults: Sequence[Fault], environment: Mapping[str, str] | None = None) -> None:
+        monkeypatch.setattr(loop, "run_worker", worker_with(tuple(faults), marks, dict(environment or {})))
 
     yield arm
     ray.cloudpickle.unregister_pickle_by_value(faults_module)
@@ -115,6 +117,21 @@ def test_a_stopped_worker_is_found_and_all_stacks_are_kept(config, clean, arm, t
     assert "rank 0: running" in stacks
     assert "rank 1: stopped by a signal" in stacks
     assert "step.py" in stacks  # where it stood
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_while_uploading(config, clean, arm, tmp_path, monkeypatch):
+    """Checkpoints in an object store: the manifest comes last, so what is there is whole."""
+    faults = [Fault("save: uploading", 8), Fault("save: uploaded", 12), Fault("save: removing", 16)]
+    with running_upload_server() as server:
+        for name, value in environment(server).items():
+            monkeypatch.setenv(name, value)
+        arm(faults, environment(server))
+        run_dir = run(replace(config, storage_path=f"s3://{BUCKET}/runs"), tmp_path)
+    assert numbers(run_dir) == numbers(clean)
+    assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
+    assert summary(run_dir)["restarts"] == len(faults)
 
 
 @pytest.mark.slow

@@ -66,12 +66,13 @@ class Driver:
     """What the worker hears from the driver: after so many micro-batches, a wish."""
 
     def __init__(self, wishes: dict[int, Wish] | None) -> None:
-        self.wish = Wish.NOTHING
-        self._wishes, self._moves = wishes or {}, 0
+        self._wishes, self._moves = dict(wishes or {}), 0
 
     def moved(self) -> None:
         self._moves += 1
-        self.wish = self._wishes.get(self._moves, self.wish)
+
+    def take_wish(self) -> Wish:
+        return self._wishes.pop(self._moves, Wish.NOTHING)
 
 
 class NoSpills:
@@ -182,7 +183,7 @@ def test_averages_survive_a_restart(config, run, tmp_path):
 def test_a_wish_of_the_driver_is_carried_out_one_step_later(config, run):
     """SAVE during step 2: a checkpoint after step 3, beside the one at the end; nothing else is different."""
     config = replace(config, save_freq=0, save_every_s=0.0)
-    run_dir = run(config, wishes={2 * MICRO_STEPS: Wish.SAVE, 2 * MICRO_STEPS + 1: Wish.NOTHING})
+    run_dir = run(config, wishes={2 * MICRO_STEPS: Wish.SAVE})
     assert list(checkpoints(run_dir)) == [3, STEPS]
 
 

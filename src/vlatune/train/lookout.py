@@ -41,22 +41,23 @@ class Lookout:
     """The actor. Only the current attempt's workers count."""
 
     def __init__(self) -> None:
-        self._attempt, self._wish = -1, Wish.NOTHING
+        self._attempt, self._wishes = -1, [Wish.NOTHING]
         self._beats: dict[int, tuple[int, str, int]] = {}
         self._moved_s: dict[int, float] = {}
 
     def begin(self, attempt: int) -> None:
-        self._attempt, self._wish = attempt, Wish.NOTHING
+        self._attempt, self._wishes = attempt, [Wish.NOTHING]
         self._beats, self._moved_s = {}, {}
 
-    def beat(self, attempt: int, rank: int, pid: int, node_id: str, moves: int) -> Wish:
+    def beat(self, attempt: int, rank: int, pid: int, node_id: str, moves: int) -> tuple[int, Wish]:
+        """How often the driver has wished for something, and what it was the last time."""
         if attempt != self._attempt:
-            return Wish.NOTHING
+            return 0, Wish.NOTHING
         beat = (pid, node_id, moves)
         if self._beats.get(rank) != beat:
             self._moved_s[rank] = time.monotonic()
         self._beats[rank] = beat
-        return self._wish
+        return len(self._wishes) - 1, self._wishes[-1]
 
     def leave(self, attempt: int, rank: int) -> None:
         """A worker that has ended is not waited for."""
@@ -68,7 +69,7 @@ class Lookout:
         return [RankState(rank, *beat, now_s - self._moved_s[rank]) for rank, beat in sorted(self._beats.items())]
 
     def wish(self, wish: Wish) -> None:
-        self._wish = wish
+        self._wishes.append(wish)
 
 
 def start_lookout() -> Any:
@@ -86,7 +87,7 @@ class Heartbeat:
     """A worker's side: counts what it does, and tells it from a thread."""
 
     def __init__(self, lookout: Any, attempt: int, rank: int, run_dir: Path) -> None:
-        self.wish: Wish = Wish.NOTHING
+        self._wish, self._heard = Wish.NOTHING, 0
         self._lookout, self._attempt, self._rank = lookout, attempt, rank
         self._moves = 0
         self._ended = threading.Event()
@@ -101,6 +102,11 @@ class Heartbeat:
         """Something was done."""
         self._moves += 1
 
+    def take_wish(self) -> Wish:
+        """What the driver has wished for since the last call."""
+        wish, self._wish = self._wish, Wish.NOTHING
+        return wish
+
     def close(self) -> None:
         self._ended.set()
         self._thread.join()
@@ -113,7 +119,9 @@ class Heartbeat:
         who = (self._attempt, self._rank, os.getpid(), ray.get_runtime_context().get_node_id())
         while True:
             with contextlib.suppress(RayError):  # busy or gone: the next beat, or nobody, will tell
-                self.wish = Wish(ray.get(self._lookout.beat.remote(*who, self._moves), timeout=ANSWER_S))
+                heard, wish = ray.get(self._lookout.beat.remote(*who, self._moves), timeout=ANSWER_S)
+                if heard > self._heard:
+                    self._heard, self._wish = heard, wish
             if self._ended.wait(BEAT_S):
                 break
         self._lookout.leave.remote(self._attempt, self._rank)

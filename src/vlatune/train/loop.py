@@ -59,9 +59,8 @@ def work(worker: "Worker") -> None:
 class Heart(Protocol):
     """Tells the driver that this worker goes on, and this worker what the driver wishes."""
 
-    wish: Wish
-
     def moved(self) -> None: ...
+    def take_wish(self) -> Wish: ...
 
 
 class Worker:
@@ -147,8 +146,10 @@ class Worker:
         return done == self.config.steps or (every > 0 and done % every == 0)
 
     def _wish(self) -> Wish:
-        """What this worker would have all do after the next step: what the driver wishes, and a save by the clock."""
-        return max(self.heart.wish, Wish.SAVE if self.saving.is_due() else Wish.NOTHING)
+        """What rank 0 would have all do after the next step: what the driver wishes, and a save by the clock."""
+        if self.share.rank > 0:
+            return Wish.NOTHING
+        return max(self.heart.take_wish(), Wish.SAVE if self.saving.is_due() else Wish.NOTHING)
 
     def _take(self) -> Iterator[Batch]:
         """An update's micro-batches, each when it is needed: the device holds one of them and what lies ahead."""
