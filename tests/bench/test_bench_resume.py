@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from vlatune.bench import resume_run
 from vlatune.bench.options import ResumeBench, StepBench
 from vlatune.bench.resume import figures, print_report, profile_rows
 from vlatune.bench.resume_process import Session, ends_in_order, processes_in
@@ -76,10 +76,13 @@ def test_an_error_ends_the_session(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_request_to_end_is_an_interrupt(number):
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), ends_in_order():
+    def ask_this_process() -> None:
         os.kill(os.getpid(), number)
         time.sleep(60)  # python sees it here
+
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ends_in_order():
+        ask_this_process()
     assert signal.getsignal(number) == before
 
 
@@ -274,14 +277,22 @@ def test_mistakes_are_named(flags, says, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_real_run_is_killed_twice_and_measured(capsys):
-    before = set(_ray_workers())
+def test_a_real_run_is_killed_twice_and_measured(capsys, monkeypatch):
+    sessions: list[int] = []
+
+    class Noted(Session):
+        def __enter__(self) -> Session:
+            sessions.append(self.pid)
+            return super().__enter__()
+
+    monkeypatch.setattr(resume_run, "Session", Noted)
     code = main(["bench", "resume", "--interval=10", "--steps=60", "--width=64", "--depth=2", "--vision_depth=1"])
     out, err = capsys.readouterr()
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
     assert found.keys() >= CONTRACT
     for prefix in ("", "driver_"):
+        assert found[f"{prefix}resumed_step"] >= 10
         assert 1 <= found[f"{prefix}redone_steps"] <= 20
         seconds = list(found[f"{prefix}restart_profile_s"].values())
         assert None not in seconds
@@ -289,9 +300,5 @@ def test_a_real_run_is_killed_twice_and_measured(capsys):
         assert seconds[-1] == found[f"{prefix}restart_s"]
     assert 0 < found["stall_share"] < found["stall_share_measured"] < 1
     assert found["checkpoint_bytes"] < found["template_checkpoint_bytes"]
-    assert set(_ray_workers()) <= before
-
-
-def _ray_workers() -> list[str]:
-    done = subprocess.run(["pgrep", "-f", "^ray::RayTrainWorker"], capture_output=True, text=True, check=False)
-    return done.stdout.split()
+    assert len(sessions) == 2
+    assert [processes_in(session) for session in sessions] == [{}, {}]

@@ -128,6 +128,7 @@ def _comeback_figures(prefix: str, comeback: Comeback) -> dict[str, Any]:
     return {
         f"{prefix}restart_s": comeback.restart_s,
         f"{prefix}redone_steps": comeback.redone_steps,
+        f"{prefix}resumed_step": comeback.resumed_step,
         f"{prefix}restart_profile_s": comeback.profile(),
     }
 

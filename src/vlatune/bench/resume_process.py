@@ -80,8 +80,8 @@ class Session:
         self.close()
 
     def find(self, title: str) -> list[int]:
-        """Pids of the processes whose title begins so."""
-        return [pid for pid, found in processes_in(self.pid).items() if found.startswith(title)]
+        """Pids of the processes that have this in their title."""
+        return [pid for pid, found in processes_in(self.pid).items() if title in found]
 
     def exit_code(self) -> int | None:
         """None while the command runs; below 0 the signal that ended it."""

@@ -74,7 +74,7 @@ def _kill_worker(session: Session, watch: RunWatch) -> Comeback:
     metrics, workers, controllers = watch.follow_metrics(), session.find(WORKER), session.find(CONTROLLER)
     if not workers:
         raise RuntimeError(
-            f"no process below the driver has a title that begins with '{WORKER}', there are "
+            f"no process below the driver has '{WORKER}' in its title, there are "
             f"{sorted(set(processes_in(session.pid).values()))}; this version of Ray names its workers differently"
         )
     begin_s = time.time()

@@ -26,17 +26,22 @@ class Mark:
     file: str = ""
     """Glob below the run folder: a file that is written at this moment."""
     title: str = ""
-    """Or the beginning of the title that a process gets at this moment."""
+    """Or what the title of a process says from this moment on."""
 
 
 WORKERS_BEGIN = (
     Mark("Ray Train's controller has a process", title=CONTROLLER),
     Mark("workers have processes", title=WORKER),
     Mark("rank 0 is in the training function", file="logs/stacks-*-rank-0.txt"),
-    Mark("model loaded, checkpoint restored", file="logs/worker.log"),
+    Mark("model loaded, checkpoint restored", file=".pen"),
+    Mark("metrics cut back and opened", file="logs/worker.log"),
 )
 AFTER_WORKER = (Mark("the driver has noticed", file="logs/failure-*.txt"), *WORKERS_BEGIN)
-AFTER_DRIVER = (Mark("the driver has checked and begins", file="config.json"), *WORKERS_BEGIN)
+AFTER_DRIVER = (
+    Mark("the driver has checked and begins", file="config.json"),
+    Mark("Ray's raylet has a process", title="/raylet/raylet"),
+    *WORKERS_BEGIN,
+)
 FIRST_STEP = "first optimizer step"
 
 
