@@ -37,29 +37,28 @@ def test_the_lookout_counts_from_the_last_thing_done(monkeypatch):
     now_s = 100.0
     monkeypatch.setattr("vlatune.train.lookout.time.monotonic", lambda: now_s)
     lookout = Lookout()
-    lookout.begin(1)
+    assert lookout.look(1) == []
     assert lookout.beat(1, 0, 4711, "a", 0) == (0, Wish.NOTHING)
     lookout.wish(Wish.STOP)
     now_s = 103.0
     assert lookout.beat(1, 0, 4711, "a", 0) == (1, Wish.STOP)  # a beat, and nothing done
-    assert lookout.states() == [RankState(0, 4711, "a", 0, still_s=3.0)]
+    assert lookout.look(1) == [RankState(0, 4711, "a", 0, still_s=3.0)]
     lookout.beat(1, 0, 4711, "a", 1)
-    assert lookout.states() == [RankState(0, 4711, "a", 1, still_s=0.0)]
+    assert lookout.look(1) == [RankState(0, 4711, "a", 1, still_s=0.0)]
 
 
 def test_the_lookout_forgets_a_group_that_is_gone():
     lookout = Lookout()
-    lookout.begin(0)
+    lookout.look(0)
     lookout.beat(0, 0, 1, "a", 7)
     lookout.wish(Wish.STOP)
-    lookout.begin(1)
-    assert lookout.states() == []
+    assert lookout.look(1) == []
     assert lookout.beat(0, 0, 1, "a", 8) == (0, Wish.NOTHING)  # still alive somewhere
     assert lookout.beat(1, 0, 2, "a", 1) == (0, Wish.NOTHING)
     lookout.leave(0, 0)
-    assert [one.pid for one in lookout.states()] == [2]
+    assert [one.pid for one in lookout.look(1)] == [2]
     lookout.leave(1, 0)
-    assert lookout.states() == []
+    assert lookout.look(1) == []
 
 
 def test_what_fails_on_the_thread_is_brought_here():

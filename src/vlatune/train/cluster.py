@@ -40,7 +40,7 @@ class Cluster:
         """Our own is started again if its raylet is gone; says whether it was. Another's mends itself."""
         import ray
 
-        if not self.ours or all(node["Alive"] for node in ray.nodes()):
+        if not self.ours or not _raylet_is_gone():
             return False
         ray.shutdown()
         self._start()
@@ -59,6 +59,15 @@ class Cluster:
             logging_level=logging.ERROR,
             _temp_dir=str(self._folder) if self._folder else None,
         )
+
+
+def _raylet_is_gone() -> bool:
+    """By the process itself: the cluster takes a quarter of a minute to notice."""
+    import ray._private.worker
+
+    node: Any = ray._private.worker._global_node
+    assert node is not None  # ours is running
+    return any(raylet.process.poll() is not None for raylet in node.all_processes["raylet"])
 
 
 @contextmanager

@@ -45,9 +45,13 @@ class Lookout:
         self._beats: dict[int, tuple[int, str, int]] = {}
         self._moved_s: dict[int, float] = {}
 
-    def begin(self, attempt: int) -> None:
-        self._attempt, self._wishes = attempt, [Wish.NOTHING]
-        self._beats, self._moved_s = {}, {}
+    def look(self, attempt: int) -> list[RankState]:
+        """The workers of this attempt; with a new number, or after the actor itself died, all is forgotten first."""
+        if attempt != self._attempt:
+            self._attempt, self._wishes = attempt, [Wish.NOTHING]
+            self._beats, self._moved_s = {}, {}
+        now_s = time.monotonic()
+        return [RankState(rank, *beat, now_s - self._moved_s[rank]) for rank, beat in sorted(self._beats.items())]
 
     def beat(self, attempt: int, rank: int, pid: int, node_id: str, moves: int) -> tuple[int, Wish]:
         """How often the driver has wished for something, and what it was the last time."""
@@ -64,18 +68,14 @@ class Lookout:
         if attempt == self._attempt:
             self._beats.pop(rank, None)
 
-    def states(self) -> list[RankState]:
-        now_s = time.monotonic()
-        return [RankState(rank, *beat, now_s - self._moved_s[rank]) for rank, beat in sorted(self._beats.items())]
-
     def wish(self, wish: Wish) -> None:
         self._wishes.append(wish)
 
 
 def start_lookout() -> Any:
-    """An actor beside the driver, which takes no CPU from anyone."""
+    """An actor beside the driver, which takes no CPU from anyone; Ray starts it again when it dies."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Lookout).options(num_cpus=0, scheduling_strategy=here).remote()
+    return ray.remote(Lookout).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here).remote()
 
 
 def stacks_file(run_dir: Path, attempt: int, rank: int) -> Path:

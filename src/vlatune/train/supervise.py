@@ -47,7 +47,6 @@ class Supervisor:
     def run(self, fit: Callable[[], object], attempt: int) -> None:
         """Call `fit` and watch; raises what it raises, or why the group was ended."""
         self._attempt = attempt
-        ray.get(self.lookout.begin.remote(attempt))
         with _on_sigterm(self._terminate):
             outcome = _on_thread(fit)
             error = self._watch(outcome)
@@ -70,10 +69,10 @@ class Supervisor:
                     f"the same command goes on from the one before"
                 )
             if asked is None and now_s - looked_s >= LOOK_S:
-                asked, looked_s = self.lookout.states.remote(), now_s
+                asked, looked_s = self.lookout.look.remote(self._attempt), now_s
             if asked is None or not ray.wait([asked], timeout=0)[0]:
                 continue
-            states, asked = ray.get(asked), None
+            states, asked = _answer(asked), None
             if self._terminated and stop_by_s == float("inf"):
                 stop_by_s = now_s + self._stop(states)
             self._save_before_nodes_go(states)
@@ -119,6 +118,13 @@ class Supervisor:
             return ray.get(task.remote(state.pid, file), timeout=END_S)
         except RayError as error:
             return f"out of reach ({type(error).__name__})"
+
+
+def _answer(asked: Any) -> list[RankState]:
+    try:
+        return ray.get(asked)
+    except RayError:  # the lookout died; it comes back, and the next look will tell
+        return []
 
 
 def find_hung(states: Sequence[RankState], timeout_s: float) -> list[RankState]:

@@ -39,8 +39,8 @@ def make_trainer(
     own_cluster: bool,
 ) -> DataParallelTrainer:
     """What runs `work({"job": job})` in so many processes of one process group, once."""
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
+    for setting, value in SETTINGS.items():
+        os.environ.setdefault(setting, value)
     use_gpu = "GPU" in resources
     return LeanTrainer(
         work,
