@@ -171,10 +171,11 @@ def test_a_comeback_is_seen_from_outside(tmp_path, monkeypatch):
     acts = [
         lambda: (tmp_path / "failure-1.txt").touch(),
         lambda: replace_file(metrics, line(1)),
-        lambda: metrics.write_text(line(1) + line(2, loss=3.0)),
+        lambda: ((tmp_path / "opened").touch(), metrics.write_text(line(1) + line(2, loss=3.0))),
     ]
     monkeypatch.setattr(RunWatch, "_pause", lambda *_: acts.pop(0)())
-    marks = [Mark("noticed", file="failure-*.txt"), Mark("never", file="nowhere"), Mark("process", title="sleep 600")]
+    files = {"noticed": "failure-*.txt", "never": "nowhere", "with the step": "opened"}
+    marks = [*(Mark(name, file=glob) for name, glob in files.items()), Mark("process", title="sleep 600")]
     with Session(["sleep", "600"], tmp_path / "output.txt", env=os.environ) as session:
         while not session.find("sleep 600"):  # python's copy until it is replaced
             pass
@@ -183,7 +184,7 @@ def test_a_comeback_is_seen_from_outside(tmp_path, monkeypatch):
         found = watch.wait_for_comeback(marks, begin_s, metrics=watch.follow_metrics())
     assert (found.reached_step, found.resumed_step, found.redone_steps) == (2, 1, 1)
     assert found.seen_s["never"] is None
-    for name in ("noticed", "process"):
+    for name in ("noticed", "with the step", "process"):
         at_s = found.seen_s[name]
         assert at_s is not None
         assert begin_s < at_s <= found.first_step_s
@@ -286,7 +287,7 @@ def test_a_real_run_is_killed_twice_and_measured(capsys, monkeypatch):
             return super().__enter__()
 
     monkeypatch.setattr(resume_run, "Session", Noted)
-    code = main(["bench", "resume", "--interval=10", "--steps=60", "--width=64", "--depth=2", "--vision_depth=1"])
+    code = main(["bench", "resume", "--interval=10", "--steps=200", "--width=64", "--depth=2", "--vision_depth=1"])
     out, err = capsys.readouterr()
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])

@@ -1,15 +1,18 @@
 """Several nodes, as several raylets on this machine: one is about to be taken away, one dies, and the run goes on."""
 
+import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from driving import step_of
+from driving import named, step_of
 from ray.cluster_utils import Cluster
 
 from vlatune.checkpoint.store import list_checkpoints
@@ -24,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head for the driver and two nodes that train."""
+    """A head for the driver, and three nodes for two workers: one to spare."""
     if ray.is_initialized():
         pytest.fail("run these tests by themselves: -m slow tests/train/test_nodes.py")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 1024 * 1024})
-    for _ in range(2):
+    for _ in range(3):
         cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     yield cluster
@@ -64,16 +67,28 @@ def at_step(step: int, run_dir: Path, act: Callable[[], Any]) -> threading.Threa
     return thread
 
 
-def test_a_node_dies_another_comes_and_the_run_goes_on(cluster, dataset_v3, small_base, tmp_path, capsys):
+@dataclass(frozen=True)
+class RayletOf:
+    node_id: str
+    process: subprocess.Popen[bytes]
+
+
+def node_of_a_worker(cluster: Cluster) -> RayletOf:
+    """A node on which a training worker runs: its raylet is the worker's parent."""
+    (worker, *_) = named(os.getsid(0), "ray::RayTrainWorker")
+    parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    for node in cluster.worker_nodes:
+        process = node.all_processes["raylet"][0].process
+        if process.pid == parent:
+            return RayletOf(node.node_id, process)
+    raise AssertionError(f"process {parent} is the raylet of no node")
+
+
+def test_a_node_dies_another_takes_its_place_and_the_run_goes_on(cluster, dataset_v3, small_base, tmp_path, capsys):
     clean, run_dir = tmp_path / "clean", tmp_path / "run"
     train(make_config(dataset_v3, small_base, clean))
 
-    def lose_a_node() -> None:
-        node = cluster.worker_nodes.copy().pop()
-        node.all_processes["raylet"][0].process.send_signal(signal.SIGKILL)
-        cluster.add_node(**NODE)
-
-    thread = at_step(130, run_dir, lose_a_node)
+    thread = at_step(130, run_dir, lambda: node_of_a_worker(cluster).process.send_signal(signal.SIGKILL))
     train(make_config(dataset_v3, small_base, run_dir))
     thread.join()
     assert "restarted 1 time" in capsys.readouterr().out
@@ -90,7 +105,7 @@ def test_before_a_node_is_taken_away_a_checkpoint_is_saved(cluster, dataset_v3, 
 
     def give_notice() -> None:
         """As a cloud does: this node will be gone in a while."""
-        node_id = cluster.worker_nodes.copy().pop().node_id
+        node_id = node_of_a_worker(cluster).node_id
         client = ray._raylet.GcsClient(address=cluster.address)
         deadline_ms = int((time.time() + 3600) * 1000)
         accepted, reason = client.drain_node(node_id, 2, "spot instance", deadline_ms)  # 2: preemption

@@ -103,8 +103,8 @@ class FeedBench:
 class ResumeBench:
     interval: int = 30
     """Optimizer steps between two checkpoints of the small model's run."""
-    steps: int = 240
-    """Optimizer steps of that run, at least four times the interval: it is killed twice on its way."""
+    steps: int = 600
+    """Optimizer steps of that run, at least four times the interval: it is killed twice on its way. Workers outlive a killed driver by a second or two and must not come to the end."""
     batch_size: int = 8
     """Samples per worker and step of that run."""
     num_workers: int = 1

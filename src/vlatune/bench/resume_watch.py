@@ -140,10 +140,12 @@ class RunWatch:
         """Until the first new step after a kill; `metrics` and `old_pids` are of before it."""
         seen_s: dict[str, float | None] = {mark.name: None for mark in marks}
         until_s = time.monotonic() + self._timeout_s
-        while (step := metrics.first_new_step()) is None:
-            for mark in marks:
-                if seen_s[mark.name] is None:
-                    seen_s[mark.name] = self._look(mark, begin_s, old_pids)
+        while True:
+            step = metrics.first_new_step()  # before the look at the marks, which are all reached before it
+            unseen = [mark for mark in marks if seen_s[mark.name] is None]
+            seen_s |= {mark.name: self._look(mark, begin_s, old_pids) for mark in unseen}
+            if step is not None:
+                break
             self._require_running()
             self._pause(until_s, "the first step after a kill")
         return Comeback(begin_s, seen_s, time.time(), reached_step=metrics.last_step(), resumed_step=step - 1)

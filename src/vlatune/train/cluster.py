@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ TRAINER_RESOURCE = "vlatune_trainer"
 PREFIX, OWNER = "vlatune-ray-", "owner"
 MAX_FOLDER_CHARS = 40
 """Ray puts sockets below its folder, and the path of a socket has at most 107 characters."""
+YOUNG_S, REMOVALS = 60.0, 10
 LOG_BYTES = 10_000_000
 """Ray's own logs are kept after a failure, each file up to this size."""
 
@@ -107,15 +109,29 @@ def own_folder() -> Iterator[Path | None]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Ray's last processes may write there while they end."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.2)
 
 
 def _remove_left_behind(parent: Path) -> None:
     """Folders whose process is gone: its lock fell with it."""
-    for owner in parent.glob(f"{PREFIX}*/{OWNER}"):
-        with contextlib.suppress(OSError), owner.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(owner.parent, ignore_errors=True)
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if not (folder / OWNER).exists():  # what Ray's last processes wrote into one that was removed
+                if time.time() - folder.stat().st_mtime > YOUNG_S:
+                    shutil.rmtree(folder)
+                continue
+            with (folder / OWNER).open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
 
 
 @contextmanager
