@@ -4,7 +4,8 @@
           ---- two checkpoints, half an interval more: kill the driver
     start ---- goes on to the end: its summary has the checkpoints' part of the loop's time
 
-So a run that is killed makes half an interval of steps again; the most is the whole interval.
+After the worker's kill about half an interval of steps is made again. The workers of a killed driver go on for a second
+or two, and may save once more, so there it is any part of the interval.
 """
 
 import json

@@ -1,0 +1,134 @@
+"""Runs of two workers without Ray, restarted until they are done: `python forked_runs.py CONFIG_JSON RUNS_JSON`.
+
+The workers are the real ones, over gloo, each in a process that is forked from this one, so that a start costs a
+second. Only what Ray would bring is stood in for: the feed hands out ready batches, the object store is not metered.
+A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"run_dir", "faults"}, ...].
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from faults import Fault, Faults, arm
+
+from vlatune.batch import Columns
+from vlatune.config import RunConfig
+from vlatune.dataset.reader import make_unit, read_unit
+from vlatune.flags import config_from_dict
+from vlatune.pipeline.memory import Budget
+from vlatune.pipeline.plan import Share
+from vlatune.pipeline.transforms import apply_all
+from vlatune.train import loop, recorder
+from vlatune.train.job import WorkerJob
+from vlatune.train.resume import find_start
+from vlatune.train.wish import Wish
+
+WORKERS, MOST_STARTS = 2, 4
+
+
+class ReadyBatches:
+    """Neighbouring frames of episode 1, other ones for each micro-step and worker."""
+
+    def __init__(self, plan, share: Share, budget, *, first_step: int, last_step: int) -> None:
+        self.wait_s = 0.0
+        self._made = self._make(plan, share, range(first_step, last_step))
+
+    def _make(self, plan, share: Share, steps: range) -> Iterator[Columns]:
+        for step in steps:
+            frames = np.arange(plan.batch_size) + (2 * step + share.rank) % 6
+            rows = read_unit(plan.specs[0], make_unit(plan.metas[0], plan.specs[0], 1, frames, frames))
+            yield apply_all(plan.transforms(0), rows)
+
+    def __iter__(self) -> Iterator[Columns]:
+        return self
+
+    def __next__(self) -> Columns:
+        return next(self._made)
+
+    def close(self) -> None: ...
+
+
+class NoSpills:
+    peak_bytes = 0
+
+    def latest(self) -> SimpleNamespace:
+        return SimpleNamespace(spilled_bytes=0, fallback_bytes=0, used_bytes=0)
+
+    close = latest
+
+
+class NoDriver:
+    """Nobody wishes for anything."""
+
+    def moved(self) -> None: ...
+
+    def take_wish(self) -> Wish:
+        return Wish.NOTHING
+
+
+def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
+    """Until the run is done; how many groups were lost on the way."""
+    config.run_dir.mkdir(parents=True)
+    for restarts in range(MOST_STARTS):
+        pids = [fork_rank(config, faults, rank, restarts) for rank in range(WORKERS)]
+        ended, status = os.wait()
+        if status:  # the driver ends what is left of a group
+            os.kill(next(pid for pid in pids if pid != ended), signal.SIGKILL)
+        status |= os.wait()[1]
+        if status == 0:
+            return restarts
+    raise RuntimeError(f"{config.run_dir}: not done after {MOST_STARTS} starts")
+
+
+def fork_rank(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work(config, faults, rank, restarts)
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def work(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int) -> None:
+    rendezvous = f"file://{config.run_dir}/.rendezvous-{restarts}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
+    arm(Faults(faults, config.run_dir.parent, rank))
+    start = find_start(config, say=lambda _: None)
+    job = WorkerJob(
+        config=config,
+        setup=start.setup,
+        budget=Budget(block_rows=1, block_bytes=1, readers=1, limit_bytes=1),
+        run_dir=str(config.run_dir),
+        checkpoints=start.plan(config),
+        restarts=restarts,
+    )
+    loop.work(loop.Worker(job, Share(rank, WORKERS), NoDriver(), workers_here=WORKERS))
+
+
+def main(config: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    loop.get_device = lambda: torch.device("cpu")
+    loop.Feed = ReadyBatches
+    recorder.SpillMeter = NoSpills
+    base = config_from_dict(RunConfig, config, "the test")
+    for one in runs:
+        faults = tuple(Fault(**fault) for fault in one["faults"])
+        restarts = run(replace(base, output_dir=one["run_dir"]), faults)
+        (Path(one["run_dir"]) / "restarts").write_text(str(restarts))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,84 @@
+"""SIGKILL of either worker at every named point: losses, samples and weights are to the last bit the undisturbed run's.
+
+Without Ray (forked_runs.py), so that all points are met in a minute; test_faults.py meets some of them with it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from faults import POINTS, SAVE_POINTS, Fault
+
+from vlatune.checkpoint.local_store import ASIDE, REMOVING
+from vlatune.checkpoint.store import list_checkpoints
+from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
+from vlatune.report.sinks import read_jsonl
+
+STEPS, SAVE_FREQ, STEP, SAVED_STEP = 8, 3, 5, 6
+FAULTS = [
+    *(Fault(point, STEP, rank) for point in POINTS for rank in (0, 1) if rank == 0 or point != "report"),
+    *(Fault(point, SAVED_STEP) for point in SAVE_POINTS),
+    *(Fault(point, STEPS) for point in ("after step", "save: begun", "save: committed")),  # at the very end
+    *(Fault(point, 1, rank=1) for point in ("data wait", "optimizer")),  # before the first checkpoint
+]
+CASES = {f"{fault.point}, step {fault.optimizer_step}, rank {fault.rank}": (fault,) for fault in FAULTS}
+CASES["twice"] = (Fault("backward", 4, rank=1), Fault("save: synced", SAVED_STEP))
+
+
+@pytest.fixture(scope="module")
+def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
+    """Name of a case -> its run folder; `clean` is undisturbed."""
+    folder = tmp_path_factory.mktemp("faults")
+    config = RunConfig(
+        dataset=DatasetConfig(root=(str(dataset_v3),), eval_split=0.0),
+        policy=PolicyConfig(path=str(small_base), train="heads"),
+        optimizer=OptimizerConfig(lr=1e-3, ema_decay=0.9),
+        num_workers=2,
+        batch_size=2,
+        steps=STEPS,
+        log_freq=2,
+        save_freq=SAVE_FREQ,
+        save_every_s=0.0,
+        keep_checkpoints=1,
+        log_samples=True,
+    )
+    found = {name: folder / str(number) / "run" for number, name in enumerate(["clean", *CASES])}
+    for run_dir in found.values():
+        run_dir.parent.mkdir()
+    jobs = [
+        {"run_dir": str(run_dir), "faults": [asdict(fault) for fault in CASES.get(name, ())]}
+        for name, run_dir in found.items()
+    ]
+    program = Path(__file__).with_name("forked_runs.py")
+    command = [sys.executable, str(program), json.dumps(to_json(config)), json.dumps(jobs)]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return found
+
+
+def weights(run_dir: Path) -> dict[str, bytes]:
+    (newest,) = list_checkpoints(run_dir)  # of which there is one at every moment
+    return {file.name: file.read_bytes() for file in newest.glob("*.safetensors")}
+
+
+def test_the_undisturbed_run_is_done_in_one_start(runs):
+    assert (runs["clean"] / "restarts").read_text() == "0"
+    assert [line["optimizer_step"] for line in read_jsonl(runs["clean"] / "samples.jsonl")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_killed_run_is_the_undisturbed_one(runs, case):
+    run_dir, clean = runs[case], runs["clean"]
+    assert (run_dir / "restarts").read_text() == str(len(CASES[case]))
+    ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (run_dir, clean))
+    for key in ("optimizer_step", "loss", "grad_norm", "lr", "samples_seen"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs], key
+    assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
+    assert weights(run_dir) == weights(clean)
+    assert [path for prefix in (ASIDE, REMOVING) for path in (run_dir / "checkpoints").glob(f"{prefix}*")] == []
