@@ -27,12 +27,15 @@ from vlatune.flags import config_from_dict
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
+from vlatune.policies import pi05_load, pi05_module
 from vlatune.train import loop, recorder
 from vlatune.train.job import WorkerJob
 from vlatune.train.resume import find_start
 from vlatune.train.wish import Wish
 
 WORKERS, MOST_STARTS = 2, 4
+BEFORE_FORKING = (pi05_load, pi05_module)
+"""Imported once here; a worker would import them when it loads the model, ten seconds each time."""
 
 
 class ReadyBatches:

@@ -143,7 +143,7 @@ def test_killed_at_every_point(config, clean, arm, tmp_path, rank):
     points = tuple(point for point in points if rank == 0 or point != "report")
     faults = [Fault(point, _step(place, point), rank) for place, point in enumerate(points)]
     arm(faults)
-    run_dir = run(config, tmp_path)
+    run_dir = run(replace(config, max_restarts=len(faults)), tmp_path)
     assert_same(run_dir, clean)
     assert summary(run_dir)["restarts"] == len(faults)
 
