@@ -18,9 +18,10 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.report.sinks import read_jsonl
 
-STEPS, SAVE_FREQ, STEP, SAVED_STEP = 8, 3, 5, 6
+STEPS, SAVE_FREQ, STEP, LOGGED_STEP, SAVED_STEP = 8, 3, 5, 4, 6
 FAULTS = [
-    *(Fault(point, STEP, rank) for point in POINTS for rank in (0, 1) if rank == 0 or point != "report"),
+    *(Fault(point, STEP, rank) for point in POINTS for rank in (0, 1) if point != "report"),
+    Fault("report", LOGGED_STEP),
     *(Fault(point, SAVED_STEP) for point in SAVE_POINTS),
     *(Fault(point, STEPS) for point in ("after step", "save: begun", "save: committed")),  # at the very end
     *(Fault(point, 1, rank=1) for point in ("data wait", "optimizer")),  # before the first checkpoint
@@ -63,7 +64,7 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
 
 
 def weights(run_dir: Path) -> dict[str, bytes]:
-    (newest,) = list_checkpoints(run_dir)  # of which there is one at every moment
+    newest = list_checkpoints(run_dir)[-1]
     return {file.name: file.read_bytes() for file in newest.glob("*.safetensors")}
 
 
