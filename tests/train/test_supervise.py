@@ -3,7 +3,7 @@
 import pytest
 
 from vlatune.train.lookout import Lookout, RankState
-from vlatune.train.supervise import RUNNING, STARTING, _on_thread, _poll, find_culprit, find_hung
+from vlatune.train.supervise import RUNNING, STARTING, _on_thread, _poll, _what_is_saved, find_culprit, find_hung
 from vlatune.train.wish import Wish
 
 
@@ -79,3 +79,10 @@ def test_what_succeeds_returns_nothing():
         pass
     assert error is None
     assert done == [1]
+
+
+def test_what_is_said_after_sigterm_is_what_happened():
+    assert _what_is_saved(None).startswith("all is saved")
+    failed = _what_is_saved(RuntimeError("no disk"))
+    assert "failed while they saved (no disk)" in failed
+    assert "from the checkpoint before" in failed

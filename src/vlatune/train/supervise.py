@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
+from vlatune.train.failures import root_cause
 from vlatune.train.folder import RunFolder
 from vlatune.train.lookout import RankState, stacks_file, start_lookout
 from vlatune.train.stacks import ask_and_kill
@@ -51,7 +52,7 @@ class Supervisor:
             outcome = _on_thread(fit)
             error = self._watch(outcome)
         if self._terminated and self._folder.summary() is None:
-            raise TerminatedError("asked to end by SIGTERM; all is saved, and the same command goes on from there")
+            raise TerminatedError(f"asked to end by SIGTERM; {_what_is_saved(error)}")
         if error is not None:
             raise error
 
@@ -118,6 +119,12 @@ class Supervisor:
             return ray.get(task.remote(state.pid, file), timeout=END_S)
         except RayError as error:
             return f"out of reach ({type(error).__name__})"
+
+
+def _what_is_saved(error: BaseException | None) -> str:
+    if error is None:
+        return "all is saved, and the same command goes on from there"
+    return f"the workers failed while they saved ({root_cause(error)}); the same command goes on from the checkpoint before"
 
 
 def _answer(asked: Any) -> list[RankState]:
