@@ -82,9 +82,9 @@ class Supervisor:
         return error  # pyright: ignore[reportReturnType]
 
     def _stop(self, states: Sequence[RankState]) -> float:
-        """Have the workers save and stop; how long that may take."""
-        if not any(state.moves for state in states):
-            raise TerminatedError("asked to end by SIGTERM before the first step; there is nothing new to save")
+        """Have the workers save and stop; how long that may take. What they last told may be two seconds old."""
+        if not states:
+            raise TerminatedError("asked to end by SIGTERM before the workers began; there is nothing new to save")
         self._say(f"asked to end by SIGTERM: saving a checkpoint, for at most {self._config.grace_s:g} s")
         self.lookout.wish.remote(Wish.STOP)
         return self._config.grace_s
