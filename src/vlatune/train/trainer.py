@@ -1,4 +1,4 @@
-"""[ray] Ray Train's trainer without what a run of ours does not use: a group starts in half of the time.
+"""[ray] Ray Train's trainer without what a run of ours does not use, which costs time at every start.
 
 Ray Train starts an actor for its datasets, one that watches for preemption and one that removes placement groups after
 a crash; each imports ray.train, five seconds of CPU. Our data has its own way to the workers, `supervise.py` watches the
