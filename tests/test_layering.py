@@ -30,6 +30,7 @@ RAY_FILES = {
     "vlatune.bench.feed_run",
     "vlatune.bench.reader",
     "vlatune.bench.reader_peers",
+    "vlatune.bench.stage",
     "vlatune.pipeline.execution",
     "vlatune.pipeline.read_lerobot",
     "vlatune.pipeline.source",

@@ -5,7 +5,6 @@ batch, as a host does whose accelerator computes.
 """
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -20,13 +19,14 @@ import ray
 import vlatune
 from vlatune.batch import ACTION, STATE, TASK, Columns
 from vlatune.bench import reader_peers as peers
+from vlatune.bench.stage import start_ray
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.order import OrderSpec, choose_lanes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
 from vlatune.dataset.select import select_episodes
 from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed
-from vlatune.pipeline.memory import SpillMeter, plan_budget, read_counters
+from vlatune.pipeline.memory import OWN_SHARE, SpillMeter, plan_budget, read_counters
 from vlatune.pipeline.plan import Share
 
 WARM_UP_BATCHES = 10
@@ -38,13 +38,13 @@ class Job:
     """What one cluster runs."""
 
     way: str
-    """ours or template."""
+    """reader, ours or template."""
     root: str
     store_bytes: int
     num_cpus: int
     batch_size: int
-    consumers: list[dict[str, float]]
-    """step_s: seconds a batch takes, or `over_decode` times what decoding it takes; batches; num_workers."""
+    consumers: list[dict[str, Any]]
+    """name; step_s: seconds a batch takes; batches; num_workers."""
 
 
 @dataclass
@@ -61,19 +61,19 @@ class Consumed:
 
 
 def main(job: Job) -> None:
-    _start(job)
+    start_ray(job.num_cpus, job.store_bytes, as_ours=job.way == "ours")
     try:
-        decode_s = _seconds_per_sample(job) if job.way == "ours" else 0.0
         for consumer in job.consumers:
             _wait_until_empty()
-            sys.stdout.write(json.dumps(_run(job, consumer, decode_s)) + "\n")
+            seen = _read(job) if job.way == "reader" else _run(job, consumer)
+            sys.stdout.write(json.dumps(seen) + "\n")
             sys.stdout.flush()
     finally:
         ray.shutdown()
 
 
-def _run(job: Job, consumer: dict[str, float], decode_s: float) -> dict[str, Any]:
-    step_s = consumer.get("step_s", consumer.get("over_decode", 0.0) * decode_s * job.batch_size)
+def _run(job: Job, consumer: dict[str, Any]) -> dict[str, Any]:
+    step_s = consumer["step_s"]
     meter = SpillMeter()
     run = _consume_ours if job.way == "ours" else _consume_template
     parts, extra = run(job, consumer, step_s)
@@ -90,7 +90,6 @@ def _run(job: Job, consumer: dict[str, float], decode_s: float) -> dict[str, Any
         "spilled_bytes": store.spilled_bytes,
         "fallback_bytes": store.fallback_bytes,
         "peak_store_share": meter.peak_bytes / job.store_bytes,
-        "reader_samples_per_s": 1 / decode_s if decode_s else None,
     }
 
 
@@ -116,12 +115,16 @@ def consume(batches: Iterable[Any], step_s: float, most: int) -> Consumed:
     return done
 
 
-def _consume_ours(job: Job, consumer: dict[str, float], step_s: float) -> tuple[list[Consumed], dict[str, Any]]:
+def _consume_ours(job: Job, consumer: dict[str, Any], step_s: float) -> tuple[list[Consumed], dict[str, Any]]:
     """Every worker has a feed of its own, as in training; here they share a process."""
     workers, batches = int(consumer.get("num_workers", 1)), int(consumer["batches"])
     plan = make_plan(job, workers)
     budget = plan_budget(
-        store_bytes=job.store_bytes, row_bytes=plan.row_bytes(), num_workers=workers, num_cpus=job.num_cpus
+        store_bytes=job.store_bytes,
+        row_bytes=plan.row_bytes(),
+        num_workers=workers,
+        num_cpus=job.num_cpus,
+        store_share=OWN_SHARE,
     )
     feeds = [Feed(plan, Share(rank, workers), budget, first_step=0, last_step=batches) for rank in range(workers)]
     done: list[Consumed] = [Consumed()] * workers
@@ -146,7 +149,7 @@ def _consume_ours(job: Job, consumer: dict[str, float], step_s: float) -> tuple[
     }
 
 
-def _consume_template(job: Job, consumer: dict[str, float], step_s: float) -> tuple[list[Consumed], dict[str, Any]]:
+def _consume_template(job: Job, consumer: dict[str, Any], step_s: float) -> tuple[list[Consumed], dict[str, Any]]:
     """Full-size frames through the store as float32, batched by `iter_batches`."""
     meta = load_meta(job.root)
     to_float: Any = partial(peers._to_float_chw, list(meta.cameras))
@@ -201,10 +204,10 @@ def _transforms(epoch: int) -> list[Any]:
     return [drop_task]
 
 
-def _seconds_per_sample(job: Job) -> float:
-    """What `vlatune.read_lerobot` takes on the same files, warm."""
+def _read(job: Job) -> dict[str, Any]:
+    """What `vlatune.read_lerobot` does on the same files, warm."""
     peers.consume(vlatune.read_lerobot(job.root))  # the readers' start is not charged
-    return 1 / peers.consume(vlatune.read_lerobot([job.root] * 4)).rows_per_s
+    return {"samples_per_s": peers.consume(vlatune.read_lerobot([job.root] * 4)).rows_per_s}
 
 
 def _wait_until_empty(at_most_s: float = 20.0) -> None:
@@ -212,21 +215,6 @@ def _wait_until_empty(at_most_s: float = 20.0) -> None:
     end = time.monotonic() + at_most_s
     while read_counters().used_bytes > 1_000_000 and time.monotonic() < end:
         time.sleep(0.2)
-
-
-def _start(job: Job) -> None:
-    ray.init(
-        address="local",
-        num_cpus=job.num_cpus,
-        object_store_memory=job.store_bytes,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
 
 
 def job_json(job: Job) -> str:

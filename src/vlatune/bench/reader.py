@@ -7,7 +7,6 @@ The limit and ours go through the dataset several times in a round, the peers on
 times as slow, and a pass must be long against what starting it costs.
 """
 
-import logging
 import os
 import sys
 import tempfile
@@ -25,8 +24,8 @@ from vlatune.bench.decode_limit import decode_rows_per_s
 from vlatune.bench.harness import Results, alternate, format_table, last_line
 from vlatune.bench.options import ReaderBench
 from vlatune.bench.read_memory import measure_reading
+from vlatune.bench.stage import make_videos, start_ray
 from vlatune.dataset.meta import DatasetMeta, load_meta
-from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 
 LIMIT = "plain PyAV, decode + RGB (the limit)"
 DECODE = "plain PyAV, decode only"
@@ -54,7 +53,7 @@ def run(options: ReaderBench) -> None:
         roots = {"given": options.root} if options.root else _make_all(Path(scratch), options)
         metas = {name: load_meta(root) for name, root in roots.items()}
         alone = {name: measure_reading(meta.root.path) for name, meta in metas.items()}
-        _start_ray(options)
+        start_ray(os.cpu_count(), options.object_store_bytes, as_ours=False)
         try:
             cold = _read_ours(next(iter(metas.values())))
             measured = {name: _measure(meta, options, alone[name]) for name, meta in metas.items()}
@@ -164,35 +163,7 @@ def _make_all(scratch: Path, options: ReaderBench) -> dict[str, str]:
 
 def _make(folder: Path, codec: str, options: ReaderBench) -> str:
     _say(f"making a dataset: {options.episodes} x {options.frames} frames, {options.cameras} cameras, {codec}")
-    spec = SyntheticSpec(
-        episodes=options.episodes,
-        frames=options.frames,
-        cameras=options.cameras,
-        height=options.height,
-        width=options.width,
-        fps=30,
-        episodes_per_file=max(1, options.episodes // 2),
-        codec=codec,
-        texture=options.texture,
-        noise=options.noise,
-    )
-    make_dataset(folder, spec)
-    return str(folder)
-
-
-def _start_ray(options: ReaderBench) -> None:
-    ray.init(
-        address="local",
-        num_cpus=os.cpu_count(),
-        object_store_memory=options.object_store_bytes,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
+    return make_videos(folder, codec, options)
 
 
 def _say(text: str) -> None:

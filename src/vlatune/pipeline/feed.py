@@ -18,7 +18,10 @@ from vlatune.pipeline.plan import Share
 from vlatune.pipeline.rows import RowBuffer
 from vlatune.pipeline.source import READ_S
 
-QUEUED_BATCHES = 2
+QUEUED_BYTES = 64 * 1024 * 1024
+MIN_QUEUED, MAX_QUEUED = 2, 8
+"""Batches assembled ahead of need, as many as these bytes hold. At an epoch's beginning all lanes ask for new runs at once:
+two small batches last for a tenth of a second, less than it takes to copy these out of the store."""
 QUEUED_BLOCKS = 1
 """Blocks pulled ahead of need; each keeps its shared memory until its rows are copied out."""
 
@@ -32,7 +35,7 @@ class Feed:
         self.times = StageTimes()
         self._stop = threading.Event()
         self._blocks = Channel[Segment | Columns](QUEUED_BLOCKS, self._stop)
-        self._batches = Channel[Columns](QUEUED_BATCHES, self._stop)
+        self._batches = Channel[Columns](queued_batches(plan.batch_size * budget.row_bytes), self._stop)
         segments = plan_segments(plan, share, budget, first_step=first_step, last_step=last_step)
         self._threads = [
             threading.Thread(target=self._blocks.fill, args=(_pull(plan, budget, segments),), name="feed-pull"),
@@ -58,6 +61,10 @@ class Feed:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+
+
+def queued_batches(batch_bytes: int) -> int:
+    return min(MAX_QUEUED, max(MIN_QUEUED, QUEUED_BYTES // batch_bytes))
 
 
 @dataclass

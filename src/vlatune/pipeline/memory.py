@@ -9,12 +9,15 @@ import math
 import threading
 from dataclasses import dataclass
 
+FREE_SOON = {"free_objects_period_milliseconds": 100}
+"""Ray's `_system_config` of a cluster of our own. A raylet frees what nobody uses any more once a second by default: at 85
+MB/s that is half of a store of 150 MB, dead and still counted."""
+OWN_SHARE = 0.6
+"""Of such a store that the pipelines of all workers may plan to fill: 28 to 42 % were in use at the peak."""
 STORE_SHARE = 0.45
-"""Of the store that the pipelines of all workers may plan to fill; Ray's limits are soft and overshoot by up to 1.9 x."""
+"""Of a store that frees once a second: 51 to 79 % were in use."""
 MAX_BLOCK_BYTES = 16 * 1024 * 1024
 """Large enough that Ray's cost per block is below 3 % of decoding it, small enough that many fit a small store."""
-FEED_BLOCK_BYTES = 8 * 1024 * 1024
-"""Blocks of the feed: half as large, since a consumer that takes them in order holds several."""
 MAX_BLOCK_ROWS = 256
 MAX_TASK_BLOCKS = 32
 """Blocks of a read task: seconds of decoding, as a core is idle for 0.1 to 0.2 s between two tasks."""
@@ -34,34 +37,41 @@ class Budget:
     limit_bytes: int
     task_blocks: int = 1
     """Blocks that a read task makes, one after the other."""
+    store_share: float = STORE_SHARE
+
+    @property
+    def row_bytes(self) -> int:
+        return self.block_bytes // self.block_rows
 
     def reason(self, store_bytes: int, num_workers: int) -> str:
         return (
             f"blocks of {self.block_rows} rows ({self.block_bytes / 1e6:.1f} MB), {self.task_blocks} per read task, "
-            f"{self.readers} readers and at most {self.limit_bytes / 1e6:.0f} MB in flight per worker: {STORE_SHARE:.0%} of a store of {store_bytes / 1e6:.0f} MB "
+            f"{self.readers} readers and at most {self.limit_bytes / 1e6:.0f} MB in flight per worker: {self.store_share:.0%} of a store of {store_bytes / 1e6:.0f} MB "
             f"over {num_workers} worker{'s' if num_workers > 1 else ''}"
         )
 
 
-def plan_budget(*, store_bytes: int, row_bytes: int, num_workers: int, num_cpus: int) -> Budget:
+def plan_budget(
+    *, store_bytes: int, row_bytes: int, num_workers: int, num_cpus: int, store_share: float = STORE_SHARE
+) -> Budget:
     """Blocks small enough that every reader may hold two and the consumer six within the worker's share.
 
     Blocks are handed over in order: while the consumer takes those of the first task, the other readers' pile up in the
     store. So a task is as long as lets all of theirs fit, or as is useful.
     """
     readers = max(1, num_cpus // num_workers)
-    share_bytes = int(store_bytes * STORE_SHARE / num_workers)
-    wanted = min(max(FEED_BLOCK_BYTES, row_bytes), share_bytes // (2 * readers + CONSUMER_BLOCKS))
+    share_bytes = int(store_bytes * store_share / num_workers)
+    wanted = min(max(MAX_BLOCK_BYTES, row_bytes), share_bytes // (2 * readers + CONSUMER_BLOCKS))
     block_rows = min(MAX_BLOCK_ROWS, wanted // row_bytes)
     if block_rows < 1:
-        enough = math.ceil(row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / STORE_SHARE) + num_workers
+        enough = math.ceil(row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / store_share) + num_workers
         raise ValueError(
             f"a sample of {row_bytes / 1e6:.1f} MB does not fit the object store of {store_bytes / 1e6:.0f} MB with {num_workers} workers "
             f"and {readers} readers each; raise --ray.object_store_bytes to {enough} or more"
         )
     block_bytes = int(block_rows * row_bytes)
     task_blocks = min(MAX_TASK_BLOCKS, (share_bytes // block_bytes - CONSUMER_BLOCKS) // readers)
-    return Budget(int(block_rows), block_bytes, readers, share_bytes, task_blocks)
+    return Budget(int(block_rows), block_bytes, readers, share_bytes, task_blocks, store_share)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class Cluster:
     def _start(self) -> None:
         import ray
 
+        from vlatune.pipeline.memory import FREE_SOON
+
         ray.init(
             address="local",
             num_cpus=self._config.ray.num_cpus or os.cpu_count(),
@@ -59,6 +61,7 @@ class Cluster:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            _system_config=FREE_SOON,
             _temp_dir=str(self._folder) if self._folder else None,
         )
 

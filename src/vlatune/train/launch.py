@@ -22,6 +22,7 @@ from vlatune.train.setup import Setup, make_setup
 from vlatune.train.skipping import SKIPPED_FILE, keep_skipped
 
 if TYPE_CHECKING:
+    from vlatune.pipeline.memory import Budget
     from vlatune.train.supervise import Supervisor
 
 
@@ -51,7 +52,7 @@ def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluste
     from vlatune.train.supervise import Supervisor
 
     supervisor = Supervisor(config, folder, say=_say)
-    _introduce(config, start, folder)
+    _introduce(config, start, folder, cluster)
     attempt = in_vain = 0
     while True:
         try:
@@ -89,7 +90,7 @@ def _run_group(
     job = WorkerJob(
         config=config,
         setup=start.setup,
-        budget=make_budget(config, start.setup),
+        budget=make_budget(config, start.setup, cluster),
         run_dir=str(folder.path.resolve()),
         checkpoints=start.plan(config),
         restarts=attempt,
@@ -111,11 +112,11 @@ def _run_group(
         progress.close()
 
 
-def make_budget(config: RunConfig, setup: Setup):
+def make_budget(config: RunConfig, setup: Setup, cluster: Cluster) -> "Budget":
     import ray
 
     from vlatune.pipeline.build import DataPlan
-    from vlatune.pipeline.memory import plan_budget
+    from vlatune.pipeline.memory import OWN_SHARE, STORE_SHARE, plan_budget
 
     resources = ray.cluster_resources()
     plan = DataPlan(
@@ -126,10 +127,11 @@ def make_budget(config: RunConfig, setup: Setup):
         row_bytes=plan.row_bytes(),
         num_workers=config.num_workers,
         num_cpus=int(resources["CPU"]),
+        store_share=OWN_SHARE if cluster.ours else STORE_SHARE,
     )
 
 
-def _introduce(config: RunConfig, start: Start, folder: RunFolder) -> None:
+def _introduce(config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster) -> None:
     import ray
 
     setup, order = start.setup, start.setup.order
@@ -143,7 +145,7 @@ def _introduce(config: RunConfig, start: Start, folder: RunFolder) -> None:
         _say(f"{skip_line(setup.skipped, selected)}; all of them in {folder.path}/{SKIPPED_FILE}")
     if setup.binding.missing_cameras:
         _say(f"cameras of the policy without data, masked: {', '.join(setup.binding.missing_cameras)}")
-    _say(f"object store: {make_budget(config, setup).reason(store, config.num_workers)}")
+    _say(f"object store: {make_budget(config, setup, cluster).reason(store, config.num_workers)}")
     if start.step is not None:
         _say(f"continuing from {start.store.where(start.step)}")
     _say(f"run folder: {folder.path}")
