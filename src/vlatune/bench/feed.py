@@ -1,25 +1,28 @@
 """`vlatune bench feed`: does the feed keep a consumer fed, without spilling, whatever its speed and the store's size?
 
 Consumers of several speeds against stores of several sizes, ours and the template's way in one run. Every store is a
-cluster in a process of its own (`feed_run.py`); spilled bytes are the raylets' own counters. First of all the reader
-reads the same files in order, warm, into the generous store of `bench reader`: what decoding allows.
+cluster in a process of its own (`feed_run.py`); spilled bytes are the raylets' own counters. First of all, the reader
+and the feed take turns: the reader reads the same files in order, warm, into the generous store of `bench reader`; that
+is what decoding allows.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vlatune.bench.feed_run import Job, job_json
-from vlatune.bench.harness import format_table, last_line
+from vlatune.bench.harness import Results, alternate, format_table, last_line
 from vlatune.bench.options import FeedBench, ReaderBench
 from vlatune.bench.stage import make_videos
 
+READER, FEED = "vlatune.read_lerobot, warm", "vlatune's feed"
 NAMES = {"reader": "vlatune.read_lerobot", "ours": "vlatune's feed", "template": "the template's way"}
 
 
@@ -28,14 +31,21 @@ def run(options: FeedBench) -> None:
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
         root = options.root or _make(Path(scratch) / "dataset", options)
         cpus = os.cpu_count() or 1
-        reader = _run(
-            Job("reader", root, ReaderBench.object_store_bytes, cpus, options.batch_size, [{"name": "reader"}])
-        )
-        decode_s = 1 / reader[0]["samples_per_s"]
+        results = alternate(_fastest(root, options, cpus), options.rounds, say=_say)
+        decode_s = 1 / (results.median(READER) or math.nan)
         seen = [one for job in _jobs(root, options, cpus, decode_s) for one in _run(job)]
     header = ["way", "store", "consumer", "samples/s", "wait", "peak store", "spilled", "on disk", "store/sample"]
     sys.stdout.write(format_table(header, [_row(one) for one in seen]) + "\n")
-    sys.stdout.write(last_line(_figures(seen, decode_s), asdict(options)) + "\n")
+    sys.stdout.write(last_line(_figures(seen, results), asdict(options)) + "\n")
+
+
+def _fastest(root: str, options: FeedBench, cpus: int) -> dict[str, Callable[[], float]]:
+    """Name -> samples/s of a consumer that takes everything at once."""
+    epoch = options.episodes * options.frames // options.batch_size
+    fast = {"name": "all at once", "step_s": 0.0, "batches": 3 * epoch}
+    reader = Job("reader", root, ReaderBench.object_store_bytes, cpus, options.batch_size, [fast])
+    feed = Job("ours", root, options.store_bytes, cpus, options.batch_size, [fast])
+    return {READER: lambda: _run(reader)[0]["samples_per_s"], FEED: lambda: _run(feed)[0]["samples_per_s"]}
 
 
 def _jobs(root: str, options: FeedBench, cpus: int, decode_s: float) -> list[Job]:
@@ -57,7 +67,7 @@ def _jobs(root: str, options: FeedBench, cpus: int, decode_s: float) -> list[Job
 
 
 def _run(job: Job) -> list[dict[str, Any]]:
-    sys.stderr.write(f"vlatune: {NAMES[job.way]}, a store of {job.store_bytes / 1e6:.0f} MB\n")
+    _say(f"{NAMES[job.way]}, a store of {job.store_bytes / 1e6:.0f} MB")
     command = [sys.executable, "-m", "vlatune.bench.feed_run", job_json(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -82,7 +92,7 @@ def _row(one: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figures(seen: Sequence[dict[str, Any]], decode_s: float) -> dict[str, Any]:
+def _figures(seen: Sequence[dict[str, Any]], results: Results) -> dict[str, Any]:
     ours = [one for one in seen if one["way"] == "ours"]
     template = [one for one in seen if one["way"] == "template"]
     fast = next(one for one in ours if one["consumer"] == "all at once")
@@ -93,15 +103,18 @@ def _figures(seen: Sequence[dict[str, Any]], decode_s: float) -> dict[str, Any]:
         "peak_store_share": max(one["peak_store_share"] for one in ours),
         "wait_share": fed["wait_share"],
         "template_spilled_bytes": template[0]["spilled_bytes"] if template else None,
-        "fast_over_reader": fast["samples_per_s"] * decode_s,
-        "reader_samples_per_s": 1 / decode_s,
+        "fast_over_reader": results.ratio(FEED, READER),
+        "rounds": results.rounds,
         "host_copies_per_sample": fast["host_copies_per_sample"],
         "runs": list(seen),
     }
 
 
 def _make(folder: Path, options: FeedBench) -> str:
-    sys.stderr.write(
-        f"vlatune: making a dataset: {options.episodes} x {options.frames} frames, {options.cameras} cameras\n"
-    )
+    _say(f"making a dataset: {options.episodes} x {options.frames} frames, {options.cameras} cameras")
     return make_videos(folder, options.codec, options)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"vlatune: {text}\n")
+    sys.stderr.flush()

@@ -29,6 +29,9 @@ from vlatune.pipeline.feed import Feed
 from vlatune.pipeline.memory import OWN_SHARE, SpillMeter, plan_budget, read_counters
 from vlatune.pipeline.plan import Share
 
+MORE_STEPS = 200
+"""A feed plans further than its consumer goes, as in a run that goes on: at the end as many rows are under way as were at
+the beginning, and none that were decoded before it are counted as speed."""
 WARM_UP_BATCHES = 10
 """Left out of the wait share: the first batch waits for the pipeline to fill."""
 
@@ -126,7 +129,10 @@ def _consume_ours(job: Job, consumer: dict[str, Any], step_s: float) -> tuple[li
         num_cpus=job.num_cpus,
         store_share=OWN_SHARE,
     )
-    feeds = [Feed(plan, Share(rank, workers), budget, first_step=0, last_step=batches) for rank in range(workers)]
+    feeds = [
+        Feed(plan, Share(rank, workers), budget, first_step=0, last_step=batches + MORE_STEPS)
+        for rank in range(workers)
+    ]
     done: list[Consumed] = [Consumed()] * workers
 
     def work(rank: int) -> None:

@@ -95,6 +95,8 @@ class FeedBench:
     """Seconds that the slow consumer takes per batch."""
     rows: int = 400
     """Samples that the slow consumer takes."""
+    rounds: int = 3
+    """How often the reader and the feed take turns at full speed."""
     peers: bool = True
     """Also run the template's way."""
 

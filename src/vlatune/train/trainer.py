@@ -1,11 +1,13 @@
 """[ray] Ray Train's trainer without what a run of ours does not use, which costs time at every start.
 
-Ray Train starts an actor for its datasets, one that watches for preemption and one that removes placement groups after
-a crash; each imports ray.train, five seconds of CPU. Our data has its own way to the workers, `supervise.py` watches the
-nodes, and a cluster of our own goes with its placement groups. Its controller would also import torch, only to tell
-the workers to join a process group; here the workers alone import it. What joins the group is Ray Train's own code.
+Ray Train starts an actor for its controller, one for its datasets, one that watches for preemption and one that removes
+placement groups after a crash; each imports ray.train, five seconds of CPU, and the workers are not started before the
+controller is. Here the controller runs in the driver, which has all of that loaded: one process less that could die.
+Our data has its own way to the workers, `supervise.py` watches the nodes, and a cluster of our own goes with its
+placement groups. Only the workers import torch; what joins them to a process group is Ray Train's own code.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Callable
@@ -13,16 +15,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 from ray.train._internal.base_worker_group import BaseWorkerGroup
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup
 from ray.train.v2.api.callback import RayTrainCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-SETTINGS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+SETTINGS = {
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the driver's log is ours
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
 LEAVE_S = 5.0
 UNUSED = (DatasetsCallback,)
 UNUSED_ON_OUR_OWN = (DatasetsCallback, PlacementGroupCleanerCallback)
@@ -59,6 +69,38 @@ class LeanTrainer(DataParallelTrainer):
 
     def _create_default_callbacks(self) -> list[RayTrainCallback]:
         return [one for one in super()._create_default_callbacks() if not isinstance(one, self._unused)]
+
+    def _initialize_and_run_controller(self, **settings: Any) -> Result:
+        controller = DriversController(**settings)
+        asyncio.run(controller.run())
+        return controller.get_result()
+
+
+class DriversWorkerGroup(WorkerGroup):
+    def _init_train_context_on_workers(
+        self, workers: list[Worker], sync_actor: ActorHandle, train_context_args: dict[str, list[Any]]
+    ) -> None:
+        """As Ray Train does it, but for the handle of a controller that is no actor: nothing of ours asks it anything."""
+        told = []
+        for number, worker in enumerate(workers):
+            more = {name: values[number] for name, values in train_context_args.items()}
+            told.append(
+                worker.actor.init_train_context.remote(
+                    train_run_context=self._train_run_context,
+                    distributed_context=worker.distributed_context,
+                    synchronization_actor=sync_actor,
+                    storage_context=self._storage_context,
+                    worker_callbacks=self._worker_callbacks_to_propagate,
+                    controller_actor=None,
+                    **more,
+                )
+            )
+        ray.get(told)
+        self._decorate_worker_log_file_paths(workers)
+
+
+class DriversController(TrainController):
+    worker_group_cls = DriversWorkerGroup
 
 
 @dataclass
