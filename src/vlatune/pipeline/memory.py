@@ -12,10 +12,10 @@ from dataclasses import dataclass
 FREE_SOON = {"free_objects_period_milliseconds": 100}
 """Ray's `_system_config` of a cluster of our own. A raylet frees what nobody uses any more once a second by default: at 85
 MB/s that is half of a store of 150 MB, dead and still counted."""
-OWN_SHARE = 0.6
-"""Of such a store that the pipelines of all workers may plan to fill: 28 to 42 % were in use at the peak."""
+OWN_SHARE = 0.48
+"""Of such a store that the pipelines of all workers may plan to fill; Ray overshoots by up to a sixth."""
 STORE_SHARE = 0.45
-"""Of a store that frees once a second: 51 to 79 % were in use."""
+"""Of a store that frees once a second: 51 to 79 % of it were in use."""
 MAX_BLOCK_BYTES = 16 * 1024 * 1024
 """Large enough that Ray's cost per block is below 3 % of decoding it, small enough that many fit a small store."""
 MAX_BLOCK_ROWS = 256

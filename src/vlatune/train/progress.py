@@ -4,6 +4,7 @@ Follows metrics.jsonl, which rank 0 writes; so it shows exactly what is recorded
 """
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -25,7 +26,8 @@ class Progress:
 
     def __init__(self, metrics_file: Path, total_steps: int, *, from_step: int) -> None:
         self._file, self._total = metrics_file, total_steps
-        self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
+        there = metrics_file.stat() if metrics_file.exists() else None
+        self._inode, self._offset = (there.st_ino, there.st_size) if there else (0, 0)
         self._shown = from_step
         self._last_due = 0
         self._stop = threading.Event()
@@ -60,9 +62,10 @@ class Progress:
     def _read_new(self) -> list[dict[str, Any]]:
         if not self._file.exists():
             return []
-        if self._file.stat().st_size < self._offset:  # a restart cut the file back to its checkpoint
-            self._offset = 0
         with self._file.open("rb") as file:
+            now = os.fstat(file.fileno())
+            if now.st_ino != self._inode or now.st_size < self._offset:  # a restart put a shorter one in its place
+                self._inode, self._offset = now.st_ino, 0
             file.seek(self._offset)
             whole, _, _ = file.read().rpartition(b"\n")
         if not whole:
