@@ -84,7 +84,7 @@ def test_asked_to_end_then_killed_then_the_same_command(flags, clean, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", ["raylet/raylet", "ray::RayTrainWorker", "ray::TrainController"])
+@pytest.mark.parametrize("part", ["raylet/raylet", "ray::RayTrainWorker"])
 def test_a_part_of_the_cluster_dies_and_the_run_goes_on_by_itself(flags, clean, tmp_path, part):
     run_dir = tmp_path / "run"
     with started(run_dir, *flags) as process:

@@ -22,7 +22,7 @@ from pathlib import Path
 from vlatune.batch import ACTION, STATE
 from vlatune.bench.options import ResumeBench
 from vlatune.bench.resume_process import Session, processes_in
-from vlatune.bench.resume_watch import AFTER_DRIVER, AFTER_WORKER, CONTROLLER, WORKER, Comeback, RunWatch
+from vlatune.bench.resume_watch import AFTER_DRIVER, AFTER_WORKER, WORKER, Comeback, RunWatch
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.policies.small import make_small_pi05
@@ -72,7 +72,7 @@ def measure_run(folder: Path, options: ResumeBench, *, say: Callable[[str], None
 
 
 def _kill_worker(session: Session, watch: RunWatch) -> Comeback:
-    metrics, workers, controllers = watch.follow_metrics(), session.find(WORKER), session.find(CONTROLLER)
+    metrics, workers = watch.follow_metrics(), session.find(WORKER)
     if not workers:
         raise RuntimeError(
             f"no process below the driver has '{WORKER}' in its title, there are "
@@ -80,7 +80,7 @@ def _kill_worker(session: Session, watch: RunWatch) -> Comeback:
         )
     begin_s = time.time()
     os.kill(workers[0], signal.SIGKILL)
-    return watch.wait_for_comeback(AFTER_WORKER, begin_s, metrics=metrics, old_pids=[*workers, *controllers])
+    return watch.wait_for_comeback(AFTER_WORKER, begin_s, metrics=metrics, old_pids=workers)
 
 
 def _add_stall(run_dir: Path, start_s: float, worker: Comeback, driver: Comeback, options: ResumeBench) -> RunFigures:

@@ -14,7 +14,7 @@ from pathlib import Path
 from vlatune.bench.resume_process import POLL_S, Session
 from vlatune.checkpoint.local_store import LocalStore
 
-WORKER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
+WORKER = "ray::RayTrainWorker"
 """Titles that Ray gives to the processes of Ray Train's actors."""
 
 
@@ -30,7 +30,6 @@ class Mark:
 
 
 WORKERS_BEGIN = (
-    Mark("Ray Train's controller has a process", title=CONTROLLER),
     Mark("workers have processes", title=WORKER),
     Mark("rank 0 is in the training function", file="logs/stacks-*-rank-0.txt"),
     Mark("model loaded, checkpoint restored", file=".pen"),
