@@ -17,10 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vlatune.bench.feed_run import Job, job_json
+from vlatune.bench.feed_run import Job, job_json, read_spec
 from vlatune.bench.harness import Results, alternate, format_table, last_line
 from vlatune.bench.options import FeedBench, ReaderBench
+from vlatune.bench.piece_cost import cost_by_length
 from vlatune.bench.stage import make_videos
+from vlatune.dataset.meta import load_meta
 
 READER, FEED = "vlatune.read_lerobot, warm", "vlatune's feed"
 NAMES = {"reader": "vlatune.read_lerobot", "ours": "vlatune's feed", "template": "the template's way"}
@@ -30,13 +32,17 @@ def run(options: FeedBench) -> None:
     """Print a table and, as the last line, one JSON object."""
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
         root = options.root or _make(Path(scratch) / "dataset", options)
-        cpus = os.cpu_count() or 1
+        cpus, meta = os.cpu_count() or 1, load_meta(root)
+        _say("what the length of a run costs")
+        costs = cost_by_length(meta, read_spec(meta))
         results = alternate(_fastest(root, options, cpus), options.rounds, say=_say)
         decode_s = 1 / (results.median(READER) or math.nan)
         seen = [one for job in _jobs(root, options, cpus, decode_s) for one in _run(job)]
     header = ["way", "store", "consumer", "samples/s", "wait", "peak store", "spilled", "on disk", "store/sample"]
     sys.stdout.write(format_table(header, [_row(one) for one in seen]) + "\n")
-    sys.stdout.write(last_line(_figures(seen, results), asdict(options)) + "\n")
+    sys.stdout.write("\nrun length, and CPU time of reading a row by that in whole episodes\n")
+    sys.stdout.write(format_table([str(n) for n in costs], [[f"{cost:.2f}" for cost in costs.values()]]) + "\n")
+    sys.stdout.write(last_line(_figures(seen, results) | {"cost_by_run_length": costs}, asdict(options)) + "\n")
 
 
 def _fastest(root: str, options: FeedBench, cpus: int) -> dict[str, Callable[[], float]]:

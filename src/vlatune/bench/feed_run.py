@@ -20,7 +20,7 @@ import vlatune
 from vlatune.batch import ACTION, STATE, TASK, Columns
 from vlatune.bench import reader_peers as peers
 from vlatune.bench.stage import start_ray
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta import DatasetMeta, load_meta
 from vlatune.dataset.order import OrderSpec, choose_lanes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
 from vlatune.dataset.select import select_episodes
@@ -174,12 +174,9 @@ def _consume_template(job: Job, consumer: dict[str, Any], step_s: float) -> tupl
     return [done], {"num_workers": 1, "bytes_per_sample": sum(sizes) / len(sizes)}
 
 
-def make_plan(job: Job, num_workers: int) -> DataPlan:
-    """Three cameras at 224 x 224, state and 50 actions: what PI0.5 reads."""
-    meta = load_meta(job.root)
-    selection = select_episodes((meta,), None)
-    global_batch = job.batch_size * num_workers
-    spec = ReadSpec(
+def read_spec(meta: DatasetMeta) -> ReadSpec:
+    """All cameras at 224 x 224, state and 50 actions: what PI0.5 reads."""
+    return ReadSpec(
         root=meta.root,
         dataset_index=0,
         tolerance_s=1e-4,
@@ -190,6 +187,12 @@ def make_plan(job: Job, num_workers: int) -> DataPlan:
         ),
         tasks=meta.tasks,
     )
+
+
+def make_plan(job: Job, num_workers: int) -> DataPlan:
+    meta = load_meta(job.root)
+    selection = select_episodes((meta,), None)
+    global_batch = job.batch_size * num_workers
     order = OrderSpec(
         lengths=tuple(selection.length.tolist()),
         seed=0,
@@ -198,7 +201,7 @@ def make_plan(job: Job, num_workers: int) -> DataPlan:
         run_length=32,
         window_rows=32,
     )
-    return DataPlan((meta,), selection, (spec,), order, _transforms, job.batch_size)
+    return DataPlan((meta,), selection, (read_spec(meta),), order, _transforms, job.batch_size)
 
 
 def drop_task(columns: Columns) -> Columns:
