@@ -63,6 +63,6 @@ def test_the_whole_command_on_a_small_dataset():
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["spilled_bytes"] == figures["fallback_bytes"] == 0
-    assert 0 < figures["fast_over_reader"]
+    assert figures["fast_over_reader"] > 0
     assert len(figures["runs"]) == 9
     assert list(figures["cost_by_run_length"]) == ["1", "2", "4", "8", "16", "32"]

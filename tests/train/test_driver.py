@@ -10,7 +10,7 @@ from driving import left_behind, named, output, session, started, step_of, until
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.report.sinks import read_jsonl
 
-STEPS, SAVE_FREQ = 600, 50
+STEPS, SAVE_FREQ = 350, 50
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_asked_to_end_then_killed_then_the_same_command(flags, clean, tmp_path):
     assert asked[-1] % SAVE_FREQ
     assert "saving a checkpoint" in output(run_dir)
     assert left_behind() == []
-    assert kill_at(430, None, run_dir, flags) == -signal.SIGKILL
+    assert kill_at(190, None, run_dir, flags) == -signal.SIGKILL
     finish(run_dir, flags)
     assert output(run_dir).count("continuing from ") == 2
     assert_same(run_dir, clean)
@@ -94,6 +94,21 @@ def test_a_part_of_the_cluster_dies_and_the_run_goes_on_by_itself(flags, clean, 
         assert process.wait(timeout=60) == 0, output(run_dir)
     assert_same(run_dir, clean)
     assert "restarted 1 time" in output(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_asked_to_end_between_two_attempts(flags, tmp_path):
+    run_dir = tmp_path / "run"
+    with started(run_dir, *flags) as process:
+        until(lambda: step_of(run_dir) >= SAVE_FREQ + 10, process, run_dir)
+        os.kill(named(process.pid, "ray::RayTrainWorker")[0], signal.SIGKILL)
+        until(lambda: "a worker failed" in output(run_dir), process, run_dir)
+        process.terminate()
+        assert process.wait(timeout=60) == 143, output(run_dir)
+        assert session(process.pid) == []
+    assert "asked to end by SIGTERM before the workers began" in output(run_dir)
+    assert list_checkpoints(run_dir)
 
 
 @pytest.mark.slow

@@ -1,9 +1,22 @@
 """The driver's eye: who hangs, and what ends on the other thread. Runs of whole groups are in test_faults.py."""
 
+import os
+import signal
+import threading
+
 import pytest
 
 from vlatune.train.lookout import Lookout, RankState
-from vlatune.train.supervise import RUNNING, STARTING, _on_thread, _poll, _what_is_saved, find_culprit, find_hung
+from vlatune.train.supervise import (
+    RUNNING,
+    STARTING,
+    _on_thread,
+    _poll,
+    _what_is_saved,
+    find_culprit,
+    find_hung,
+    sigterm_sets,
+)
 from vlatune.train.wish import Wish
 
 
@@ -86,3 +99,20 @@ def test_what_is_said_after_sigterm_is_what_happened():
     failed = _what_is_saved(RuntimeError("no disk"))
     assert "failed while they saved (no disk)" in failed
     assert "from the checkpoint before" in failed
+
+
+def test_sigterm_is_heard_inside_and_left_to_others_outside():
+    heard_outside, terminated = [], threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: heard_outside.append(1))
+    try:
+        with sigterm_sets(terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert terminated.wait(5)
+            with sigterm_sets(terminated):  # a new attempt inside the run
+                pass
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert heard_outside == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard_outside == [1]
+    finally:
+        signal.signal(signal.SIGTERM, before)

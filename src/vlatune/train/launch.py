@@ -7,6 +7,7 @@ tried again.
 
 import os
 import sys
+import threading
 import traceback
 from typing import TYPE_CHECKING
 
@@ -49,10 +50,20 @@ def train(config: RunConfig) -> None:
 
 
 def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster) -> None:
+    from vlatune.train.supervise import sigterm_sets
+
+    _introduce(config, start, folder, cluster)
+    terminated = threading.Event()
+    with sigterm_sets(terminated):  # also between two attempts
+        _try_until_done(config, folder, start, cluster, terminated)
+
+
+def _try_until_done(
+    config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster, terminated: threading.Event
+) -> None:
     from vlatune.train.supervise import Supervisor
 
-    supervisor = Supervisor(config, folder, say=_say)
-    _introduce(config, start, folder, cluster)
+    supervisor = Supervisor(config, folder, terminated, say=_say)
     attempt = in_vain = 0
     while True:
         try:
@@ -73,7 +84,7 @@ def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluste
                 f"{config.max_restarts} without a new checkpoint, from {_name(start)}"
             )
             if cluster.renew():
-                supervisor = Supervisor(config, folder, say=_say)
+                supervisor = Supervisor(config, folder, terminated, say=_say)
 
 
 def _name(start: Start) -> str:

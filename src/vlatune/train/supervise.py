@@ -38,26 +38,24 @@ RUNNING = object()
 class Supervisor:
     """One for all attempts of a run."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, terminated: threading.Event, *, say: Callable[[str], None]
+    ) -> None:
         self.lookout = start_lookout()
         self._config, self._folder, self._say = config, folder, say
         self._attempt = 0
-        self._terminated = False
+        self._terminated = terminated
         self._told_nodes: set[str] = set()
 
     def run(self, fit: Callable[[], object], attempt: int) -> None:
         """Call `fit` and watch; raises what it raises, or why the group was ended."""
         self._attempt = attempt
-        with _on_sigterm(self._terminate):
-            outcome = _on_thread(fit)
-            error = self._watch(outcome)
-        if self._terminated and self._folder.summary() is None:
+        with sigterm_sets(self._terminated):  # a cluster that was started anew has put Ray's handler there again
+            error = self._watch(_on_thread(fit))
+        if self._terminated.is_set() and self._folder.summary() is None:
             raise TerminatedError(f"asked to end by SIGTERM; {_what_is_saved(error)}")
         if error is not None:
             raise error
-
-    def _terminate(self) -> None:
-        self._terminated = True
 
     def _watch(self, outcome: "queue.Queue[BaseException | None]") -> BaseException | None:
         """Until `fit` has ended; its error."""
@@ -74,7 +72,7 @@ class Supervisor:
             if asked is None or not ray.wait([asked], timeout=0)[0]:
                 continue
             states, asked = _answer(asked), None
-            if self._terminated and stop_by_s == float("inf"):
+            if self._terminated.is_set() and stop_by_s == float("inf"):
                 stop_by_s = now_s + self._stop(states)
             self._save_before_nodes_go(states)
             if find_hung(states, self._config.hang_timeout_s):
@@ -91,7 +89,7 @@ class Supervisor:
 
     def _save_before_nodes_go(self, states: Sequence[RankState]) -> None:
         going = draining_nodes() & {state.node_id for state in states} - self._told_nodes
-        if going and not self._terminated:
+        if going and not self._terminated.is_set():
             self._told_nodes |= going
             self._say(f"{len(going)} of the workers' nodes will be taken away: saving a checkpoint")
             self.lookout.wish.remote(Wish.SAVE)
@@ -175,12 +173,12 @@ def _poll(outcome: "queue.Queue[BaseException | None]") -> Any:
 
 
 @contextmanager
-def _on_sigterm(call: Callable[[], None]) -> Iterator[None]:
-    """`call` instead of the end of the process. Ray has put its own handler there; it returns afterwards."""
+def sigterm_sets(terminated: threading.Event) -> Iterator[None]:
+    """The event instead of the end of the process. Ray has put its own handler there; it returns afterwards."""
     if threading.current_thread() is not threading.main_thread():  # python allows handlers there only
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: call())
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:
         yield
     finally:
