@@ -5,10 +5,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.dataset.meta import load_meta
 from vlatune.report.sinks import read_jsonl
 from vlatune.train.launch import train
 
@@ -67,6 +69,18 @@ def test_samples_are_each_used_once_an_epoch(first_run):
     epochs = [line["epoch"] for line in read_jsonl(first_run / "metrics.jsonl")]
     first_epoch = [tuple(s) for samples, epoch in zip(per_step, epochs, strict=True) if epoch == 0 for s in samples]
     assert len(first_epoch) == len(set(first_epoch))
+
+
+def test_the_shuffle_in_the_summary_is_that_of_the_samples_that_were_used(first_run, dataset_v3):
+    shuffle = json.loads((first_run / "summary.json").read_text())["shuffle"]
+    per_step = [record["samples"] for record in read_jsonl(first_run / "samples.jsonl")]
+    assert shuffle["global_batch"] == 8
+    first_epoch = per_step[: shuffle["batches"]]
+    starts = load_meta(str(dataset_v3)).episodes.from_row
+    episodes = [np.searchsorted(starts, [index for _, index in samples], side="right") for samples in first_epoch]
+    distinct = [len(np.unique(one)) for one in episodes]
+    assert shuffle["distinct_episodes"]["order"] == pytest.approx(sum(distinct) / len(distinct))
+    assert 0 <= shuffle["distance"] <= 1
 
 
 def test_one_seed_gives_the_same_run_to_the_last_bit(base_config, first_run, tmp_path):

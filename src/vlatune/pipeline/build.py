@@ -112,9 +112,8 @@ def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[
         plan.specs, work, block_rows=budget.block_rows, task_blocks=budget.task_blocks, readers=budget.readers
     )
     ask_for_limits_often()
-    dataset = ray.data.read_datasource(
-        source, override_num_blocks=source.num_tasks, concurrency=budget.readers, num_cpus=1
-    )
+    readers = min(budget.readers, source.num_tasks)  # Ray warns of more
+    dataset = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, concurrency=readers, num_cpus=1)
     _set_limits(dataset.context, budget)
     batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
     yield from cast(Iterator[Columns], batches)
