@@ -59,6 +59,17 @@ def test_what_is_in_flight_fits_the_share_of_all_workers(machine):
 
 @unhurried
 @given(machines)
+def test_all_readers_of_all_workers_can_run_at_once(machine):
+    """Or workers would wait for each other for ever: one for its reader, whose CPU another's holds, and that one in the exchange."""
+    budget = budget_or_message(machine)
+    if isinstance(budget, str):
+        return
+    assert 0 < budget.reader_cpus <= 1
+    assert machine["num_workers"] * budget.readers * budget.reader_cpus <= machine["num_cpus"]
+
+
+@unhurried
+@given(machines)
 def test_blocks_are_as_large_as_they_may_be(machine):
     budget = budget_or_message(machine)
     if isinstance(budget, str):

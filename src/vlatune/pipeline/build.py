@@ -113,7 +113,9 @@ def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[
     )
     ask_for_limits_often()
     readers = min(budget.readers, source.num_tasks)  # Ray warns of more
-    dataset = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, concurrency=readers, num_cpus=1)
+    dataset = ray.data.read_datasource(
+        source, override_num_blocks=source.num_tasks, concurrency=readers, num_cpus=budget.reader_cpus
+    )
     _set_limits(dataset.context, budget)
     batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
     yield from cast(Iterator[Columns], batches)
@@ -126,5 +128,5 @@ def _set_limits(context: ray.data.DataContext, budget: Budget) -> None:
     context.target_max_block_size = max(1, int(TARGET_SHARE * budget.block_bytes))
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
-        cpu=budget.readers, object_store_memory=budget.limit_bytes
+        cpu=budget.readers * budget.reader_cpus, object_store_memory=budget.limit_bytes
     )

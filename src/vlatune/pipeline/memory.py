@@ -38,6 +38,9 @@ class Budget:
     task_blocks: int = 1
     """Blocks that a read task makes, one after the other."""
     store_share: float = STORE_SHARE
+    reader_cpus: float = 1.0
+    """CPUs that a reader holds, less than one where workers outnumber CPUs. A reader whose consumer takes nothing waits and
+    keeps its CPUs, and that consumer may be waiting for a worker whose reader would never begin."""
 
     @property
     def row_bytes(self) -> int:
@@ -60,6 +63,7 @@ def plan_budget(
     store. So a task is as long as lets all of theirs fit, or as is useful.
     """
     readers = max(1, num_cpus // num_workers)
+    reader_cpus = min(1.0, num_cpus * 1000 // num_workers / 1000)
     share_bytes = int(store_bytes * store_share / num_workers)
     wanted = min(max(MAX_BLOCK_BYTES, row_bytes), share_bytes // (2 * readers + CONSUMER_BLOCKS))
     block_rows = min(MAX_BLOCK_ROWS, wanted // row_bytes)
@@ -71,7 +75,7 @@ def plan_budget(
         )
     block_bytes = int(block_rows * row_bytes)
     task_blocks = min(MAX_TASK_BLOCKS, (share_bytes // block_bytes - CONSUMER_BLOCKS) // readers)
-    return Budget(int(block_rows), block_bytes, readers, share_bytes, task_blocks, store_share)
+    return Budget(int(block_rows), block_bytes, readers, share_bytes, task_blocks, store_share, reader_cpus)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vlatune.config import RunConfig, validate
@@ -137,9 +138,20 @@ def make_budget(config: RunConfig, setup: Setup, cluster: Cluster) -> "Budget":
         store_bytes=int(resources["object_store_memory"]),
         row_bytes=plan.row_bytes(),
         num_workers=config.num_workers,
-        num_cpus=int(resources["CPU"]),
+        num_cpus=_cpus_for_readers(config, resources),
         store_share=OWN_SHARE if cluster.ours else STORE_SHARE,
     )
+
+
+def _cpus_for_readers(config: RunConfig, resources: Mapping[str, float]) -> int:
+    """What the workers leave; on a cluster of ours, and where they have GPUs, they take none."""
+    there, taken = resources.get("CPU", 0), config.num_workers * worker_resources()["CPU"]
+    if there - taken < 1:
+        raise ValueError(
+            f"the cluster has {there:g} CPUs and {config.num_workers} workers take {taken:g} of them: none is left to decode; "
+            f"add CPUs or lower --num_workers"
+        )
+    return int(there - taken)
 
 
 def _introduce(config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster) -> None:
