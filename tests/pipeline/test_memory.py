@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vlatune.pipeline import memory
 from vlatune.pipeline.memory import (
     CONSUMER_BLOCKS,
-    MAX_BLOCK_BYTES,
+    FEED_BLOCK_BYTES,
     MAX_BLOCK_ROWS,
     MAX_TASK_BLOCKS,
     STORE_SHARE,
@@ -27,7 +27,7 @@ unhurried = settings(deadline=None, max_examples=100)  # a deadline would be a t
 machines = st.fixed_dictionaries(
     {
         "store_bytes": st.integers(80 * MB, 64 * 1024 * MB),
-        "row_bytes": st.integers(1_000, MAX_BLOCK_BYTES),
+        "row_bytes": st.integers(1_000, FEED_BLOCK_BYTES),
         "num_workers": st.integers(1, 16),
         "num_cpus": st.integers(1, 128),
     }
@@ -50,7 +50,7 @@ def test_what_is_in_flight_fits_the_share_of_all_workers(machine):
     assert budget.readers == max(1, machine["num_cpus"] // machine["num_workers"])
     assert budget.limit_bytes * machine["num_workers"] <= STORE_SHARE * machine["store_bytes"]
     assert budget.block_bytes * (2 * budget.readers + CONSUMER_BLOCKS) <= budget.limit_bytes
-    assert budget.block_bytes == budget.block_rows * machine["row_bytes"] <= MAX_BLOCK_BYTES
+    assert budget.block_bytes == budget.block_rows * machine["row_bytes"] <= FEED_BLOCK_BYTES
     assert 1 <= budget.block_rows <= MAX_BLOCK_ROWS
     assert 1 <= budget.task_blocks <= MAX_TASK_BLOCKS
     held = budget.readers * budget.task_blocks + CONSUMER_BLOCKS  # every reader's whole task, and the consumer's
@@ -76,7 +76,7 @@ def test_blocks_are_as_large_as_they_may_be(machine):
         return
     larger = budget.block_bytes + machine["row_bytes"]
     fits = larger * (2 * budget.readers + CONSUMER_BLOCKS) <= budget.limit_bytes
-    assert not fits or larger > MAX_BLOCK_BYTES or budget.block_rows == MAX_BLOCK_ROWS
+    assert not fits or larger > FEED_BLOCK_BYTES or budget.block_rows == MAX_BLOCK_ROWS
 
 
 @unhurried
@@ -111,7 +111,7 @@ def test_a_row_that_does_not_fit_is_refused_with_all_its_numbers():
 
 
 def test_a_row_larger_than_a_usual_block_fits_a_large_store():
-    assert plan_budget(store_bytes=2**40, row_bytes=MAX_BLOCK_BYTES + 1, num_workers=1, num_cpus=1).block_rows == 1
+    assert plan_budget(store_bytes=2**40, row_bytes=FEED_BLOCK_BYTES + 1, num_workers=1, num_cpus=1).block_rows == 1
 
 
 def test_the_budget_says_how_it_came_about():

@@ -26,7 +26,7 @@ from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
 from vlatune.dataset.select import select_episodes
 from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed
-from vlatune.pipeline.memory import OWN_SHARE, SpillMeter, plan_budget, read_counters
+from vlatune.pipeline.memory import SpillMeter, plan_budget, read_counters
 from vlatune.pipeline.plan import Share
 
 MORE_STEPS = 200
@@ -127,7 +127,6 @@ def _consume_ours(job: Job, consumer: dict[str, Any], step_s: float) -> tuple[li
         row_bytes=plan.row_bytes(),
         num_workers=workers,
         num_cpus=job.num_cpus,
-        store_share=OWN_SHARE,
     )
     feeds = [
         Feed(plan, Share(rank, workers), budget, first_step=0, last_step=batches + MORE_STEPS)

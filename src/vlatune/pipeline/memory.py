@@ -12,12 +12,13 @@ from dataclasses import dataclass
 FREE_SOON = {"free_objects_period_milliseconds": 100}
 """Ray's `_system_config` of a cluster of our own. A raylet frees what nobody uses any more once a second by default: at 85
 MB/s that is half of a store of 150 MB, dead and still counted."""
-OWN_SHARE = 0.48
-"""Of such a store that the pipelines of all workers may plan to fill; Ray overshoots by up to a sixth."""
 STORE_SHARE = 0.45
-"""Of a store that frees once a second: 51 to 79 % of it were in use."""
+"""Of the store that the pipelines of all workers may plan to fill. Ray's limits are soft: it overshoots by about five blocks,
+and in a store that frees once a second by what was consumed in it."""
 MAX_BLOCK_BYTES = 16 * 1024 * 1024
 """Large enough that Ray's cost per block is below 3 % of decoding it, small enough that many fit a small store."""
+FEED_BLOCK_BYTES = 12 * 1024 * 1024
+"""Blocks of the feed: smaller, since the store holds several more than were planned."""
 MAX_BLOCK_ROWS = 256
 MAX_TASK_BLOCKS = 32
 """Blocks of a read task: seconds of decoding, as a core is idle for 0.1 to 0.2 s between two tasks."""
@@ -37,7 +38,6 @@ class Budget:
     limit_bytes: int
     task_blocks: int = 1
     """Blocks that a read task makes, one after the other."""
-    store_share: float = STORE_SHARE
     reader_cpus: float = 1.0
     """CPUs that a reader holds, less than one where workers outnumber CPUs. A reader whose consumer takes nothing waits and
     keeps its CPUs, and that consumer may be waiting for a worker whose reader would never begin."""
@@ -49,14 +49,12 @@ class Budget:
     def reason(self, store_bytes: int, num_workers: int) -> str:
         return (
             f"blocks of {self.block_rows} rows ({self.block_bytes / 1e6:.1f} MB), {self.task_blocks} per read task, "
-            f"{self.readers} readers and at most {self.limit_bytes / 1e6:.0f} MB in flight per worker: {self.store_share:.0%} of a store of {store_bytes / 1e6:.0f} MB "
+            f"{self.readers} readers and at most {self.limit_bytes / 1e6:.0f} MB in flight per worker: {STORE_SHARE:.0%} of a store of {store_bytes / 1e6:.0f} MB "
             f"over {num_workers} worker{'s' if num_workers > 1 else ''}"
         )
 
 
-def plan_budget(
-    *, store_bytes: int, row_bytes: int, num_workers: int, num_cpus: int, store_share: float = STORE_SHARE
-) -> Budget:
+def plan_budget(*, store_bytes: int, row_bytes: int, num_workers: int, num_cpus: int) -> Budget:
     """Blocks small enough that every reader may hold two and the consumer six within the worker's share.
 
     Blocks are handed over in order: while the consumer takes those of the first task, the other readers' pile up in the
@@ -64,18 +62,18 @@ def plan_budget(
     """
     readers = max(1, num_cpus // num_workers)
     reader_cpus = min(1.0, num_cpus * 1000 // num_workers / 1000)
-    share_bytes = int(store_bytes * store_share / num_workers)
-    wanted = min(max(MAX_BLOCK_BYTES, row_bytes), share_bytes // (2 * readers + CONSUMER_BLOCKS))
+    share_bytes = int(store_bytes * STORE_SHARE / num_workers)
+    wanted = min(max(FEED_BLOCK_BYTES, row_bytes), share_bytes // (2 * readers + CONSUMER_BLOCKS))
     block_rows = min(MAX_BLOCK_ROWS, wanted // row_bytes)
     if block_rows < 1:
-        enough = math.ceil(row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / store_share) + num_workers
+        enough = math.ceil(row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / STORE_SHARE) + num_workers
         raise ValueError(
             f"a sample of {row_bytes / 1e6:.1f} MB does not fit the object store of {store_bytes / 1e6:.0f} MB with {num_workers} workers "
             f"and {readers} readers each; raise --ray.object_store_bytes to {enough} or more"
         )
     block_bytes = int(block_rows * row_bytes)
     task_blocks = min(MAX_TASK_BLOCKS, (share_bytes // block_bytes - CONSUMER_BLOCKS) // readers)
-    return Budget(int(block_rows), block_bytes, readers, share_bytes, task_blocks, store_share, reader_cpus)
+    return Budget(int(block_rows), block_bytes, readers, share_bytes, task_blocks, reader_cpus)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def train(config: RunConfig) -> None:
 def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster) -> None:
     from vlatune.train.supervise import sigterm_sets
 
-    _introduce(config, start, folder, cluster)
+    _introduce(config, start, folder)
     terminated = threading.Event()
     with sigterm_sets(terminated):  # also between two attempts
         _try_until_done(config, folder, start, cluster, terminated)
@@ -102,7 +102,7 @@ def _run_group(
     job = WorkerJob(
         config=config,
         setup=start.setup,
-        budget=make_budget(config, start.setup, cluster),
+        budget=make_budget(config, start.setup),
         run_dir=str(folder.path.resolve()),
         checkpoints=start.plan(config),
         restarts=attempt,
@@ -124,11 +124,11 @@ def _run_group(
         progress.close()
 
 
-def make_budget(config: RunConfig, setup: Setup, cluster: Cluster) -> "Budget":
+def make_budget(config: RunConfig, setup: Setup) -> "Budget":
     import ray
 
     from vlatune.pipeline.build import DataPlan
-    from vlatune.pipeline.memory import OWN_SHARE, STORE_SHARE, plan_budget
+    from vlatune.pipeline.memory import plan_budget
 
     resources = ray.cluster_resources()
     plan = DataPlan(
@@ -139,7 +139,6 @@ def make_budget(config: RunConfig, setup: Setup, cluster: Cluster) -> "Budget":
         row_bytes=plan.row_bytes(),
         num_workers=config.num_workers,
         num_cpus=_cpus_for_readers(config, resources),
-        store_share=OWN_SHARE if cluster.ours else STORE_SHARE,
     )
 
 
@@ -154,7 +153,7 @@ def _cpus_for_readers(config: RunConfig, resources: Mapping[str, float]) -> int:
     return int(there - taken)
 
 
-def _introduce(config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster) -> None:
+def _introduce(config: RunConfig, start: Start, folder: RunFolder) -> None:
     import ray
 
     setup, order = start.setup, start.setup.order
@@ -168,7 +167,7 @@ def _introduce(config: RunConfig, start: Start, folder: RunFolder, cluster: Clus
         _say(f"{skip_line(setup.skipped, selected)}; all of them in {folder.path}/{SKIPPED_FILE}")
     if setup.binding.missing_cameras:
         _say(f"cameras of the policy without data, masked: {', '.join(setup.binding.missing_cameras)}")
-    _say(f"object store: {make_budget(config, setup, cluster).reason(store, config.num_workers)}")
+    _say(f"object store: {make_budget(config, setup).reason(store, config.num_workers)}")
     if start.step is not None:
         _say(f"continuing from {start.store.where(start.step)}")
     _say(f"run folder: {folder.path}")
