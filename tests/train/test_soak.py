@@ -39,6 +39,8 @@ def test_ten_minutes_of_chaos(flags, clean, tmp_path):  # noqa: F811
     if not (run_dir / "summary.json").exists():
         finish(run_dir, again)
     assert len(kills) >= 5
+    came_back = [line for line in output(run_dir).splitlines() if "from " in line and "/checkpoints/" in line]
+    assert len(came_back) >= 3  # or all kills came before there was anything to lose
     assert_same(run_dir, clean)
     assert left_behind() == []
     assert shared_memory() <= before
