@@ -91,7 +91,7 @@ def test_tasks_make_their_blocks_and_announce_their_rows(task_blocks, spec_and_u
     tasks = source.get_read_tasks(parallelism=99)
     blocks = [list(task()) for task in tasks]
     sizes = [[len(block) for block in made] for made in blocks]
-    assert sizes == {1: [[4], [4], [3]], 2: [[4, 4], [3]]}[task_blocks]
+    assert sizes == {1: [[3], [3], [4], [1]], 2: [[4, 2], [4, 1]]}[task_blocks]
     assert [task.metadata.num_rows for task in tasks] == [sum(made) for made in sizes]
     assert source.num_tasks == len(tasks)
     columns = [as_numpy(block) for made in blocks for block in made]
@@ -101,10 +101,27 @@ def test_tasks_make_their_blocks_and_announce_their_rows(task_blocks, spec_and_u
     assert source.estimate_inmemory_data_size() >= 11 * row_bytes
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 30), st.integers(1, 12), st.integers(1, 8))
+def test_tasks_end_with_a_unit_and_keep_the_order_of_rows(lengths, block_rows, task_blocks, readers):
+    units = [Rows(number, range(length), range(length)) for number, length in enumerate(lengths)]
+    tasks = list(cut_tasks(units, block_rows, staggered(task_blocks, readers)))  # pyright: ignore[reportArgumentType]
+    rows = [[(unit.number, frame) for block in task for unit in block for frame in unit.frames] for task in tasks]
+    assert [row for task in rows for row in task] == [(unit.number, frame) for unit in units for frame in unit.frames]
+    rooms = [blocks * block_rows for blocks, _ in zip(staggered(task_blocks, readers), tasks, strict=False)]
+    for task, taken, following, room in zip(tasks, rows, [*rows[1:], []], rooms, strict=True):
+        assert 0 < len(taken) <= room
+        assert len(task) == -(-len(taken) // block_rows)
+        if following and following[0][1] > 0:  # in the middle of a unit: one that no such task could hold
+            assert len(taken) == room
+            assert {number for number, _ in taken} == {following[0][0]}
+        elif following:
+            assert len(taken) + lengths[following[0][0]] > room
+
+
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 8))
 def test_the_first_tasks_are_shorter_so_that_readers_end_one_after_the_other(blocks, task_blocks, readers):
-    tasks = list(cut_tasks(iter([[number] for number in range(blocks)]), staggered(task_blocks, readers)))  # pyright: ignore
-    assert [number for task in tasks for (number,) in task] == list(range(blocks))
+    units = [Rows(number, range(1), range(1)) for number in range(blocks)]
+    tasks = list(cut_tasks(units, 1, staggered(task_blocks, readers)))  # pyright: ignore[reportArgumentType]
     sizes = [len(task) for task in tasks]
     assert all(1 <= size <= task_blocks for size in sizes)
     first, rest = sizes[: readers - 1], sizes[readers - 1 :]

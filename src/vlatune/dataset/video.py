@@ -117,6 +117,7 @@ class Decoder:
         self._tick_s = float(self._stream.time_base)
         self._now: tuple[Any, float] | None = None
         self._rest: Iterator[tuple[Any, float]] = iter(())
+        self._last_s, self._drained = np.inf, False
 
     def close(self) -> None:
         self._now, self._rest = None, iter(())
@@ -124,7 +125,7 @@ class Decoder:
 
     def read_into(self, wanted_s: Sequence[float], out_NCHW: np.ndarray, tolerance_s: float, place: VideoPlace) -> None:
         row, before, before_s = 0, None, -np.inf
-        for frame, frame_s in self._frames_from(wanted_s[0]):
+        for frame, frame_s in self._frames_between(wanted_s[0], wanted_s[-1]):
             while row < len(wanted_s) and frame_s >= wanted_s[row] - EXACT_S:
                 nearer, nearer_s = (frame, frame_s)
                 if before is not None and wanted_s[row] - before_s < frame_s - wanted_s[row]:
@@ -138,35 +139,62 @@ class Decoder:
             _take(before, before_s, wanted_s[row], out_NCHW[row], tolerance_s, place, is_last=True)
             row += 1
 
-    def _frames_from(self, first_s: float) -> Iterator[tuple[Any, float]]:
-        """Frames with their times, from one at or before `first_s` on."""
-        if self._now is not None and 0.0 <= first_s + EXACT_S - self._now[1] <= GO_ON_S:
+    def _frames_between(self, first_s: float, last_s: float) -> Iterator[tuple[Any, float]]:
+        """Frames with their times, from one at or before `first_s` to one at or after `last_s`, if there is one."""
+        self._last_s = last_s
+        if self._now is not None and not self._drained and 0.0 <= first_s + EXACT_S - self._now[1] <= GO_ON_S:
             yield self._now
         else:
             self._rest = self._seek(first_s)
+        yield from self._go_on()
+        if self._drained:  # the last one went into the decoder and did not come out: from further on, then
+            self._last_s, self._rest = np.inf, self._seek(first_s)
+            yield from self._go_on()
+        self._now = None  # the end: whoever comes next must seek
+
+    def _go_on(self) -> Iterator[tuple[Any, float]]:
         for now in self._rest:
             self._now = now
             yield now
-        self._now = None  # the end: whoever comes next must seek
 
     def _seek(self, first_s: float) -> Iterator[tuple[Any, float]]:
-        """A seek goes by decode times, so with B-frames or open groups it may land after the wanted time: then from
-        further back, at last from the start.
+        """A seek goes by decode times, so with B-frames it may land after the wanted time, and with open groups on a key
+        frame whose neighbours need the group before: then from further back, at last from the start.
 
         A first frame within half a tick after the wanted time is the nearest one: the frame before it is a tick away.
         """
         self._now = None
         for back_s in SEEK_BACK_S:
+            self._drained = False
             target_s = max(0.0, first_s - back_s)
             self._container.seek(max(0, round(target_s / self._tick_s)), stream=self._stream, backward=True)
             frames = self._decoded()
-            first = next(frames, None)
+            try:
+                first = next(frames, None)
+            except av.error.InvalidDataError:
+                if target_s == 0.0:
+                    raise
+                continue
             if first is not None and (first[1] <= first_s + self._tick_s / 2 + EXACT_S or target_s == 0.0):
                 return chain([first], frames)
         return iter(())
 
     def _decoded(self) -> Iterator[tuple[Any, float]]:
-        for frame in self._container.decode(self._stream):
+        """Decoders of H.264 hold frames back and give them for later packets. When all that is wanted is in, and the next
+        packet is a key frame, the dearest of all, they are asked for the rest instead; it can only be followed by a seek.
+        """
+        fed_s = -np.inf
+        for packet in self._container.demux(self._stream):
+            if packet.is_keyframe and fed_s >= self._last_s - EXACT_S:
+                self._drained = True
+                yield from self._timed(self._stream.codec_context.decode(None))
+                return
+            if packet.pts is not None:
+                fed_s = max(fed_s, packet.pts * self._tick_s)
+            yield from self._timed(packet.decode())
+
+    def _timed(self, frames: Sequence[Any]) -> Iterator[tuple[Any, float]]:
+        for frame in frames:
             if frame.is_corrupt:  # h264 marks some of what it conceals, and none of the frames that build on it
                 raise CorruptFrameError
             if frame.pts is not None:

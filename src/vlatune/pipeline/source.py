@@ -5,6 +5,7 @@ yields a table of the size that Ray neither joins nor splits. Tasks come in the 
 `preserve_order` their blocks do too.
 """
 
+import collections
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,9 +41,7 @@ class UnitSource(Datasource):
         self._specs = tuple(specs)
         sizes = staggered(task_blocks, readers)
         self._tasks: list[tuple[Blocks, tuple[Transform, ...]]] = [
-            (blocks, tuple(transforms))
-            for units, transforms in work
-            for blocks in cut_tasks(cut_units(units, block_rows), sizes)
+            (blocks, tuple(transforms)) for units, transforms in work for blocks in cut_tasks(units, block_rows, sizes)
         ]
         self._row_bytes = sum(values.nbytes for values in allocate(specs[0], 1).values())
 
@@ -67,20 +66,19 @@ class UnitSource(Datasource):
         return ReadTask(partial(read_blocks, self._specs, blocks, transforms), metadata)
 
 
-def cut_units(units: Sequence[Unit], block_rows: int) -> Iterator[list[Unit]]:
+def cut_units(units: Iterable[Unit], block_rows: int) -> Iterator[list[Unit]]:
     """The units' rows in lists of `block_rows` rows; a unit that does not fit goes on in the next list."""
     taken: list[Unit] = []
     room = block_rows
     for unit in units:
-        begin = 0
-        while begin < len(unit.frames):
-            end = min(begin + room, len(unit.frames))
-            taken.append(replace(unit, frames=unit.frames[begin:end], slots=unit.slots[begin:end]))
-            room -= end - begin
-            begin = end
-            if room == 0:
-                yield taken
-                taken, room = [], block_rows
+        rest = unit
+        while len(rest.frames) >= room:
+            begin, rest = _split(rest, room)
+            yield [*taken, begin]
+            taken, room = [], block_rows
+        if len(rest.frames):
+            taken.append(rest)
+            room -= len(rest.frames)
     if taken:
         yield taken
 
@@ -95,10 +93,30 @@ def staggered(task_blocks: int, readers: int) -> Iterator[int]:
     yield from itertools.repeat(task_blocks)
 
 
-def cut_tasks(blocks: Iterator[list[Unit]], sizes: Iterator[int]) -> Iterator[Blocks]:
-    """The blocks in tasks of these sizes; `sizes` is read no further than is needed."""
-    while (first := next(blocks, None)) is not None:
-        yield (first, *itertools.islice(blocks, next(sizes) - 1))
+def cut_tasks(units: Sequence[Unit], block_rows: int, sizes: Iterator[int]) -> Iterator[Blocks]:
+    """The units in tasks of at most so many blocks each. A task ends with a unit where it can: the rest of one would be read
+    by another process, which has to find its place in every video anew.
+    """
+    rest = collections.deque(units)
+    while rest:
+        room = next(sizes) * block_rows
+        taken: list[Unit] = []
+        while rest and len(rest[0].frames) <= room:
+            taken.append(rest.popleft())
+            room -= len(taken[-1].frames)
+        if not taken:
+            begin, end = _split(rest.popleft(), room)
+            taken.append(begin)
+            rest.appendleft(end)
+        yield tuple(cut_units(taken, block_rows))
+
+
+def _split(unit: Unit, rows: int) -> tuple[Unit, Unit]:
+    """Its first rows, and the others."""
+    return (
+        replace(unit, frames=unit.frames[:rows], slots=unit.slots[:rows]),
+        replace(unit, frames=unit.frames[rows:], slots=unit.slots[rows:]),
+    )
 
 
 def read_blocks(

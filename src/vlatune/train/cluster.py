@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ PREFIX, OWNER = "vlatune-ray-", "owner"
 MAX_FOLDER_CHARS = 40
 """Ray puts sockets below its folder, and the path of a socket has at most 107 characters."""
 YOUNG_S, REMOVALS = 60.0, 10
+STARTS = 3
+VITAL = ("gcs_server", "raylet")
 LOG_BYTES = 10_000_000
 """Ray's own logs are kept after a failure, each file up to this size."""
 
@@ -38,17 +41,46 @@ class Cluster:
         if ours:
             self._start()
 
+    def lost_part(self) -> str | None:
+        """What of our own is gone, and with it the cluster. Another's mends itself.
+
+        By the processes: of its raylet's death Ray tells after a quarter of a minute, of its server's after a whole one,
+        and then by ending this process.
+        """
+        gone = (part for part, process in _vital_processes() if process.poll() is not None)
+        return next(gone, None) if self.ours else None
+
+    def end(self) -> None:
+        """At once; what still runs of it goes with its raylet."""
+        for _, process in _vital_processes():
+            process.kill()
+
     def renew(self) -> bool:
-        """Our own is started again if its raylet is gone; says whether it was. Another's mends itself."""
+        """Our own is started again if it lost a part; says whether it was."""
         import ray
 
-        if not self.ours or not _raylet_is_gone():
+        if not self.lost_part():
             return False
         ray.shutdown()
         self._start()
         return True
 
     def _start(self) -> None:
+        """Several times, where a part of it dies while it starts."""
+        import ray
+
+        for left in reversed(range(STARTS)):
+            try:
+                self._init()
+                return
+            except ValueError:  # a setting
+                raise
+            except Exception as error:  # Ray raises nothing more special
+                ray.shutdown()
+                if not left:
+                    raise RuntimeError(f"Ray did not start on this machine, {STARTS} times: {error}") from error
+
+    def _init(self) -> None:
         import ray
 
         from vlatune.pipeline.memory import FREE_SOON
@@ -66,13 +98,12 @@ class Cluster:
         )
 
 
-def _raylet_is_gone() -> bool:
-    """By the process itself: the cluster takes a quarter of a minute to notice."""
+def _vital_processes() -> list[tuple[str, subprocess.Popen[bytes]]]:
     import ray._private.worker
 
     node: Any = ray._private.worker._global_node
     assert node is not None  # ours is running
-    return any(raylet.process.poll() is not None for raylet in node.all_processes["raylet"])
+    return [(part, one.process) for part in VITAL for one in node.all_processes[part]]
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def _try_until_done(
 ) -> None:
     from vlatune.train.supervise import Supervisor
 
-    supervisor = Supervisor(config, folder, terminated, say=_say)
+    supervisor = Supervisor(config, folder, cluster, terminated, say=_say)
     attempt = in_vain = 0
     while True:
         try:
@@ -85,7 +85,7 @@ def _try_until_done(
                 f"{config.max_restarts} without a new checkpoint, from {_name(start)}"
             )
             if cluster.renew():
-                supervisor = Supervisor(config, folder, terminated, say=_say)
+                supervisor = Supervisor(config, folder, cluster, terminated, say=_say)
 
 
 def _name(start: Start) -> str:

@@ -2,7 +2,7 @@
 
 Ray Train tells when a worker is dead. What it does not tell: that one hangs or is stopped (the group is ended, with all
 stacks in logs/), that this process was asked to end (SIGTERM: the workers save and stop), that a node is about to be
-taken away (the workers save and go on).
+taken away (the workers save and go on), that a part of our own cluster died without which no other can go on.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
+from vlatune.train.cluster import Cluster
 from vlatune.train.failures import root_cause
 from vlatune.train.folder import RunFolder
 from vlatune.train.lookout import RankState, stacks_file, start_lookout
@@ -32,6 +33,8 @@ STARTING = 3
 """Before its first micro-batch a worker may be still for so many times `hang_timeout_s`: it loads the model."""
 END_S = 60.0
 """How long Ray Train may take to notice that the workers were killed, and a node to answer."""
+LOSE_S = 20.0
+"""The same after its cluster died. Ray ends a process that has heard nothing from its server for a minute."""
 RUNNING = object()
 
 
@@ -39,10 +42,16 @@ class Supervisor:
     """One for all attempts of a run."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, terminated: threading.Event, *, say: Callable[[str], None]
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        cluster: Cluster,
+        terminated: threading.Event,
+        *,
+        say: Callable[[str], None],
     ) -> None:
         self.lookout = start_lookout()
-        self._config, self._folder, self._say = config, folder, say
+        self._config, self._folder, self._cluster, self._say = config, folder, cluster, say
         self._attempt = 0
         self._terminated = terminated
         self._told_nodes: set[str] = set()
@@ -67,6 +76,8 @@ class Supervisor:
                     f"asked to end by SIGTERM; no checkpoint within --grace_s={self._config.grace_s:g}; "
                     f"the same command goes on from the one before"
                 )
+            if part := self._cluster.lost_part():
+                return self._lose(part, outcome)
             if asked is None and now_s - looked_s >= LOOK_S:
                 asked, looked_s = self.lookout.look.remote(self._attempt), now_s
             if asked is None or not ray.wait([asked], timeout=0)[0]:
@@ -99,15 +110,18 @@ class Supervisor:
         texts = {state.rank: self._ask_and_kill(state) for state in states}
         file = self._folder.logs / f"hang-{self._attempt}.txt"
         file.write_text("\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
-        until_s = time.monotonic() + END_S
-        while _poll(outcome) is RUNNING and time.monotonic() < until_s:
-            pass
+        _wait(outcome, END_S)
         how = {rank: text.splitlines()[0] for rank, text in texts.items()}
         hung = find_culprit(states, how)
         return RuntimeError(
             f"rank {hung.rank} did nothing for {hung.still_s:.0f} s (--hang_timeout_s={self._config.hang_timeout_s:g}; "
             f"its process was {how[hung.rank]}); the stacks of all workers are in {file}"
         )
+
+    def _lose(self, part: str, outcome: "queue.Queue[Any]") -> RuntimeError:
+        self._cluster.end()
+        _wait(outcome, LOSE_S)
+        return RuntimeError(f"Ray's {part} died")
 
     def _ask_and_kill(self, state: RankState) -> str:
         here = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
@@ -170,6 +184,12 @@ def _poll(outcome: "queue.Queue[BaseException | None]") -> Any:
         return outcome.get(timeout=0.2)
     except queue.Empty:
         return RUNNING
+
+
+def _wait(outcome: "queue.Queue[BaseException | None]", timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while _poll(outcome) is RUNNING and time.monotonic() < until_s:
+        pass
 
 
 @contextmanager
