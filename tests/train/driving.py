@@ -33,9 +33,11 @@ def output(run_dir: Path) -> str:
     return (run_dir.parent / "output.txt").read_text()
 
 
-def until(what: Callable[[], object], process: subprocess.Popen[str], run_dir: Path) -> None:
+def until(
+    what: Callable[[], object], process: subprocess.Popen[str], run_dir: Path, patience_s: float = PATIENCE_S
+) -> None:
     """Wait for it; the process must go on meanwhile."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + patience_s
     while not what():
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise AssertionError(f"exit code {process.poll()}; it said: {output(run_dir)[-3000:]}")

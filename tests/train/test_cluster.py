@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vlatune.train.cluster import PREFIX, YOUNG_S, own_folder
+from vlatune.config import RunConfig
+from vlatune.train.cluster import PREFIX, YOUNG_S, Cluster, own_folder
 
 KEEP_AND_DIE = """
 import os
@@ -70,6 +71,29 @@ def test_a_long_path_is_left_to_ray(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(long))
     with own_folder() as folder:
         assert folder is None
+
+
+def start_with(outcomes: list[Exception | None], monkeypatch) -> int:
+    """Start a cluster whose first starts end so; how many there were."""
+    left = list(outcomes)
+
+    def init(_self) -> None:
+        if outcome := left.pop(0):
+            raise outcome
+
+    monkeypatch.setattr(Cluster, "_init", init)
+    Cluster(RunConfig(), None, ours=True)
+    return len(outcomes) - len(left)
+
+
+def test_a_cluster_that_loses_a_part_while_it_starts_is_started_again(monkeypatch):
+    died = Exception("The current node timed out during startup")
+    assert start_with([None], monkeypatch) == 1
+    assert start_with([died, died, None], monkeypatch) == 3
+    with pytest.raises(RuntimeError, match="Ray did not start on this machine, 3 times: The current node timed out"):
+        start_with([died, died, died, None], monkeypatch)
+    with pytest.raises(ValueError, match="object_store_memory"):  # nothing that another try could mend
+        start_with([ValueError("object_store_memory"), None], monkeypatch)
 
 
 def test_what_ray_prints_goes_to_the_log(monkeypatch, tmp_path, capfd):

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from driving import left_behind, named, output, session, started, step_of, until
+from driving import PATIENCE_S, left_behind, named, output, session, started, step_of, until
 
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.report.sinks import read_jsonl
@@ -40,9 +40,9 @@ def clean(flags, tmp_path_factory) -> Path:
     return run_dir
 
 
-def finish(run_dir: Path, flags: list[str]) -> None:
+def finish(run_dir: Path, flags: list[str], patience_s: float = PATIENCE_S) -> None:
     with started(run_dir, *flags) as process:
-        until(lambda: (run_dir / "summary.json").exists(), process, run_dir)
+        until(lambda: (run_dir / "summary.json").exists(), process, run_dir, patience_s)
         assert process.wait(timeout=60) == 0, output(run_dir)
         assert session(process.pid) == []
 
