@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pi05 import PI05Config, modeling_pi05
 from pi05_parity import SIZE
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from vlatune.policies import pi05_load
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05 import Pi05Adapter
-from vlatune.policies.pi05_load import load_policy
+from vlatune.policies.pi05_load import load_policy, parse_config
 from vlatune.policies.pi05_size import Pi05Size, building_at
 from vlatune.policies.pi05_weights import EMBEDDING, INDEX_FILE, SINGLE_FILE, model_names, shapes_at
 
@@ -245,3 +246,10 @@ def test_the_driver_looks_without_torch_and_lerobot(parity_base):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_config_is_what_lerobot_reads_and_leaves_no_file_behind(small_base, tmp_path, monkeypatch):
+    theirs = PreTrainedConfig.from_pretrained(small_base, local_files_only=True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert parse_config(small_base) == theirs
+    assert list(tmp_path.iterdir()) == []

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lerobot.configs import PreTrainedConfig
-from lerobot.policies.pi05 import PI05Config, PI05Policy
+from lerobot.policies.pi05 import PI05Policy
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, SLOT, STATE, TASK, Columns
 from vlatune.bench.options import StepBench
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec
+from vlatune.policies.pi05_load import parse_config
 from vlatune.policies.pi05_size import Pi05Size, building_at, read_size, write_size
 from vlatune.policies.registry import get_adapter
 from vlatune.policies.small import init_for_scratch, make_small_pi05
@@ -78,8 +78,7 @@ def make_base(folder: Path, options: StepBench) -> Base:
     small = read_size(folder)
     assert small is not None  # make_small_pi05 has written it
     size = scaled_size(options, small.vocab_size)
-    config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
-    assert isinstance(config, PI05Config)
+    config = parse_config(folder)
     config.tokenizer_max_length = options.tokens
     with building_at(size), torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
