@@ -18,7 +18,7 @@ from vlatune.report.sinks import read_jsonl
 
 CHAOS_S, GONE_S = 600, 60
 PARTS = ("ray::RayTrainWorker", "ray::ReadLeRobot", "ray::", "raylet/raylet", "gcs/gcs_server", "vlatune.cli")
-STEPS, SAVE_FREQ = 3000, 40
+STEPS, SAVE_FREQ = 2000, 20
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Kill:
 
 
 class Chaos:
-    """Kills one process at a time. Two kills before a step would test nothing but the start, so then it waits for one."""
+    """Kills one process at a time, every 20 to 40 s; after one that came before a step, counted from the next step on:
+    several in a row would test nothing but the start.
+    """
 
     def __init__(self, run_dir: Path, chance: random.Random, until_s: float) -> None:
         self.kills: list[Kill] = []
@@ -41,9 +43,9 @@ class Chaos:
         """Until the process or the chaos ends."""
         while self._goes_on(process):
             before = self._last_line()
-            self._sleep(process, self._chance.uniform(20, 40))
             while self.kills and not self.kills[-1].stepped and self._goes_on(process) and self._last_line() == before:
                 time.sleep(0.05)
+            self._sleep(process, self._chance.uniform(20, 40))
             if self._goes_on(process):
                 self._kill(process, stepped=self._last_line() != before)
 
@@ -101,9 +103,9 @@ def test_ten_minutes_of_chaos(flags, traces, tmp_path):  # noqa: F811
     said = output(run_dir)
     came_back = [line for line in said.splitlines() if "from " in line and "/checkpoints/" in line]
     (tmp_path / "kills.txt").write_text("\n".join(map(str, chaos.kills)))
-    assert len(chaos.kills) >= 10
-    assert sum(kill.stepped for kill in chaos.kills) >= 5
-    assert len(came_back) >= 5
+    assert len(chaos.kills) >= 8
+    assert sum(kill.stepped for kill in chaos.kills) >= 4
+    assert len(came_back) >= 4  # or there was nothing to lose
     assert "Traceback" not in said
     assert [line["optimizer_step"] for line in read_jsonl(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert_same(run_dir, clean)

@@ -17,7 +17,7 @@ from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.order import OrderSpec, epoch_order
 from vlatune.dataset.reader import ReadSpec, Unit, allocate, make_unit
 from vlatune.dataset.select import Selection
-from vlatune.pipeline.execution import TARGET_SHARE, ask_for_limits_often
+from vlatune.pipeline.execution import TARGET_SHARE, act_soon
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Piece, Share, plan_pieces, reorder_rows
 from vlatune.pipeline.source import UnitSource
@@ -111,7 +111,7 @@ def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[
     source = UnitSource(
         plan.specs, work, block_rows=budget.block_rows, task_blocks=budget.task_blocks, readers=budget.readers
     )
-    ask_for_limits_often()
+    act_soon()
     readers = min(budget.readers, source.num_tasks)  # Ray warns of more
     dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_tasks, concurrency=readers, num_cpus=budget.reader_cpus
