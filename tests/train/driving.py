@@ -16,16 +16,17 @@ PATIENCE_S = 400
 
 
 @contextmanager
-def started(run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in a session of its own; whatever is left of it is gone afterwards."""
+def started(run_dir: Path, *flags: str, reap: bool = True) -> Iterator[subprocess.Popen[str]]:
+    """A run in a session of its own; whatever is left of it is gone afterwards, or may end by itself."""
     command = [sys.executable, "-m", "vlatune.cli", "train", f"--output_dir={run_dir}", *flags]
     with (run_dir.parent / "output.txt").open("a") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, text=True, start_new_session=True)
         try:
             yield process
         finally:
-            for pid in session(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            if reap:
+                for pid in session(process.pid):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
 
 
