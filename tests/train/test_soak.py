@@ -103,9 +103,9 @@ def test_ten_minutes_of_chaos(flags, traces, tmp_path):  # noqa: F811
     said = output(run_dir)
     came_back = [line for line in said.splitlines() if "from " in line and "/checkpoints/" in line]
     (tmp_path / "kills.txt").write_text("\n".join(map(str, chaos.kills)))
-    assert len(chaos.kills) >= 8
-    assert sum(kill.stepped for kill in chaos.kills) >= 4
-    assert len(came_back) >= 4  # or there was nothing to lose
+    assert len(chaos.kills) >= 6
+    assert sum(kill.stepped for kill in chaos.kills) >= 3
+    assert len(came_back) >= 3  # or there was nothing to lose
     assert "Traceback" not in said
     assert [line["optimizer_step"] for line in read_jsonl(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert_same(run_dir, clean)
