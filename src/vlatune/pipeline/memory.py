@@ -21,7 +21,7 @@ FEED_BLOCK_BYTES = 12 * 1024 * 1024
 """Blocks of the feed: smaller, since the store holds several more than were planned."""
 MAX_BLOCK_ROWS = 256
 MAX_TASK_BLOCKS = 32
-"""Blocks of a read task: seconds of decoding, as a core is idle for 0.1 to 0.2 s between two tasks."""
+"""Blocks of a read task: seconds of decoding, as a core is idle for a moment between two tasks."""
 CONSUMER_BLOCKS = 6
 """On their way to the consumer or in its hands: two that Ray has fetched ahead, one queued, one being copied out, and two in
 the buffer of the task that they come from."""
