@@ -96,6 +96,24 @@ def test_a_cluster_that_loses_a_part_while_it_starts_is_started_again(monkeypatc
         start_with([ValueError("object_store_memory"), None], monkeypatch)
 
 
+def test_no_cluster_is_started_unasked(monkeypatch):
+    """By a thread that has not heard that ours is gone."""
+    import ray
+    from ray._private import auto_init_hook
+
+    from vlatune.train.cluster import _start_none_unasked
+
+    started = []
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda: started.append("by itself"))
+    auto_init_hook.auto_init_ray()
+    assert started == ["by itself"]
+    _start_none_unasked()
+    auto_init_hook.auto_init_ray()
+    assert started == ["by itself"]
+
+
 def test_what_ray_prints_goes_to_the_log(monkeypatch, tmp_path, capfd):
     """Ray prints errors of the cluster through this function, whatever its settings say."""
     import ray._private.worker

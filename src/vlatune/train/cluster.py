@@ -112,6 +112,7 @@ def local_ray(config: RunConfig, folder: RunFolder) -> Iterator[Cluster]:
     import ray
 
     _quiet(folder)
+    _start_none_unasked()
     # Training and decoding share the cores: threads that spin while they wait for each other make a step 10 x slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if ray.is_initialized():  # a caller, such as a test, has its own
@@ -195,6 +196,15 @@ def worker_resources() -> dict[str, float]:
     if there.get("GPU", 0) > 0:
         return {"GPU": 1, "CPU": 0}
     return {TRAINER_RESOURCE: 1, "CPU": 0} if TRAINER_RESOURCE in there else {"CPU": 1}
+
+
+def _start_none_unasked() -> None:
+    """Ray starts a cluster for any call that finds none. Ray Train's thread may make one after ours was ended by Ctrl-C, or
+    while it is replaced; that cluster would be nobody's.
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
 
 
 def _quiet(folder: RunFolder) -> None:
