@@ -41,6 +41,12 @@ def test_an_error_without_a_message_is_still_named():
     assert str(root_cause(KeyError())) == "KeyError: no message"
 
 
+def test_a_lost_connection_is_told_in_our_words_until_the_dead_process_is_known():
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:21406: Connection reset by peer"
+    reason = root_cause(wrapped(RuntimeError(gloo)))
+    assert str(reason) == "a worker lost another one while they exchanged gradients (connection reset by peer)"
+
+
 def test_of_a_lost_connection_and_a_dead_process_the_process_is_named():
     class ActorDiedError(Exception):
         """As Ray has it."""

@@ -81,3 +81,15 @@ def test_only_one_process_at_a_time(config):
     folder = RunFolder(config.run_dir)
     with only_one(folder), pytest.raises(ValueError, match="in use by another process"), only_one(folder):
         pass
+
+
+def test_logs_of_earlier_attempts_stay(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    for _ in range(3):
+        folder.new_log("failure").touch()
+    folder.new_log("hang").touch()
+    assert sorted(file.name for file in folder.logs.iterdir()) == [
+        *(f"failure-{number}.txt" for number in range(3)),
+        "hang-0.txt",
+    ]

@@ -3,13 +3,21 @@
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
+import ray
 
-from vlatune.train.lookout import Lookout, RankState
+from vlatune.config import RunConfig
+from vlatune.errors import TerminatedError
+from vlatune.train.cluster import Cluster
+from vlatune.train.folder import RunFolder
+from vlatune.train.lookout import Heartbeat, Lookout, RankState
 from vlatune.train.supervise import (
     RUNNING,
     STARTING,
+    Supervisor,
     _on_thread,
     _poll,
     _what_is_saved,
@@ -52,7 +60,7 @@ def test_the_lookout_counts_from_the_last_thing_done(monkeypatch):
     lookout = Lookout()
     assert lookout.look(1) == []
     assert lookout.beat(1, 0, 4711, "a", 0) == (0, Wish.NOTHING)
-    lookout.wish(Wish.STOP)
+    lookout.look(1, (1, Wish.STOP))
     now_s = 103.0
     assert lookout.beat(1, 0, 4711, "a", 0) == (1, Wish.STOP)  # a beat, and nothing done
     assert lookout.look(1) == [RankState(0, 4711, "a", 0, still_s=3.0)]
@@ -64,7 +72,7 @@ def test_the_lookout_forgets_a_group_that_is_gone():
     lookout = Lookout()
     lookout.look(0)
     lookout.beat(0, 0, 1, "a", 7)
-    lookout.wish(Wish.STOP)
+    lookout.look(0, (1, Wish.STOP))
     assert lookout.look(1) == []
     assert lookout.beat(0, 0, 1, "a", 8) == (0, Wish.NOTHING)  # still alive somewhere
     assert lookout.beat(1, 0, 2, "a", 1) == (0, Wish.NOTHING)
@@ -72,6 +80,39 @@ def test_the_lookout_forgets_a_group_that_is_gone():
     assert [one.pid for one in lookout.look(1)] == [2]
     lookout.leave(1, 0)
     assert lookout.look(1) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_lookout_that_dies_keeps_no_wish_from_the_workers(ray_local, tmp_path):
+    """SIGTERM at the worst moment: nobody is left who knows that the workers began."""
+    folder, terminated, heard = RunFolder(tmp_path), threading.Event(), []
+    folder.logs.mkdir()
+    config = RunConfig(grace_s=60)
+    supervisor = Supervisor(config, folder, Cluster(config, None, ours=False), terminated, say=lambda _: None)
+
+    def fit() -> None:
+        heart = Heartbeat(supervisor.lookout, 3, 0, tmp_path)
+        try:
+            wait_until(lambda: supervisor._began)
+            ray.kill(supervisor.lookout, no_restart=False)
+            terminated.set()
+            wait_until(lambda: supervisor._wished[0] == 1)
+            ray.kill(supervisor.lookout, no_restart=False)  # and the wish with it
+            wait_until(lambda: heard.append(heart.take_wish()) or heard[-1] is Wish.STOP)
+        finally:
+            heart.close()
+
+    with pytest.raises(TerminatedError, match="all is saved"):
+        supervisor.run(fit, attempt=3)
+    assert heard[-1] is Wish.STOP
+    ray.kill(supervisor.lookout)
+
+
+def wait_until(there: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_what_fails_on_the_thread_is_brought_here():

@@ -1,9 +1,14 @@
 """What went wrong, in our own words, out of Ray's layers around it. No Ray."""
 
+import re
 from collections.abc import Iterator
 
 from vlatune.errors import RunStoppedError, TerminatedError
 
+LOST = re.compile(
+    r"(?:gloo|nccl).*?(connection (?:reset|closed|refused)[\w ]*|broken pipe|timed out)", re.IGNORECASE | re.DOTALL
+)
+"""How the libraries that join the workers, gloo and NCCL, say that one does not answer."""
 FINAL = (ValueError, RunStoppedError, TerminatedError)
 """Trying again would end the same way, or is not wanted."""
 
@@ -19,6 +24,8 @@ def root_cause(error: BaseException) -> Exception:
         ranks = ", ".join(str(rank) for rank in dict.fromkeys(dead))
         return RuntimeError(f"the process of rank {ranks} died")
     ours = next((one for one in found if type(one) is RuntimeError), None)
+    if ours is not None and (lost := LOST.search(str(ours))):  # before Ray has told whose process died
+        return RuntimeError(f"a worker lost another one while they exchanged gradients ({lost[1].lower()})")
     if isinstance(ours, Exception):
         return ours
     lines = str(error).strip().splitlines() or ["no message"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +33,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def new_log(self, name: str) -> Path:
+        """A file of `logs/` that is not there yet: what earlier attempts left stays, also those of a killed process."""
+        return next(file for number in count() if not (file := self.logs / f"{name}-{number}.txt").exists())
 
     def summary(self) -> dict[str, Any] | None:
         file = self.path / "summary.json"

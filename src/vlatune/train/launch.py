@@ -71,7 +71,8 @@ def _try_until_done(
             _run_group(config, start, folder, cluster, supervisor, attempt)
             return
         except Exception as error:
-            (folder.logs / f"failure-{attempt}.txt").write_text("".join(traceback.format_exception(error)))
+            log = folder.new_log("failure")
+            log.write_text("".join(traceback.format_exception(error)))
             reason = root_cause(error)
             if isinstance(reason, FINAL):
                 raise reason from None
@@ -81,7 +82,7 @@ def _try_until_done(
                 raise reason from None
             attempt += 1
             _say(
-                f"a worker failed ({reason}; all of it in {folder.logs}/failure-{attempt - 1}.txt); restart {in_vain} of at most "
+                f"broken off ({reason}; all of it in {log}); restart {in_vain} of at most "
                 f"{config.max_restarts} without a new checkpoint, from {_name(start)}"
             )
             if cluster.renew():

@@ -22,6 +22,9 @@ from vlatune.train.wish import Wish
 
 BEAT_S = 1.0
 ANSWER_S = 10.0
+Wished = tuple[int, Wish]
+"""How often the driver has wished for something in this attempt, and what it was the last time."""
+NO_WISH: Wished = (0, Wish.NOTHING)
 
 
 @dataclass(frozen=True)
@@ -41,35 +44,34 @@ class Lookout:
     """The actor. Only the current attempt's workers count."""
 
     def __init__(self) -> None:
-        self._attempt, self._wishes = -1, [Wish.NOTHING]
+        self._attempt, self._wished = -1, NO_WISH
         self._beats: dict[int, tuple[int, str, int]] = {}
         self._moved_s: dict[int, float] = {}
 
-    def look(self, attempt: int) -> list[RankState]:
-        """The workers of this attempt; with a new number, or after the actor itself died, all is forgotten first."""
+    def look(self, attempt: int, wished: Wished = NO_WISH) -> list[RankState]:
+        """The workers of this attempt; those of another are forgotten. The driver says each time what it wishes, so that
+        the actor itself may die and begin anew.
+        """
         if attempt != self._attempt:
-            self._attempt, self._wishes = attempt, [Wish.NOTHING]
-            self._beats, self._moved_s = {}, {}
+            self._attempt, self._beats, self._moved_s = attempt, {}, {}
+        self._wished = wished
         now_s = time.monotonic()
         return [RankState(rank, *beat, now_s - self._moved_s[rank]) for rank, beat in sorted(self._beats.items())]
 
-    def beat(self, attempt: int, rank: int, pid: int, node_id: str, moves: int) -> tuple[int, Wish]:
-        """How often the driver has wished for something, and what it was the last time."""
+    def beat(self, attempt: int, rank: int, pid: int, node_id: str, moves: int) -> Wished:
+        """What the driver wishes."""
         if attempt != self._attempt:
-            return 0, Wish.NOTHING
+            return NO_WISH
         beat = (pid, node_id, moves)
         if self._beats.get(rank) != beat:
             self._moved_s[rank] = time.monotonic()
         self._beats[rank] = beat
-        return len(self._wishes) - 1, self._wishes[-1]
+        return self._wished
 
     def leave(self, attempt: int, rank: int) -> None:
         """A worker that has ended is not waited for."""
         if attempt == self._attempt:
             self._beats.pop(rank, None)
-
-    def wish(self, wish: Wish) -> None:
-        self._wishes.append(wish)
 
 
 def start_lookout() -> Any:
@@ -81,6 +83,14 @@ def start_lookout() -> Any:
 def stacks_file(run_dir: Path, attempt: int, rank: int) -> Path:
     """Where a worker writes its stacks when it is asked, on its own node."""
     return run_dir / "logs" / f"stacks-{attempt}-rank-{rank}.txt"
+
+
+def remove_empty_stacks(run_dir: Path) -> None:
+    """Of workers that were killed before anyone asked them."""
+    for file in (run_dir / "logs").glob("stacks-*.txt"):
+        with contextlib.suppress(FileNotFoundError):  # its worker has just done the same
+            if file.stat().st_size == 0:
+                file.unlink()
 
 
 class Heartbeat:
@@ -112,8 +122,9 @@ class Heartbeat:
         self._thread.join()
         answer_no_more()
         self._stacks.close()
-        if self._file.stat().st_size == 0:
-            self._file.unlink()
+        with contextlib.suppress(FileNotFoundError):  # the driver has just done the same
+            if self._file.stat().st_size == 0:
+                self._file.unlink()
 
     def _tell(self) -> None:
         who = (self._attempt, self._rank, os.getpid(), ray.get_runtime_context().get_node_id())

@@ -24,7 +24,7 @@ from vlatune.errors import TerminatedError
 from vlatune.train.cluster import Cluster
 from vlatune.train.failures import root_cause
 from vlatune.train.folder import RunFolder
-from vlatune.train.lookout import RankState, stacks_file, start_lookout
+from vlatune.train.lookout import NO_WISH, RankState, remove_empty_stacks, stacks_file, start_lookout
 from vlatune.train.stacks import ask_and_kill
 from vlatune.train.wish import Wish
 
@@ -52,15 +52,16 @@ class Supervisor:
     ) -> None:
         self.lookout = start_lookout()
         self._config, self._folder, self._cluster, self._say = config, folder, cluster, say
-        self._attempt = 0
+        self._attempt, self._wished, self._began = 0, NO_WISH, False
         self._terminated = terminated
         self._told_nodes: set[str] = set()
 
     def run(self, fit: Callable[[], object], attempt: int) -> None:
         """Call `fit` and watch; raises what it raises, or why the group was ended."""
-        self._attempt = attempt
+        self._attempt, self._wished, self._began = attempt, NO_WISH, False
         with sigterm_sets(self._terminated):  # a cluster that was started anew has put Ray's handler there again
             error = self._watch(_on_thread(fit))
+        remove_empty_stacks(self._folder.path)
         if self._terminated.is_set() and self._folder.summary() is None:
             raise TerminatedError(f"asked to end by SIGTERM; {_what_is_saved(error)}")
         if error is not None:
@@ -79,23 +80,24 @@ class Supervisor:
             if part := self._cluster.lost_part():
                 return self._lose(part, outcome)
             if asked is None and now_s - looked_s >= LOOK_S:
-                asked, looked_s = self.lookout.look.remote(self._attempt), now_s
+                asked, looked_s = self.lookout.look.remote(self._attempt, self._wished), now_s
             if asked is None or not ray.wait([asked], timeout=0)[0]:
                 continue
             states, asked = _answer(asked), None
+            self._began = self._began or bool(states)
             if self._terminated.is_set() and stop_by_s == float("inf"):
-                stop_by_s = now_s + self._stop(states)
+                stop_by_s, looked_s = now_s + self._stop(), 0.0
             self._save_before_nodes_go(states)
             if find_hung(states, self._config.hang_timeout_s):
                 return self._end(states, outcome)
         return error  # pyright: ignore[reportReturnType]
 
-    def _stop(self, states: Sequence[RankState]) -> float:
+    def _stop(self) -> float:
         """Have the workers save and stop; how long that may take. What they last told may be two seconds old."""
-        if not states:
+        if not self._began:
             raise TerminatedError("asked to end by SIGTERM before the workers began; there is nothing new to save")
         self._say(f"asked to end by SIGTERM: saving a checkpoint, for at most {self._config.grace_s:g} s")
-        self.lookout.wish.remote(Wish.STOP)
+        self._wish(Wish.STOP)
         return self._config.grace_s
 
     def _save_before_nodes_go(self, states: Sequence[RankState]) -> None:
@@ -103,12 +105,16 @@ class Supervisor:
         if going and not self._terminated.is_set():
             self._told_nodes |= going
             self._say(f"{len(going)} of the workers' nodes will be taken away: saving a checkpoint")
-            self.lookout.wish.remote(Wish.SAVE)
+            self._wish(Wish.SAVE)
+
+    def _wish(self, wish: Wish) -> None:
+        """Told with the next look, and with every one after it."""
+        self._wished = (self._wished[0] + 1, wish)
 
     def _end(self, states: Sequence[RankState], outcome: "queue.Queue[Any]") -> RuntimeError:
         """Kill all workers of the group, which Ray Train then sees, after they have told where they are."""
         texts = {state.rank: self._ask_and_kill(state) for state in states}
-        file = self._folder.logs / f"hang-{self._attempt}.txt"
+        file = self._folder.new_log("hang")
         file.write_text("\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
         _wait(outcome, END_S)
         how = {rank: text.splitlines()[0] for rank, text in texts.items()}
