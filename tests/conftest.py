@@ -4,6 +4,7 @@ import atexit
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -53,6 +54,14 @@ def small_base(dataset_v3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return make_small_pi05(
         folder, cameras=meta.cameras, state_dim=state, action_dim=action, horizon=5, image_size=48, tasks=meta.tasks
     )
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Python's own handler: a shell that starts its commands in the background has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

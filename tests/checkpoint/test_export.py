@@ -225,6 +225,7 @@ def test_an_empty_folder_is_filled(make_config, tmp_path):
     assert (export(run_dir, tmp_path / "empty") / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_leaves_nothing_half(make_config, tmp_path, monkeypatch, capsys):
     run_dir = make_finished(make_config())
 

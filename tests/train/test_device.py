@@ -111,6 +111,7 @@ def test_a_prefetcher_that_nobody_holds_ends_by_itself():
     next(device_batches(Source(10**9), CPU))  # the fixture looks for its thread
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_while_waiting_for_a_batch_gets_through():
     is_waiting, closed = threading.Event(), threading.Event()
 
