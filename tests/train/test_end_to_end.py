@@ -1,15 +1,19 @@
 """The whole path through real Ray: dataset -> read tasks -> feed -> TorchTrainer -> run folder."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.dataset.meta import load_meta
 from vlatune.report.sinks import read_jsonl
 from vlatune.train.launch import train
@@ -83,8 +87,14 @@ def test_the_shuffle_in_the_summary_is_that_of_the_samples_that_were_used(first_
     assert 0 <= shuffle["distance"] <= 1
 
 
-def test_one_seed_gives_the_same_run_to_the_last_bit(base_config, first_run, tmp_path):
-    second = run(base_config, tmp_path / "second")
+def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others(base_config, first_run, tmp_path):
+    """As a process of its own, which RAY_ADDRESS leads to a cluster that it has not started and must not end."""
+    second, file = tmp_path / "second", tmp_path / "run.json"
+    file.write_text(json.dumps(to_json(replace(base_config, output_dir=str(second)))))
+    env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-m", "vlatune.cli", "train", f"--config_path={file}"]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
     assert losses(second) == losses(first_run)
     assert (second / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
 

@@ -47,8 +47,9 @@ class Cluster:
         By the processes: of its raylet's death Ray tells after a quarter of a minute, of its server's after a whole one,
         and then by ending this process.
         """
-        gone = (part for part, process in _vital_processes() if process.poll() is not None)
-        return next(gone, None) if self.ours else None
+        if not self.ours:
+            return None
+        return next((part for part, process in _vital_processes() if process.poll() is not None), None)
 
     def end(self) -> None:
         """At once; what still runs of it goes with its raylet."""
