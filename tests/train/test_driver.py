@@ -10,7 +10,7 @@ from driving import PATIENCE_S, left_behind, named, output, session, started, st
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.report.sinks import read_jsonl
 
-STEPS, SAVE_FREQ = 350, 50
+STEPS, SAVE_FREQ = 250, 50
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +68,13 @@ def assert_same(run_dir: Path, clean: Path) -> None:
 @pytest.mark.timeout(900)
 def test_asked_to_end_then_killed_then_the_same_command(flags, clean, tmp_path):
     run_dir = tmp_path / "run"
-    assert kill_at(70, None, run_dir, flags, signal.SIGTERM) == 143
+    assert kill_at(60, None, run_dir, flags, signal.SIGTERM) == 143
     asked = [int(path.name) for path in list_checkpoints(run_dir)]
     assert asked[0] == SAVE_FREQ
-    assert asked[-1] > 70  # not of the plan: saved because it was asked to
-    assert asked[-1] % SAVE_FREQ
+    assert asked[-1] == step_of(run_dir) > 60  # where it stopped, not where the plan had it save
     assert "saving a checkpoint" in output(run_dir)
     assert left_behind() == []
-    assert kill_at(190, None, run_dir, flags) == -signal.SIGKILL
+    assert kill_at(asked[-1] + 40, None, run_dir, flags) == -signal.SIGKILL
     finish(run_dir, flags)
     assert output(run_dir).count("continuing from ") == 2
     assert_same(run_dir, clean)

@@ -105,21 +105,6 @@ def test_two_workers_take_the_same_samples_and_learn_the_same(base_config, first
     assert losses(two) == pytest.approx(losses(first_run), rel=1e-3)
 
 
-def test_the_same_command_continues_a_broken_run_as_if_nothing_had_happened(base_config, first_run, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(first_run, broken)
-    (broken / "summary.json").unlink()
-    for later in list_checkpoints(broken)[1:]:
-        shutil.rmtree(later)
-    stored = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(stored | {"output_dir": str(broken)}))
-    run(base_config, broken)
-    assert losses(broken) == losses(first_run)
-    assert (broken / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
-    last = "checkpoints/00000012/trainable.safetensors"
-    assert (broken / last).read_bytes() == (first_run / last).read_bytes()
-
-
 def test_evaluation_is_deterministic_and_renews_the_report(first_run):
     from vlatune.train.evaluate import evaluate_run
 

@@ -117,7 +117,7 @@ def test_killed_twice_in_an_epoch_and_at_its_end(config, clean, arm, tmp_path):
 @pytest.mark.timeout(600)
 def test_a_stopped_worker_is_found_and_all_stacks_are_kept(config, clean, arm, tmp_path, capsys):
     arm([Fault("forward", 7, rank=1, signal=signal.SIGSTOP)])
-    run_dir = run(replace(config, hang_timeout_s=15.0), tmp_path)
+    run_dir = run(replace(config, hang_timeout_s=20.0), tmp_path)
     assert_same(run_dir, clean)
     said = capsys.readouterr().out
     assert "rank 1 did nothing for" in said
