@@ -79,6 +79,7 @@ def ray_local() -> Iterator[None]:
         logging_level="ERROR",
     )
     yield
+    assert ray.is_initialized(), "a test has ended the session's cluster, and those after it ran on others"
     ray.shutdown()
 
 

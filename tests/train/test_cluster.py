@@ -82,6 +82,7 @@ def start_with(outcomes: list[Exception | None], monkeypatch) -> int:
             raise outcome
 
     monkeypatch.setattr(Cluster, "_init", init)
+    monkeypatch.setattr("ray.shutdown", lambda: None)  # the session's cluster runs on
     Cluster(RunConfig(), None, ours=True)
     return len(outcomes) - len(left)
 
