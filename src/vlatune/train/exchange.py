@@ -22,6 +22,6 @@ def mean_and_each(
     if share.num_workers > 1:
         add_over_workers(values)
         values[: len(means)] /= share.num_workers
-    plain = values.tolist()  # device sync
+    plain = values.tolist()  # device sync: once per log line, whose numbers these are
     own = plain[len(means) :]
     return plain[: len(means)], [own[at : at + len(mine)] for at in range(0, len(own), len(mine))]

@@ -209,7 +209,7 @@ class Worker:
         if self.share.num_workers > 1:
             dist.all_reduce(values)
             values = values / self.share.num_workers
-        return values.tolist()  # device sync
+        return values.tolist()  # device sync: a save must know whether updates were skipped
 
     def _gather_samples(self, done: int) -> list[dict[str, object]]:
         """Sample ids of the steps since the last call, all workers' in lane order, one record per optimizer step."""
