@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from vlatune.batch import Columns
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.order import cursor_at, epoch_order, step_samples
 from vlatune.dataset.reader import make_unit, read_unit
-from vlatune.pipeline import build
 from vlatune.pipeline.build import DataPlan, plan_segments
 from vlatune.pipeline.feed import Feed, StageTimes, assemble
 from vlatune.pipeline.memory import CONSUMER_BLOCKS, STORE_SHARE, Budget, plan_budget
@@ -116,7 +116,6 @@ def test_one_worker_gets_the_rows_of_the_order_through_two_epochs(plan, expected
     feeds.append(feed)
     batches = list(feed)
     assert_same(batches, expected(0, steps))
-    assert feed.wait_s > 0
     assert list(feed) == []  # the end is met again, not waited for
     seen = np.concatenate([batch["index"] for batch in batches[: plan.order.batches_per_epoch]])
     assert len(np.unique(seen)) == len(seen) > 40
@@ -136,9 +135,9 @@ def test_two_workers_together_get_the_same_global_batches(plan, expected, datase
             assert np.array_equal(step[key], wanted[key]), key
 
 
-def test_a_later_start_gives_the_tail_also_in_short_segments(plan, expected, feeds, monkeypatch):
+def test_a_later_start_gives_the_tail_also_in_short_segments(plan, expected, feeds):
     """One read task per execution: a segment ends in the middle of windows, and the next one begins there."""
-    monkeypatch.setattr(build, "SEGMENT_TASKS", 1)
+    plan = replace(plan, segment_tasks=1)
     budget = small_blocks(plan)
     first, last = plan.order.batches_per_epoch - 3, plan.order.batches_per_epoch + 1
     segments = list(plan_segments(plan, Share(0, 1), budget, first_step=first, last_step=last))
@@ -181,13 +180,14 @@ def test_a_damaged_video_ends_the_feed_with_its_episode_and_camera(dataset_v3, s
 # What needs no Ray
 
 
-def test_segments_cover_every_step_once_over_the_ends_of_epochs(plan, monkeypatch):
+def test_segments_cover_every_step_once_over_the_ends_of_epochs(plan):
     per_epoch, budget = plan.order.batches_per_epoch, small_blocks(plan)
     first, last = 3, 2 * per_epoch + 2
     (whole,) = plan_segments(plan, Share(0, 1), budget, first_step=first, last_step=last)
     assert [part.epoch for part in whole.parts] == [0, 1, 2]
-    monkeypatch.setattr(build, "SEGMENT_TASKS", 2)
-    segments = list(plan_segments(plan, Share(0, 1), budget, first_step=first, last_step=last))
+    segments = list(
+        plan_segments(replace(plan, segment_tasks=2), Share(0, 1), budget, first_step=first, last_step=last)
+    )
     assert [step for one in segments for step in range(one.begin_step, one.end_step)] == list(range(first, last))
     for some in (segments, [whole]):
         slots = [piece.slots for one in some for part in one.parts for piece in part.pieces]

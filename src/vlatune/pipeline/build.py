@@ -2,22 +2,22 @@
 
     order (pure) -> pieces -> units -> read tasks: decode, resize, join, transform -> blocks -> feed
 
-Ray Data keeps no place in its stream and its splitter knows nothing of lanes; so each worker runs its own
-small Dataset over its own plan. A stretch of optimizer steps (`Segment`) is one execution.
+Ray Data keeps no place in its stream and its splitter knows nothing of lanes; so each worker has its own
+small Dataset over its own plan. A stretch of optimizer steps (`Segment`) is one execution. It runs in the process of
+`coordinator.py`, never in the one that trains.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any
 
 import ray
 
-from vlatune.batch import Columns
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.order import OrderSpec, epoch_order
 from vlatune.dataset.reader import ReadSpec, Unit, allocate, make_unit
 from vlatune.dataset.select import Selection
-from vlatune.pipeline.execution import TARGET_SHARE, act_soon
+from vlatune.pipeline.execution import TARGET_SHARE, keep_pace
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Piece, Share, plan_pieces, reorder_rows
 from vlatune.pipeline.source import UnitSource
@@ -38,6 +38,7 @@ class DataPlan:
     transforms: Callable[[int], Sequence[Transform]]
     """Epoch -> the policy's transforms."""
     batch_size: int
+    segment_tasks: int = SEGMENT_TASKS
 
     def row_bytes(self) -> int:
         """Bytes of one row as it travels through the store."""
@@ -69,8 +70,8 @@ class Segment:
 def plan_segments(
     plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int
 ) -> Iterator[Segment]:
-    """The stretches of optimizer steps [first_step, last_step), none longer than SEGMENT_TASKS tasks."""
-    most = max(1, SEGMENT_TASKS * budget.task_blocks * budget.block_rows // share.slots_per_step(plan.order))
+    """The stretches of optimizer steps [first_step, last_step), none longer than `segment_tasks` read tasks."""
+    most = max(1, plan.segment_tasks * budget.task_blocks * budget.block_rows // share.slots_per_step(plan.order))
     for begin in range(first_step, last_step, most):
         end = min(begin + most, last_step)
         parts = tuple(plan_parts(plan, share, begin, end))
@@ -105,20 +106,23 @@ def make_units(plan: DataPlan, pieces: tuple[Piece, ...]) -> list[Unit]:
     return units
 
 
-def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[Columns]:
-    """Run a segment's read tasks and give their blocks in the order of the plan."""
+def stream_blocks(plan: DataPlan, segment: Segment, budget: Budget) -> Iterator[Any]:
+    """Run a segment's read tasks and give references to their blocks in the order of the plan, each when it lies in this
+    node's store.
+    """
     work = [(make_units(plan, part.pieces), plan.transforms(part.epoch)) for part in segment.parts]
     source = UnitSource(
         plan.specs, work, block_rows=budget.block_rows, task_blocks=budget.task_blocks, readers=budget.readers
     )
-    act_soon()
     readers = min(budget.readers, source.num_tasks)  # Ray warns of more
     dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_tasks, concurrency=readers, num_cpus=budget.reader_cpus
     )
     _set_limits(dataset.context, budget)
-    batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
-    yield from cast(Iterator[Columns], batches)
+    for bundle in dataset.iter_internal_ref_bundles():
+        for ref in bundle.block_refs:
+            ray.wait([ref])  # one that another node made is fetched
+            yield ref
 
 
 def _set_limits(context: ray.data.DataContext, budget: Budget) -> None:
@@ -126,6 +130,7 @@ def _set_limits(context: ray.data.DataContext, budget: Budget) -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.target_max_block_size = max(1, int(TARGET_SHARE * budget.block_bytes))
+    keep_pace(context)
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
         cpu=budget.readers * budget.reader_cpus, object_store_memory=budget.limit_bytes

@@ -1,18 +1,24 @@
-"""[ray] A worker's batches: blocks in, batches out, in the order of the plan, on threads of their own.
+"""[ray] A worker's batches: blocks in, batches out, in the order of the plan, on a thread of its own.
 
-One thread pulls blocks and goes on to the next stretch of the plan by itself, so that an epoch's end is no pause. The
-other copies their rows out at once and assembles the next batches while the trainer computes. `next()` measures how
-long the trainer had to wait. Ends cleanly on error, on exhaustion and on `close()` at any moment.
+The thread takes blocks from the coordinator's process, which goes on to the next stretch of the plan by itself, so that
+an epoch's end is no pause; it copies their rows out at once and assembles the next batches while the trainer computes. A
+coordinator that dies is replaced by one that begins at the next batch. Ends cleanly on error, on exhaustion and on
+`close()` at any moment.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
+
+import ray
 
 from vlatune.batch import Columns
-from vlatune.pipeline.build import DataPlan, Segment, plan_segments, stream_blocks
+from vlatune.pipeline.build import DataPlan
+from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead
+from vlatune.pipeline.handover import Handover
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.rows import RowBuffer
@@ -22,45 +28,74 @@ QUEUED_BYTES = 64 * 1024 * 1024
 MIN_QUEUED, MAX_QUEUED = 2, 8
 """Batches assembled ahead of need, as many as these bytes hold. At an epoch's beginning all lanes ask for new runs at once:
 two small batches last for a tenth of a second, less than it takes to copy these out of the store."""
-QUEUED_BLOCKS = 1
-"""Blocks pulled ahead of need; each keeps its shared memory until its rows are copied out."""
+MAX_LOST = 3
+"""Coordinators that may die one after the other without a batch between them."""
 
 
 class Feed:
     """Micro-batches of optimizer steps [first_step, last_step), for one worker."""
 
     def __init__(self, plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int) -> None:
-        self.wait_s = 0.0
-        """Seconds that `next()` has waited so far."""
         self.times = StageTimes()
+        self.restarts = 0
+        """Coordinators that died and were replaced."""
+        self._plan, self._share, self._budget = plan, share, budget
+        self._steps = range(first_step, last_step)
         self._stop = threading.Event()
-        self._blocks = Channel[Segment | Columns](QUEUED_BLOCKS, self._stop)
-        self._batches = Channel[Columns](queued_batches(plan.batch_size * budget.row_bytes), self._stop)
-        segments = plan_segments(plan, share, budget, first_step=first_step, last_step=last_step)
-        self._threads = [
-            threading.Thread(target=self._blocks.fill, args=(_pull(plan, budget, segments),), name="feed-pull"),
-            threading.Thread(
-                target=self._batches.fill, args=(_assemble_all(plan, share, self._blocks, self.times),), name="feed"
-            ),
-        ]
-        for thread in self._threads:
-            thread.daemon = True
-            thread.start()
+        self._ready = Handover(queued_batches(plan.batch_size * budget.row_bytes))
+        self._thread = threading.Thread(target=self._fill, name="feed", daemon=True)
+        self._thread.start()
 
     def __iter__(self) -> Iterator[Columns]:
         return self
 
     def __next__(self) -> Columns:
-        begin = time.perf_counter()
-        try:
-            return next(self._batches)
-        finally:
-            self.wait_s += time.perf_counter() - begin
+        return self._ready.take()
 
     def close(self) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        self._ready.stop()
+        self._thread.join()
+
+    def _fill(self) -> None:
+        """The thread's whole life."""
+        try:
+            with closing(self._batches()) as batches:
+                for batch in batches:
+                    if not self._ready.wait_for_room():
+                        return
+                    self._ready.put(batch)
+            self._ready.end(None)
+        except BaseException as error:  # raised where it is taken
+            self._ready.end(error)
+
+    def _batches(self) -> Generator[Columns]:
+        """All batches, through as many coordinators as it takes."""
+        plan = ray.put(self._plan)  # once for all of them
+        done, in_vain = 0, 0
+        while not self._stop.is_set():
+            try:
+                for batch in self._batches_from(plan, done):
+                    done, in_vain = done + 1, 0
+                    yield batch
+                return
+            except LOST:
+                self.restarts, in_vain = self.restarts + 1, in_vain + 1
+                if in_vain > MAX_LOST:
+                    raise
+
+    def _batches_from(self, plan: ray.ObjectRef, done: int) -> Generator[Columns]:
+        """The batches behind the first `done`, from a new coordinator."""
+        per_step = self._share.slots_per_step(self._plan.order) // self._plan.batch_size
+        steps, begun = divmod(done, per_step)
+        stream = BlockStream(
+            plan, self._share, self._budget, first_step=self._steps.start + steps, last_step=self._steps.stop
+        )
+        items = stream.items(lambda: not self._stop.is_set())
+        try:
+            yield from islice(assemble_all(self._plan, self._share, items, self.times), begun, None)
+        finally:
+            stream.close()
 
 
 def queued_batches(batch_bytes: int) -> int:
@@ -81,81 +116,29 @@ class StageTimes:
     """Bytes that these copies moved."""
 
 
-class Channel[T]:
-    """A bounded queue from one thread to another that carries the end and errors along, and lets go when stopped."""
-
-    def __init__(self, size: int, stop: threading.Event) -> None:
-        self._queue: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(maxsize=size)
-        self._stop = stop
-
-    def fill(self, items: Generator[T]) -> None:
-        """Put all items, then the end; runs on the giving thread."""
-        try:
-            for item in items:
-                if not self._put(("item", item)):
-                    return
-            self._put(("end", None))
-        except BaseException as error:  # raised where it is taken
-            self._put(("error", error))
-        finally:
-            items.close()  # Ray Data stops its executor when its iterator is closed
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        while not self._stop.is_set():
-            try:
-                kind, item = self._queue.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            if kind == "item":
-                return item  # pyright: ignore[reportReturnType]
-            self._put((kind, item))  # the end and an error are met by every later call, too
-            if isinstance(item, BaseException):
-                raise item
-            break
-        raise StopIteration
-
-    def _put(self, entry: tuple[str, T | BaseException | None]) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(entry, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+def assemble_all(
+    plan: DataPlan, share: Share, items: Iterator[SegmentHead | Columns], times: StageTimes
+) -> Iterator[Columns]:
+    """Segment by segment: each is a head, then its blocks."""
+    for head in items:
+        assert isinstance(head, SegmentHead)  # all blocks of the one before have been taken
+        yield from assemble(plan, share, head, _blocks_of(head, items), times)
 
 
-def _pull(plan: DataPlan, budget: Budget, segments: Iterator[Segment]) -> Generator[Segment | Columns]:
-    """Each segment, followed by its blocks."""
-    for segment in segments:
-        yield segment
-        yield from stream_blocks(plan, segment, budget)
-
-
-def _assemble_all(
-    plan: DataPlan, share: Share, stream: Iterator[Segment | Columns], times: StageTimes
-) -> Generator[Columns]:
-    for segment in stream:
-        assert isinstance(segment, Segment)  # all blocks of the one before have been taken
-        yield from assemble(plan, share, segment, _blocks_of(segment, stream), times)
-
-
-def _blocks_of(segment: Segment, stream: Iterator[Segment | Columns]) -> Iterator[Columns]:
-    for block in stream:
-        if isinstance(block, Segment):
-            raise RuntimeError(f"the blocks of optimizer steps up to {segment.end_step} ended before all rows had come")
-        yield block
+def _blocks_of(head: SegmentHead, items: Iterator[SegmentHead | Columns]) -> Iterator[Columns]:
+    for item in items:
+        if isinstance(item, SegmentHead):
+            raise RuntimeError(f"the blocks of optimizer steps up to {head.end_step} ended before all rows had come")
+        yield item
 
 
 def assemble(
-    plan: DataPlan, share: Share, segment: Segment, blocks: Iterator[Columns], times: StageTimes
+    plan: DataPlan, share: Share, head: SegmentHead, blocks: Iterator[Columns], times: StageTimes
 ) -> Iterator[Columns]:
     """Put a segment's rows in order and cut them into micro-batches."""
     per_step = share.slots_per_step(plan.order)
-    first, last = segment.begin_step * per_step, segment.end_step * per_step
-    buffer = RowBuffer(capacity=segment.reorder_rows, first_slot=first, total_slots=last - first)
+    first, last = head.begin_step * per_step, head.end_step * per_step
+    buffer = RowBuffer(capacity=head.reorder_rows, first_slot=first, total_slots=last - first)
     for begin in range(first, last, plan.batch_size):
         end = begin + plan.batch_size
         while not buffer.has(begin, end):
@@ -169,6 +152,7 @@ def assemble(
             buffer.put(block)
             times.copied_bytes += sum(values.nbytes for values in block.values())
             times.transport_s += time.perf_counter() - began
+            del block  # its shared memory is free again
         began = time.perf_counter()
         batch = buffer.take(begin, end)
         times.copied_bytes += sum(values.nbytes for values in batch.values())

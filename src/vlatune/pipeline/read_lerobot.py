@@ -20,7 +20,7 @@ from vlatune.batch import Columns
 from vlatune.dataset.partition import Span
 from vlatune.dataset.reader import Unit, allocate, read_into
 from vlatune.dataset.request import Delivery
-from vlatune.pipeline.execution import TARGET_SHARE, act_soon
+from vlatune.pipeline.execution import TARGET_SHARE, act_soon, keep_pace
 from vlatune.pipeline.read_plan import Names, ReadPlan, ReadTaskPlan, Roots, plan_read, task_blocks
 from vlatune.pipeline.source import to_table
 
@@ -84,6 +84,7 @@ def read_lerobot(
     source = LeRobotSource(plan)
     dataset = ray.data.read_datasource(source, override_num_blocks=len(plan.tasks), concurrency=concurrency)
     # The context is this Dataset's own copy: the caller's other Datasets keep their block size.
+    keep_pace(dataset.context)
     dataset.context.target_max_block_size = max(1, int(plan.block_rows * plan.row_bytes * TARGET_SHARE))
     return dataset
 

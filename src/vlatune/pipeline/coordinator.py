@@ -1,0 +1,111 @@
+"""[ray] The process beside a training worker that runs its plan's executions and hands over references to their blocks.
+
+Ray Data's executor is a loop of Python that would take the interpreter from the training thread, so it lives in an actor
+on the worker's node, and planning with it. Blocks stay where the readers put them, in shared memory. An actor that dies
+takes its executions and their blocks with it; since the order is pure, the feed starts another at its own position.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.data.block import BlockAccessor
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vlatune.batch import Columns
+from vlatune.pipeline.build import DataPlan, plan_segments, stream_blocks
+from vlatune.pipeline.execution import act_soon
+from vlatune.pipeline.memory import Budget
+from vlatune.pipeline.plan import Share
+
+ASKED_AHEAD = 2
+"""Blocks asked for before they are needed: one is handed over while the next is fetched."""
+LOOK_EVERY_S = 0.5
+"""How often a thread that waits for a block looks whether it should still wait."""
+LEAVE_S = 5.0
+LOST = (RayActorError, ObjectLostError)
+"""What the worker meets when the process is dead, or blocks died with it or with another node."""
+
+
+@dataclass(frozen=True)
+class SegmentHead:
+    """The blocks that follow are those of optimizer steps [begin_step, end_step)."""
+
+    begin_step: int
+    end_step: int
+    reorder_rows: int
+
+
+@dataclass(frozen=True)
+class BlockRef:
+    ref: Any
+
+
+class Coordinator:
+    """The actor. `take` gives what comes next: a segment's head, its blocks, and None after the last."""
+
+    def __init__(self, plan: DataPlan, share: Share, budget: Budget, first_step: int, last_step: int) -> None:
+        act_soon()
+        self._stream = _stream(plan, share, budget, first_step, last_step)
+
+    def take(self) -> SegmentHead | BlockRef | None:
+        return next(self._stream, None)
+
+    def close(self) -> None:
+        """Ends the execution, so that its readers are free for another."""
+        self._stream.close()
+
+
+def _stream(
+    plan: DataPlan, share: Share, budget: Budget, first_step: int, last_step: int
+) -> Generator[SegmentHead | BlockRef]:
+    for segment in plan_segments(plan, share, budget, first_step=first_step, last_step=last_step):
+        yield SegmentHead(segment.begin_step, segment.end_step, segment.reorder_rows)
+        yield from map(BlockRef, stream_blocks(plan, segment, budget))
+
+
+class BlockStream:
+    """The worker's side: segment heads and blocks of optimizer steps [first_step, last_step), for one thread."""
+
+    def __init__(self, plan: Any, share: Share, budget: Budget, *, first_step: int, last_step: int) -> None:
+        """`plan` is a DataPlan or a reference to one."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor: Any = ray.remote(Coordinator)
+        self._actor = actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=here).remote(
+            plan, share, budget, first_step, last_step
+        )
+        self._asked = deque(self._actor.take.remote() for _ in range(ASKED_AHEAD))
+
+    def items(self, is_wanted: Callable[[], bool]) -> Iterator[SegmentHead | Columns]:
+        """Until the plan's end, or until they are not wanted any more. A block's columns lie in shared memory, which is
+        free again when nobody holds them.
+        """
+        while (item := self._take(is_wanted)) is not None:
+            yield item if isinstance(item, SegmentHead) else _columns(item)
+
+    def close(self) -> None:
+        """Let the readers go, then end the process; one that is dead or does not answer is killed."""
+        try:
+            ray.get(self._actor.close.remote(), timeout=LEAVE_S)
+        except (*LOST, RayTaskError, GetTimeoutError):
+            pass
+        ray.kill(self._actor)
+
+    def _take(self, is_wanted: Callable[[], bool]) -> SegmentHead | BlockRef | None:
+        asked = self._asked.popleft()
+        while is_wanted():
+            try:
+                item: Any = ray.get(asked, timeout=LOOK_EVERY_S)
+            except GetTimeoutError:
+                continue
+            self._asked.append(self._actor.take.remote())
+            return item
+        return None
+
+
+def _columns(block: BlockRef) -> Columns:
+    """Views of a block; nothing is copied."""
+    return BlockAccessor.for_block(ray.get(block.ref)).to_numpy()  # pyright: ignore[reportReturnType]
