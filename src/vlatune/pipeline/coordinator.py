@@ -5,8 +5,9 @@ on the worker's node, and planning with it. Blocks stay where the readers put th
 takes its executions and their blocks with it; since the order is pure, the feed starts another at its own position.
 """
 
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ class BlockStream:
 
     def __init__(self, plan: Any, share: Share, budget: Budget, *, first_step: int, last_step: int) -> None:
         """`plan` is a DataPlan or a reference to one."""
+        self._stopped = threading.Event()
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor: Any = ray.remote(Coordinator)
         self._actor = actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=here).remote(
@@ -79,12 +81,21 @@ class BlockStream:
         )
         self._asked = deque(self._actor.take.remote() for _ in range(ASKED_AHEAD))
 
-    def items(self, is_wanted: Callable[[], bool]) -> Iterator[SegmentHead | Columns]:
-        """Until the plan's end, or until they are not wanted any more. A block's columns lie in shared memory, which is
-        free again when nobody holds them.
+    def __iter__(self) -> "BlockStream":
+        return self
+
+    def __next__(self) -> SegmentHead | Columns:
+        """What comes next, until the plan's end or `stop`. A block's columns lie in shared memory, which is free again when
+        nobody holds them: no frame of ours keeps one.
         """
-        while (item := self._take(is_wanted)) is not None:
-            yield item if isinstance(item, SegmentHead) else _columns(item)
+        item = self._take()
+        if item is None:
+            raise StopIteration
+        return item if isinstance(item, SegmentHead) else _columns(item)
+
+    def stop(self) -> None:
+        """From any thread: nothing more is wanted, and nobody waits for it."""
+        self._stopped.set()
 
     def close(self) -> None:
         """Let the readers go, then end the process; one that is dead or does not answer is killed."""
@@ -94,9 +105,9 @@ class BlockStream:
             pass
         ray.kill(self._actor)
 
-    def _take(self, is_wanted: Callable[[], bool]) -> SegmentHead | BlockRef | None:
+    def _take(self) -> SegmentHead | BlockRef | None:
         asked = self._asked.popleft()
-        while is_wanted():
+        while not self._stopped.is_set():
             try:
                 item: Any = ray.get(asked, timeout=LOOK_EVERY_S)
             except GetTimeoutError:

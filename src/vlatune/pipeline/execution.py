@@ -48,6 +48,8 @@ class Pace(ExecutionCallback):
         self._seen: tuple[int, ...] = ()
 
     def before_execution_starts(self, executor: "StreamingExecutor") -> None:
+        # Somebody outside takes the blocks: without this Ray reads what its tasks have ready, whatever the limit says.
+        executor.set_external_consumer_bytes(0)
         executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = LIMITS_EVERY_S  # pyright: ignore
 
     def on_execution_step(self, executor: "StreamingExecutor") -> None:

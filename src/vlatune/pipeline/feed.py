@@ -42,6 +42,7 @@ class Feed:
         self._plan, self._share, self._budget = plan, share, budget
         self._steps = range(first_step, last_step)
         self._stop = threading.Event()
+        self._stream: BlockStream | None = None
         self._ready = Handover(queued_batches(plan.batch_size * budget.row_bytes))
         self._thread = threading.Thread(target=self._fill, name="feed", daemon=True)
         self._thread.start()
@@ -54,6 +55,8 @@ class Feed:
 
     def close(self) -> None:
         self._stop.set()
+        if self._stream is not None:
+            self._stream.stop()
         self._ready.stop()
         self._thread.join()
 
@@ -91,9 +94,9 @@ class Feed:
         stream = BlockStream(
             plan, self._share, self._budget, first_step=self._steps.start + steps, last_step=self._steps.stop
         )
-        items = stream.items(lambda: not self._stop.is_set())
+        self._stream = stream
         try:
-            yield from islice(assemble_all(self._plan, self._share, items, self.times), begun, None)
+            yield from islice(assemble_all(self._plan, self._share, stream, self.times), begun, None)
         finally:
             stream.close()
 
@@ -122,18 +125,11 @@ def assemble_all(
     """Segment by segment: each is a head, then its blocks."""
     for head in items:
         assert isinstance(head, SegmentHead)  # all blocks of the one before have been taken
-        yield from assemble(plan, share, head, _blocks_of(head, items), times)
-
-
-def _blocks_of(head: SegmentHead, items: Iterator[SegmentHead | Columns]) -> Iterator[Columns]:
-    for item in items:
-        if isinstance(item, SegmentHead):
-            raise RuntimeError(f"the blocks of optimizer steps up to {head.end_step} ended before all rows had come")
-        yield item
+        yield from assemble(plan, share, head, items, times)
 
 
 def assemble(
-    plan: DataPlan, share: Share, head: SegmentHead, blocks: Iterator[Columns], times: StageTimes
+    plan: DataPlan, share: Share, head: SegmentHead, blocks: Iterator[SegmentHead | Columns], times: StageTimes
 ) -> Iterator[Columns]:
     """Put a segment's rows in order and cut them into micro-batches."""
     per_step = share.slots_per_step(plan.order)
@@ -143,18 +139,22 @@ def assemble(
         end = begin + plan.batch_size
         while not buffer.has(begin, end):
             block = next(blocks, None)
-            if block is None:
+            if not isinstance(block, dict):
                 raise RuntimeError(
                     f"the data ended early: optimizer step {begin // per_step}, sample {begin} is missing"
                 )
-            began = time.perf_counter()
-            times.decode_s += float(block.pop(READ_S).sum())
-            buffer.put(block)
-            times.copied_bytes += sum(values.nbytes for values in block.values())
-            times.transport_s += time.perf_counter() - began
+            _copy_out(block, buffer, times)
             del block  # its shared memory is free again
         began = time.perf_counter()
         batch = buffer.take(begin, end)
         times.copied_bytes += sum(values.nbytes for values in batch.values())
         times.collate_s += time.perf_counter() - began
         yield batch
+
+
+def _copy_out(block: Columns, buffer: RowBuffer, times: StageTimes) -> None:
+    began = time.perf_counter()
+    times.decode_s += float(block.pop(READ_S).sum())
+    buffer.put(block)
+    times.copied_bytes += sum(values.nbytes for values in block.values())
+    times.transport_s += time.perf_counter() - began
