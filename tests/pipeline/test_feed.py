@@ -2,111 +2,22 @@
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from feeding import GLOBAL_BATCH, assert_same, joined, make_plan, small_blocks
 
-from vlatune.batch import Columns
-from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.dataset.order import cursor_at, epoch_order, step_samples
-from vlatune.dataset.reader import make_unit, read_unit
-from vlatune.pipeline.build import DataPlan, plan_segments
+from vlatune.pipeline.build import plan_segments
+from vlatune.pipeline.coordinator import SegmentHead
 from vlatune.pipeline.feed import Feed, StageTimes, assemble
-from vlatune.pipeline.memory import CONSUMER_BLOCKS, STORE_SHARE, Budget, plan_budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.source import READ_S
-from vlatune.pipeline.transforms import apply_all
-from vlatune.train.setup import make_setup
-
-GLOBAL_BATCH = 8
-
-
-def make_plan(dataset: Path, base: Path, *, batch_size: int = GLOBAL_BATCH, grad_accum: int = 1) -> DataPlan:
-    """The plan of a run with batches of 8 samples, over as many workers as `batch_size * grad_accum` leaves."""
-    config = RunConfig(
-        dataset=DatasetConfig(root=(str(dataset),), eval_split=0.2, run_length=4, window_rows=6),
-        policy=PolicyConfig(path=str(base)),
-        batch_size=batch_size,
-        grad_accum=grad_accum,
-        num_workers=GLOBAL_BATCH // (batch_size * grad_accum),
-        seed=11,
-    )
-    setup = make_setup(config)
-    return DataPlan(
-        metas=setup.metas,
-        selection=setup.training,
-        specs=setup.specs,
-        order=setup.order,
-        transforms=setup.transforms_of_epoch(),
-        batch_size=batch_size,
-    )
-
-
-def small_blocks(plan: DataPlan, *, num_workers: int = 1) -> Budget:
-    """Blocks of a few rows, so that a batch comes out of several."""
-    row_bytes = plan.row_bytes()
-    readers = 2 // num_workers
-    store_bytes = int(5 * row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / STORE_SHARE) + 1
-    return plan_budget(store_bytes=store_bytes, row_bytes=row_bytes, num_workers=num_workers, num_cpus=2)
-
-
-def all_rows(plan: DataPlan, epoch: int) -> Columns:
-    """Every row of the selected episodes, read directly, in the order of flat sample numbers, as `epoch` sees them."""
-    (meta,), (spec,) = plan.metas, plan.specs
-    units = [
-        make_unit(meta, spec, int(position), np.arange(length), np.arange(length))
-        for position, length in zip(plan.selection.position, plan.selection.length, strict=True)
-    ]
-    return joined([apply_all(plan.transforms(epoch), read_unit(spec, unit)) for unit in units])
-
-
-def assert_same(batches: list[Columns], wanted_batches: list[Columns]) -> None:
-    assert len(batches) == len(wanted_batches)
-    for ours, wanted in zip(batches, wanted_batches, strict=True):
-        assert ours.keys() == wanted.keys()
-        for key, values in wanted.items():
-            assert ours[key].dtype == values.dtype, key
-            assert np.array_equal(ours[key], values), key
-
-
-def joined(parts: list[Columns]) -> Columns:
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def feed_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed") and thread.is_alive()]
-
-
-@pytest.fixture(scope="module")
-def plan(dataset_v3, small_base) -> DataPlan:
-    return make_plan(dataset_v3, small_base)
-
-
-@pytest.fixture(scope="module")
-def expected(plan) -> Callable[[int, int], list[Columns]]:
-    """Batches of steps [first, last) of the plan, made without the feed: rows picked as the order says."""
-    rows_of_epoch = cache(lambda epoch: all_rows(plan, epoch))
-
-    def batch_of(step: int) -> Columns:
-        cursor = cursor_at(plan.order, step)
-        samples = step_samples(plan.order, epoch_order(plan.order, cursor.epoch), cursor.batch)
-        slots = step * len(samples) + np.arange(len(samples))
-        return {key: values[samples] for key, values in rows_of_epoch(cursor.epoch).items()} | {"slot": slots}
-
-    return lambda first, last: [batch_of(step) for step in range(first, last)]
-
-
-@pytest.fixture
-def feeds(ray_local) -> Iterator[list[Feed]]:
-    """Feeds that are closed when the test ends, also when it fails."""
-    opened: list[Feed] = []
-    yield opened
-    for feed in opened:
-        feed.close()
 
 
 def test_one_worker_gets_the_rows_of_the_order_through_two_epochs(plan, expected, feeds):
@@ -197,8 +108,9 @@ def test_segments_cover_every_step_once_over_the_ends_of_epochs(plan):
 
 def test_data_that_ends_early_is_an_error_that_says_where(plan, expected):
     (segment,) = plan_segments(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=2)
+    head = SegmentHead(0, 2, segment.reorder_rows)
     rows = joined(expected(0, 1)) | {READ_S: np.zeros(GLOBAL_BATCH, np.float32)}
-    batches = assemble(plan, Share(0, 1), segment, iter([rows]), StageTimes())
+    batches = assemble(plan, Share(0, 1), head, iter([rows]), StageTimes())
     assert_same([next(batches)], expected(0, 1))
     with pytest.raises(RuntimeError, match="the data ended early: optimizer step 1, sample 8 is missing"):
         next(batches)

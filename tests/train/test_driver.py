@@ -40,8 +40,14 @@ def clean(flags, tmp_path_factory) -> Path:
     return run_dir
 
 
-def finish(run_dir: Path, flags: list[str], patience_s: float = PATIENCE_S) -> None:
+def finish(
+    run_dir: Path, flags: list[str], patience_s: float = PATIENCE_S, *, kill: tuple[int, str] | None = None
+) -> None:
+    """To the end; on the way its process of this name dies at this step, and nobody notices."""
     with started(run_dir, *flags) as process:
+        if kill is not None:
+            until(lambda: step_of(run_dir) >= kill[0], process, run_dir)
+            os.kill(named(process.pid, kill[1])[0], signal.SIGKILL)
         until(lambda: (run_dir / "summary.json").exists(), process, run_dir, patience_s)
         assert process.wait(timeout=60) == 0, output(run_dir)
         assert session(process.pid) == []
@@ -75,8 +81,9 @@ def test_asked_to_end_then_killed_then_the_same_command(flags, clean, tmp_path):
     assert "saving a checkpoint" in output(run_dir)
     assert left_behind() == []
     assert kill_at(asked[-1] + 40, None, run_dir, flags) == -signal.SIGKILL
-    finish(run_dir, flags)
+    finish(run_dir, flags, kill=(asked[-1] + 60, "ray::Coordinator"))
     assert output(run_dir).count("continuing from ") == 2
+    assert "broken off" not in output(run_dir)
     assert_same(run_dir, clean)
     assert left_behind() == []  # what the killed one left is removed by the next
 

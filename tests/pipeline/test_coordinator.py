@@ -1,0 +1,124 @@
+"""The process beside a worker: it may die at any moment, and it rests while nothing is asked of it."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+from feeding import assert_same, make_plan, small_blocks
+from ray.exceptions import ActorDiedError
+
+from vlatune.pipeline import feed as feed_module
+from vlatune.pipeline.feed import MAX_LOST, Feed
+from vlatune.pipeline.memory import read_counters
+from vlatune.pipeline.plan import Share
+
+WATCHED_S = 4.0
+
+
+def coordinators() -> list[psutil.Process]:
+    """Of this test's cluster."""
+    return [process for process in psutil.Process().children(recursive=True) if "ray::Coordinator" in cmdline(process)]
+
+
+def cmdline(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+
+def cpu_s(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
+
+
+def wait_until_full() -> None:
+    """The store holds the same for a second."""
+    used, since_s = -1, time.monotonic()
+    while time.monotonic() < since_s + 1:
+        time.sleep(0.1)
+        if (now := read_counters().used_bytes) != used:
+            used, since_s = now, time.monotonic()
+
+
+def test_one_that_dies_is_replaced_at_the_next_batch(plan, expected, feeds):
+    """Killed before its first block, and at three batches more: within segments, at their ends, over an epoch's end."""
+    plan = replace(plan, segment_tasks=2)
+    last = plan.order.batches_per_epoch + 3
+    feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=1, last_step=last)
+    feeds.append(feed)
+    deadline_s = time.monotonic() + 60
+    while not coordinators() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    moments = {0, *random.Random(3).sample(range(1, last - 1), 3)}
+    batches = []
+    for number in range(last - 1):
+        if number in moments:
+            for process in coordinators():
+                os.kill(process.pid, signal.SIGKILL)
+        batches.append(next(feed))
+    assert_same(batches, expected(1, last))
+    assert 1 <= feed.restarts <= len(moments)
+    assert next(feed, None) is None
+
+
+def test_half_an_update_is_not_taken_twice(expected, dataset_v3, small_base, feeds):
+    """Two micro-batches a step; the process dies between them."""
+    plan = make_plan(dataset_v3, small_base, batch_size=4, grad_accum=2)
+    feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=4)
+    feeds.append(feed)
+    first = [next(feed) for _ in range(3)]
+    for process in coordinators():
+        os.kill(process.pid, signal.SIGKILL)
+    batches = first + list(feed)
+    whole = [batch["index"].tolist() for batch in expected(0, 4)]
+    assert [
+        a["index"].tolist() + b["index"].tolist() for a, b in zip(batches[::2], batches[1::2], strict=True)
+    ] == whole
+
+
+def test_none_that_lives_ends_the_feed(plan, feeds, monkeypatch):
+    begun = []
+
+    class Dead:
+        def __init__(self, *_: object, first_step: int, last_step: int) -> None:
+            begun.append(first_step)
+
+        def __iter__(self) -> "Dead":
+            return self
+
+        def __next__(self) -> None:
+            raise ActorDiedError
+
+        def stop(self) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(feed_module, "BlockStream", Dead)
+    feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=2, last_step=4)
+    feeds.append(feed)
+    with pytest.raises(ActorDiedError):
+        next(feed)
+    assert begun == [2] * (MAX_LOST + 1)
+
+
+def test_with_a_full_store_and_a_slow_consumer_nothing_spins(plan, feeds):
+    """CPU seconds, which other load on the machine hardly changes. An executor in this process took a whole core of it, and
+    beside it three quarters of one. What Ray's own processes take when idle is part of the last sum.
+    """
+    feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=100_000)
+    feeds.append(feed)
+    next(feed)
+    wait_until_full()
+    (ours,) = coordinators()
+    others = psutil.Process().children(recursive=True)
+    here_s, before_s = time.process_time(), {process.pid: cpu_s(process) for process in others}
+    time.sleep(WATCHED_S)  # the consumer is slow
+    here_s = time.process_time() - here_s
+    beside_s = {process.pid: cpu_s(process) - before_s[process.pid] for process in others if process.is_running()}
+    assert here_s < 0.02 * WATCHED_S
+    assert beside_s[ours.pid] < 0.06 * WATCHED_S
+    assert sum(beside_s.values()) < 0.25 * WATCHED_S
+    assert next(feed)  # it was full, not dead
