@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vlatune.config import RayConfig, RunConfig
+from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig, validate
 from vlatune.pipeline import host as hosts
 from vlatune.pipeline.host import Host
 from vlatune.pipeline.sizing import Node, RunShape, plan_on_host, plan_on_nodes
@@ -160,6 +161,14 @@ def test_flags_go_before_what_is_found(monkeypatch):
     assert found == plan_on_host(HOST, RUN)
     (node,) = size_for_this_host(RunConfig(ray=RayConfig(num_cpus=3, object_store_bytes=GB)), RUN).nodes
     assert (node.cpus, node.store_bytes) == (3, GB)
+
+
+@pytest.mark.parametrize(("name", "least"), [("num_cpus", 1), ("object_store_bytes", 83886080)])
+def test_flags_that_ray_could_not_start_with_are_refused(name, least):
+    config = RunConfig(dataset=DatasetConfig(root=("d",)), policy=PolicyConfig(path="p"))
+    validate(replace(config, ray=RayConfig(**{name: least})))
+    with pytest.raises(ValueError, match=rf"--ray.{name}={least - 1}: must be {least} or more"):
+        validate(replace(config, ray=RayConfig(**{name: least - 1})))
 
 
 @pytest.mark.parametrize(("visible", "used"), [(None, 4), (["0", "2"], 2), ([], 0)])
