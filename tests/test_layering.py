@@ -37,7 +37,7 @@ RAY_FILES = {
     "vlatune.pipeline.source",
     "vlatune.pipeline.build",
     "vlatune.pipeline.feed",
-    "vlatune.pipeline.memory",
+    "vlatune.pipeline.spill_meter",
     "vlatune.train.cluster",
     "vlatune.train.launch",
     "vlatune.train.lookout",

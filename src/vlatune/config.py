@@ -98,9 +98,9 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class RayConfig:
     num_cpus: int | None = None
-    """CPUs of the local cluster that is started; all cores when left out. RAY_ADDRESS joins a running one instead."""
-    object_store_bytes: int = 512 * 1024 * 1024
-    """Shared memory of the local cluster's object store."""
+    """CPUs that the local cluster and its workers use; all that this process may use when left out. RAY_ADDRESS joins a running one instead."""
+    object_store_bytes: int | None = None
+    """Shared memory of the local cluster's object store; by the size of samples and the number of readers when left out."""
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,14 @@ def validate(config: RunConfig) -> None:
         _require(value >= 1, f"--policy.{name}={value}: must be 1 or more")
     _require(config.policy.lora_alpha > 0, f"--policy.lora_alpha={config.policy.lora_alpha}: must be above 0")
     _check_optimizer(config.optimizer, config.scheduler)
-    store = config.ray.object_store_bytes
+    _check_ray(config.ray)
+
+
+def _check_ray(ray: RayConfig) -> None:
     least_store = 80 * 1024 * 1024  # Ray refuses to start a store below 75 MiB
-    _require(store >= least_store, f"--ray.object_store_bytes={store}: must be {least_store} or more")
+    for name, least in {"num_cpus": 1, "object_store_bytes": least_store}.items():
+        value = getattr(ray, name)
+        _require(value is None or value >= least, f"--ray.{name}={value}: must be {least} or more")
 
 
 def _check_weights(dataset: DatasetConfig) -> None:

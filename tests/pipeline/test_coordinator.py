@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError
 
 from vlatune.pipeline import feed as feed_module
 from vlatune.pipeline.feed import MAX_LOST, Feed
-from vlatune.pipeline.memory import read_counters
 from vlatune.pipeline.plan import Share
+from vlatune.pipeline.spill_meter import read_counters
 
 WATCHED_S = 4.0
 

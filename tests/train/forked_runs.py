@@ -118,7 +118,7 @@ def work(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int)
         checkpoints=start.plan(config),
         restarts=restarts,
     )
-    loop.work(loop.Worker(job, Share(rank, WORKERS), NoDriver(), workers_here=WORKERS))
+    loop.work(loop.Worker(job, Share(rank, WORKERS), NoDriver()))
 
 
 def main(config: dict[str, Any], runs: list[dict[str, Any]]) -> None:

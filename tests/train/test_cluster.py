@@ -1,17 +1,32 @@
-"""The folder of our own cluster: one for each run, gone with it, and what killed runs leave is removed."""
+"""Our own cluster: its size, its folder, which goes with the run, and what killed runs leave, which is removed."""
 
 import logging
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vlatune.config import RunConfig
-from vlatune.train.cluster import PREFIX, YOUNG_S, Cluster, own_folder
+from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig, validate
+from vlatune.pipeline import host as hosts
+from vlatune.pipeline.host import Host
+from vlatune.pipeline.sizing import Node, RunShape, plan_on_host, plan_on_nodes
+from vlatune.train.cluster import (
+    PREFIX,
+    YOUNG_S,
+    Cluster,
+    own_folder,
+    read_nodes,
+    size_for_this_host,
+    worker_resources,
+)
 
+GB = 10**9
+HOST = Host(cpus=8, ram_bytes=32 * GB, shm_bytes=16 * GB)
+RUN = RunShape(num_workers=1, row_bytes=460_000, run_rows=32)
 KEEP_AND_DIE = """
 import os
 from vlatune.train.cluster import own_folder
@@ -83,7 +98,7 @@ def start_with(outcomes: list[Exception | None], monkeypatch) -> int:
 
     monkeypatch.setattr(Cluster, "_init", init)
     monkeypatch.setattr("ray.shutdown", lambda: None)  # the session's cluster runs on
-    Cluster(RunConfig(), None, ours=True)
+    Cluster(plan_on_host(HOST, RUN), None, ours=True)
     return len(outcomes) - len(left)
 
 
@@ -135,3 +150,54 @@ def test_what_ray_prints_goes_to_the_log(monkeypatch, tmp_path, capfd):
             logger.handlers, logger.propagate = handlers, propagate
     assert (tmp_path / "logs" / "driver.log").read_text() == "a worker died\nand why\n"
     assert capfd.readouterr() == ("", "")
+
+
+# Its size
+
+
+def test_flags_go_before_what_is_found(monkeypatch):
+    monkeypatch.setattr(hosts, "read_host", lambda gpus: HOST)
+    found = size_for_this_host(RunConfig(), RUN)
+    assert found == plan_on_host(HOST, RUN)
+    (node,) = size_for_this_host(RunConfig(ray=RayConfig(num_cpus=3, object_store_bytes=GB)), RUN).nodes
+    assert (node.cpus, node.store_bytes) == (3, GB)
+
+
+@pytest.mark.parametrize(("name", "least"), [("num_cpus", 1), ("object_store_bytes", 83886080)])
+def test_flags_that_ray_could_not_start_with_are_refused(name, least):
+    config = RunConfig(dataset=DatasetConfig(root=("d",)), policy=PolicyConfig(path="p"))
+    validate(replace(config, ray=RayConfig(**{name: least})))
+    with pytest.raises(ValueError, match=rf"--ray.{name}={least - 1}: must be {least} or more"):
+        validate(replace(config, ray=RayConfig(**{name: least - 1})))
+
+
+@pytest.mark.parametrize(("visible", "used"), [(None, 4), (["0", "2"], 2), ([], 0)])
+def test_gpus_are_those_that_ray_will_use(monkeypatch, visible, used):
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Manager
+
+    monkeypatch.setattr("ray._private.accelerators.get_accelerator_manager_for_resource", lambda _: Manager)
+    monkeypatch.setattr(Manager, "get_current_node_num_accelerators", staticmethod(lambda: 4))
+    monkeypatch.setattr(Manager, "get_current_process_visible_accelerator_ids", staticmethod(lambda: visible))
+    monkeypatch.setattr(hosts, "read_host", lambda gpus: Host(8, 32 * GB, 16 * GB, gpus))
+    assert size_for_this_host(RunConfig(), RUN).nodes[0].gpus == used
+
+
+def test_a_worker_takes_the_cores_that_are_kept_for_it():
+    assert worker_resources(plan_on_host(HOST, RUN)) == {"vlatune_trainer": 1, "CPU": 1}
+    assert worker_resources(plan_on_host(Host(8, 32 * GB, 16 * GB, gpus=1), RUN)) == {"GPU": 1, "CPU": 2}
+    assert worker_resources(plan_on_nodes([Node(8, GB)], RUN)) == {"CPU": 1}
+
+
+def test_nodes_are_read_as_ray_counts_them(ray_local):
+    assert read_nodes() == [Node(cpus=2, store_bytes=200 * 1024 * 1024, gpus=0, trainers=2)]
+
+
+def test_dead_nodes_are_not_counted(monkeypatch):
+    alive = {"Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0, "object_store_memory": 1e9, "memory": 8e9}}
+    head = {"Alive": True, "Resources": {"object_store_memory": 5e8}}
+    monkeypatch.setattr("ray.nodes", lambda: [head, alive, {"Alive": False, "Resources": {}}])
+    assert read_nodes() == [Node(0, GB // 2), Node(4, GB, gpus=1)]
+    assert plan_on_nodes(read_nodes(), RUN).store_bytes == GB  # no reader and no worker can be on the head
+    cluster = Cluster(plan_on_nodes([Node(64, GB)], RUN), None, ours=False)
+    assert not cluster.renew()  # another's mends itself, and is looked at anew
+    assert cluster.sizing == plan_on_nodes(read_nodes(), RUN)

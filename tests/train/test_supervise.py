@@ -11,7 +11,8 @@ import ray
 
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
-from vlatune.train.cluster import Cluster
+from vlatune.pipeline.sizing import RunShape, plan_on_nodes
+from vlatune.train.cluster import Cluster, read_nodes
 from vlatune.train.folder import RunFolder
 from vlatune.train.lookout import Heartbeat, Lookout, RankState
 from vlatune.train.supervise import (
@@ -88,7 +89,8 @@ def test_a_lookout_that_dies_keeps_no_wish_from_the_workers(ray_local, tmp_path)
     folder, terminated, heard = RunFolder(tmp_path), threading.Event(), []
     folder.logs.mkdir()
     config = RunConfig(grace_s=60)
-    supervisor = Supervisor(config, folder, Cluster(config, None, ours=False), terminated, say=lambda _: None)
+    sizing = plan_on_nodes(read_nodes(), RunShape(num_workers=1, row_bytes=1000, run_rows=32))
+    supervisor = Supervisor(config, folder, Cluster(sizing, None, ours=False), terminated, say=lambda _: None)
 
     def fit() -> None:
         heart = Heartbeat(supervisor.lookout, 3, 0, tmp_path)

@@ -119,7 +119,7 @@ def run(monkeypatch):
             checkpoints=start.plan(config),
             restarts=0,
         )
-        loop.work(loop.Worker(job, Share(0, 1), Driver(wishes), workers_here=1))
+        loop.work(loop.Worker(job, Share(0, 1), Driver(wishes)))
         return config.run_dir
 
     return run

@@ -26,8 +26,9 @@ from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
 from vlatune.dataset.select import select_episodes
 from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed
-from vlatune.pipeline.memory import SpillMeter, plan_budget, read_counters
+from vlatune.pipeline.memory import plan_budget
 from vlatune.pipeline.plan import Share
+from vlatune.pipeline.spill_meter import SpillMeter, read_counters
 
 MORE_STEPS = 200
 """A feed plans further than its consumer goes, as in a run that goes on: at the end as many rows are under way as were at

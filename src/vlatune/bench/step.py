@@ -26,6 +26,7 @@ from vlatune.bench.step_ours import OurWay
 from vlatune.bench.step_peers import LeRobotWay, make_accelerator
 from vlatune.bench.step_report import TrainFigures, WayFigures, print_report
 from vlatune.config import TRAIN_WAYS
+from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
 from vlatune.train.device import set_performance_flags
@@ -39,7 +40,7 @@ def run(options: StepBench) -> None:
     """Print a table and, as the last line, one JSON object."""
     _check(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    flags = set_performance_flags(device, 1)
+    flags = set_performance_flags(device, usable_cpus())
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
         _say(f"making a PI0.5 with random weights: width {options.width}, depth {options.depth}")
         base = make_base(Path(scratch) / "base", options)

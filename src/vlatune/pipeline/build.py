@@ -25,6 +25,8 @@ from vlatune.pipeline.transforms import Transform, apply_all
 
 SEGMENT_TASKS = 128
 """Read tasks per execution: Ray pays about a millisecond for each before the first row, whatever their work."""
+TASKS_PER_READER = 8
+"""At least, however many readers there are: the readers stand still between two executions."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class DataPlan:
     transforms: Callable[[int], Sequence[Transform]]
     """Epoch -> the policy's transforms."""
     batch_size: int
-    segment_tasks: int = SEGMENT_TASKS
+    segment_tasks: int | None = None
+    """Read tasks of one execution; as many as suit the readers when None."""
 
     def row_bytes(self) -> int:
         """Bytes of one row as it travels through the store."""
@@ -70,8 +73,9 @@ class Segment:
 def plan_segments(
     plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int
 ) -> Iterator[Segment]:
-    """The stretches of optimizer steps [first_step, last_step), none longer than `segment_tasks` read tasks."""
-    most = max(1, plan.segment_tasks * budget.task_blocks * budget.block_rows // share.slots_per_step(plan.order))
+    """The stretches of optimizer steps [first_step, last_step), none longer than the read tasks of one execution."""
+    tasks = plan.segment_tasks or max(SEGMENT_TASKS, TASKS_PER_READER * budget.readers)
+    most = max(1, tasks * budget.task_blocks * budget.block_rows // share.slots_per_step(plan.order))
     for begin in range(first_step, last_step, most):
         end = min(begin + most, last_step)
         parts = tuple(plan_parts(plan, share, begin, end))

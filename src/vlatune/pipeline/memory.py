@@ -1,12 +1,10 @@
-"""[ray] The byte budget of the object store, and the meter that watches it.
+"""The byte budget of the object store: arithmetic over its size, a row's size and the number of workers and readers. Pure.
 
-The budget is arithmetic over the store's size, a row's size and the number of workers and readers. The meter
-reads the raylets' own counters; they only grow, so it keeps differences from its start. A meter that cannot
-measure raises: a zero that was never measured is worse than an error.
+Blocks, tasks and readers of a worker's pipeline are chosen so that all that it has in flight fits its share of the store.
+How large the store is and how many CPUs readers get is decided in `sizing.py`; `spill_meter.py` watches that it held.
 """
 
 import math
-import threading
 from dataclasses import dataclass
 
 FREE_SOON = {"free_objects_period_milliseconds": 100}
@@ -25,7 +23,7 @@ MAX_TASK_BLOCKS = 32
 CONSUMER_BLOCKS = 6
 """On their way to the consumer or in its hands: two that Ray has fetched ahead, one queued, one being copied out, and two in
 the buffer of the task that they come from."""
-SAMPLE_EVERY_S = 0.5
+STORE_FLAG = "--ray.object_store_bytes"
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,10 @@ class Budget:
     def row_bytes(self) -> int:
         return self.block_bytes // self.block_rows
 
+    @property
+    def task_rows(self) -> int:
+        return self.block_rows * self.task_blocks
+
     def reason(self, store_bytes: int, num_workers: int) -> str:
         return (
             f"blocks of {self.block_rows} rows ({self.block_bytes / 1e6:.1f} MB), {self.task_blocks} per read task, "
@@ -54,86 +56,47 @@ class Budget:
         )
 
 
-def plan_budget(*, store_bytes: int, row_bytes: int, num_workers: int, num_cpus: int) -> Budget:
+def plan_budget(
+    *, store_bytes: int, row_bytes: int, num_workers: int, num_cpus: int, store_flag: str = STORE_FLAG
+) -> Budget:
     """Blocks small enough that every reader may hold two and the consumer six within the worker's share.
 
     Blocks are handed over in order: while the consumer takes those of the first task, the other readers' pile up in the
-    store. So a task is as long as lets all of theirs fit, or as is useful.
+    store. So a task is as long as lets all of theirs fit, or as is useful. `num_cpus` are those that readers may have.
     """
     readers = max(1, num_cpus // num_workers)
-    reader_cpus = min(1.0, num_cpus * 1000 // num_workers / 1000)
     share_bytes = int(store_bytes * STORE_SHARE / num_workers)
     wanted = min(max(FEED_BLOCK_BYTES, row_bytes), share_bytes // (2 * readers + CONSUMER_BLOCKS))
     block_rows = min(MAX_BLOCK_ROWS, wanted // row_bytes)
     if block_rows < 1:
-        enough = math.ceil(row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / STORE_SHARE) + num_workers
+        enough = _store_of(row_bytes * (2 * readers + CONSUMER_BLOCKS), num_workers)
         raise ValueError(
             f"a sample of {row_bytes / 1e6:.1f} MB does not fit the object store of {store_bytes / 1e6:.0f} MB with {num_workers} workers "
-            f"and {readers} readers each; raise --ray.object_store_bytes to {enough} or more"
+            f"and {readers} readers each; raise {store_flag} to {enough} or more"
         )
     block_bytes = int(block_rows * row_bytes)
     task_blocks = min(MAX_TASK_BLOCKS, (share_bytes // block_bytes - CONSUMER_BLOCKS) // readers)
-    return Budget(int(block_rows), block_bytes, readers, share_bytes, task_blocks, reader_cpus)
+    return Budget(
+        int(block_rows), block_bytes, readers, share_bytes, task_blocks, _cpus_of_reader(num_cpus, num_workers)
+    )
 
 
-@dataclass(frozen=True)
-class StoreCounters:
-    spilled_bytes: int
-    fallback_bytes: int
-    used_bytes: int
+def plan_store_bytes(*, row_bytes: int, num_workers: int, readers: int, task_rows: int) -> int:
+    """The smallest store with which `plan_budget` makes blocks of full size and tasks of `task_rows` rows.
+
+    Of fewer where rows are so large that MAX_TASK_BLOCKS blocks hold less.
+    """
+    block_rows = min(MAX_BLOCK_ROWS, max(1, FEED_BLOCK_BYTES // row_bytes))
+    task_blocks = min(MAX_TASK_BLOCKS, max(2, math.ceil(task_rows / block_rows)))
+    return _store_of(block_rows * row_bytes * (readers * task_blocks + CONSUMER_BLOCKS), num_workers)
 
 
-def read_counters() -> StoreCounters:
-    """Cluster-wide counters of the object stores, from the raylets."""
-    import ray
-    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-
-    try:
-        state = get_state_from_address(ray.get_runtime_context().gcs_address)
-        stats = get_memory_info_reply(state).store_stats
-    except Exception as error:
-        raise RuntimeError(
-            f"the object store's counters cannot be read ({error}); without them a spill would go unseen"
-        ) from error
-    return StoreCounters(stats.spilled_bytes_total, stats.object_store_bytes_fallback, stats.object_store_bytes_used)
+def _store_of(worker_bytes: int, num_workers: int) -> int:
+    """The store of which each worker's share is so large."""
+    return math.ceil(worker_bytes * num_workers / STORE_SHARE) + num_workers
 
 
-class SpillMeter:
-    """Samples the counters on a thread; `latest()` and `peak_bytes` are free to read."""
-
-    def __init__(self) -> None:
-        self._start = read_counters()
-        self._latest = self._start
-        self.peak_bytes = self._start.used_bytes
-        self._failure: Exception | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="spill-meter", daemon=True)
-        self._thread.start()
-
-    def latest(self) -> StoreCounters:
-        """Spilled and fallback bytes since the meter's start, and bytes in use."""
-        if self._failure is not None:
-            raise RuntimeError(f"the spill meter stopped: {self._failure}")
-        now, start = self._latest, self._start
-        return StoreCounters(
-            now.spilled_bytes - start.spilled_bytes, now.fallback_bytes - start.fallback_bytes, now.used_bytes
-        )
-
-    def close(self) -> StoreCounters:
-        """A last exact reading."""
-        self._stop.set()
-        self._thread.join()
-        self._sample()
-        return self.latest()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(SAMPLE_EVERY_S):
-            try:
-                self._sample()
-            except Exception as error:  # kept for the next reader; a thread must not die unseen
-                self._failure = error
-                return
-
-    def _sample(self) -> None:
-        self._latest = read_counters()
-        self.peak_bytes = max(self.peak_bytes, self._latest.used_bytes)
+def _cpus_of_reader(num_cpus: int, num_workers: int) -> float:
+    """A whole part of one CPU, so that all readers find a place also where the CPUs are of several nodes."""
+    readers_per_cpu = math.ceil(num_workers / num_cpus)
+    return 1000 // readers_per_cpu / 1000

@@ -5,7 +5,6 @@ their size, pictures are decoded into them, and the table over them is the block
 the size that this Dataset's context asks for, where Ray neither joins nor splits. Read workers import no torch.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from vlatune.dataset.partition import Span
 from vlatune.dataset.reader import Unit, allocate, read_into
 from vlatune.dataset.request import Delivery
 from vlatune.pipeline.execution import TARGET_SHARE, act_soon, keep_pace
+from vlatune.pipeline.host import usable_cpus
 from vlatune.pipeline.read_plan import Names, ReadPlan, ReadTaskPlan, Roots, plan_read, task_blocks
 from vlatune.pipeline.source import to_table
 
@@ -91,8 +91,8 @@ def read_lerobot(
 
 def _cluster_cpus() -> int:
     """Of the cluster that will read; of this machine when none is joined yet: Ray starts one here."""
-    cpus = ray.cluster_resources().get("CPU", 1) if ray.is_initialized() else os.cpu_count()
-    return max(1, int(cpus or 1))
+    cpus = ray.cluster_resources().get("CPU", 1) if ray.is_initialized() else usable_cpus()
+    return max(1, int(cpus))
 
 
 class LeRobotSource(Datasource):

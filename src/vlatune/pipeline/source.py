@@ -89,7 +89,8 @@ def staggered(task_blocks: int, readers: int) -> Iterator[int]:
     Blocks are taken in order of tasks. Were all tasks equal, the consumer would get those of the first as they are
     made, at the speed of one reader, and then those of all others at once.
     """
-    yield from (-(-task_blocks * number // readers) for number in range(1, readers))
+    least = min(2, task_blocks)  # a run of frames should not be cut by more than one end of a task
+    yield from (max(least, -(-task_blocks * number // readers)) for number in range(1, readers))
     yield from itertools.repeat(task_blocks)
 
 

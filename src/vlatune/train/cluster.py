@@ -14,14 +14,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig
 from vlatune.train.folder import RunFolder
 
+if TYPE_CHECKING:
+    from vlatune.pipeline.sizing import Node, RunShape, Sizing
+
 TRAINER_RESOURCE = "vlatune_trainer"
-"""Custom resource of the local cluster: a training worker takes one of these and no CPU, which the readers need."""
+"""Custom resource of the local cluster: a training worker takes one of these, and only the CPUs that are kept from readers."""
 PREFIX, OWNER = "vlatune-ray-", "owner"
 MAX_FOLDER_CHARS = 40
 """Ray puts sockets below its folder, and the path of a socket has at most 107 characters."""
@@ -35,9 +39,9 @@ LOG_BYTES = 10_000_000
 class Cluster:
     """The cluster that this process is connected to."""
 
-    def __init__(self, config: RunConfig, ray_folder: Path | None, *, ours: bool) -> None:
-        self.ours = ours
-        self._config, self._folder = config, ray_folder
+    def __init__(self, sizing: "Sizing", ray_folder: Path | None, *, ours: bool) -> None:
+        self.ours, self.sizing = ours, sizing
+        self._folder = ray_folder
         if ours:
             self._start()
 
@@ -57,9 +61,13 @@ class Cluster:
             process.kill()
 
     def renew(self) -> bool:
-        """Our own is started again if it lost a part; says whether it was."""
+        """Our own is started again if it lost a part; says whether it was. Another's may have other nodes by now."""
         import ray
 
+        from vlatune.pipeline.sizing import plan_on_nodes
+
+        if not self.ours:
+            self.sizing = plan_on_nodes(read_nodes(), self.sizing.run)
         if not self.lost_part():
             return False
         ray.shutdown()
@@ -86,11 +94,12 @@ class Cluster:
 
         from vlatune.pipeline.memory import FREE_SOON
 
+        (node,) = self.sizing.nodes
         ray.init(
             address="local",
-            num_cpus=self._config.ray.num_cpus or os.cpu_count(),
-            object_store_memory=self._config.ray.object_store_bytes,
-            resources={TRAINER_RESOURCE: self._config.num_workers},
+            num_cpus=node.cpus,
+            object_store_memory=node.store_bytes,
+            resources={TRAINER_RESOURCE: node.trainers},
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -108,27 +117,68 @@ def _vital_processes() -> list[tuple[str, subprocess.Popen[bytes]]]:
 
 
 @contextmanager
-def local_ray(config: RunConfig, folder: RunFolder) -> Iterator[Cluster]:
+def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator[Cluster]:
     """A cluster for the time of the run."""
     import ray
+
+    from vlatune.pipeline.sizing import plan_on_nodes
 
     _quiet(folder)
     _start_none_unasked()
     # Training and decoding share the cores: threads that spin while they wait for each other make a step 10 x slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if ray.is_initialized():  # a caller, such as a test, has its own
-        yield Cluster(config, None, ours=False)
+        yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
         return
     with ExitStack() as stack:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-            cluster = Cluster(config, None, ours=False)
-        else:
-            ray_folder = stack.enter_context(own_folder())
-            stack.enter_context(_kept_logs(ray_folder, folder.logs / "ray"))
-            cluster = Cluster(config, ray_folder, ours=True)
+            stack.callback(ray.shutdown)
+            yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
+            return
+        sizing = size_for_this_host(config, run)
+        ray_folder = stack.enter_context(own_folder())
+        stack.enter_context(_kept_logs(ray_folder, folder.logs / "ray"))
         stack.callback(ray.shutdown)
-        yield cluster
+        yield Cluster(sizing, ray_folder, ours=True)
+
+
+def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
+    """What a cluster of our own gets, and why; what the user asks for goes before what is found."""
+    from vlatune.pipeline.host import read_host
+    from vlatune.pipeline.sizing import plan_on_host
+
+    host = read_host(gpus=_num_gpus())
+    if config.ray.num_cpus is not None:
+        host = replace(host, cpus=config.ray.num_cpus)
+    return plan_on_host(host, run, store_bytes=config.ray.object_store_bytes)
+
+
+def _num_gpus() -> int:
+    """As many as Ray will find when it starts."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager: Any = get_accelerator_manager_for_resource("GPU")
+    there, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
+    return there if visible is None else min(there, len(visible))
+
+
+def read_nodes() -> "list[Node]":
+    """The living nodes of the cluster that this process has joined, each with what it has in all."""
+    import ray
+
+    from vlatune.pipeline.sizing import Node
+
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(
+            cpus=int(one.get("CPU", 0)),
+            store_bytes=int(one.get("object_store_memory", 0)),
+            gpus=int(one.get("GPU", 0)),
+            trainers=int(one.get(TRAINER_RESOURCE, 0)),
+        )
+        for one in resources
+    ]
 
 
 @contextmanager
@@ -189,14 +239,13 @@ def _keep(file: Path, kept: Path) -> None:
             shutil.copyfile(file, kept / file.name)
 
 
-def worker_resources() -> dict[str, float]:
+def worker_resources(sizing: "Sizing") -> dict[str, float]:
     """Of one training worker."""
-    import ray
-
-    there = ray.cluster_resources()
-    if there.get("GPU", 0) > 0:
-        return {"GPU": 1, "CPU": 0}
-    return {TRAINER_RESOURCE: 1, "CPU": 0} if TRAINER_RESOURCE in there else {"CPU": 1}
+    if any(node.gpus for node in sizing.nodes):
+        return {"GPU": 1, "CPU": sizing.kept_cores}
+    if any(node.trainers for node in sizing.nodes):
+        return {TRAINER_RESOURCE: 1, "CPU": sizing.kept_cores}
+    return {"CPU": sizing.kept_cores}
 
 
 def _start_none_unasked() -> None:

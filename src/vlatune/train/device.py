@@ -1,6 +1,5 @@
 """The device's side of training: performance flags, and the batches that arrive there, some ahead of need."""
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -13,9 +12,9 @@ from vlatune.train.transfer import HostTransfer, StreamTransfer, TorchMachine
 __all__ = ["DeviceBatch", "device_batches", "set_performance_flags"]
 
 
-def set_performance_flags(device: torch.device, num_workers_here: int) -> dict[str, object]:
+def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, object]:
     """Flags for speed, set in the process that trains; returned as torch reports them, so that the run can say so."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_workers_here))
+    torch.set_num_threads(num_threads)
     flags: dict[str, object] = {"device": device.type, "threads": torch.get_num_threads()}
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32

@@ -18,5 +18,8 @@ class WorkerJob:
     checkpoints: CheckpointPlan
     restarts: int
     """How many worker groups this run has lost before this one."""
+    torch_threads: int = 1
+    store_bytes: int | None = None
+    """Of the object store that the budget is a share of."""
     lookout: Any = None
     """Handle of the actor that hears how far the workers are."""

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vlatune.config import RunConfig, validate
@@ -24,7 +23,7 @@ from vlatune.train.setup import Setup, make_setup
 from vlatune.train.skipping import SKIPPED_FILE, keep_skipped
 
 if TYPE_CHECKING:
-    from vlatune.pipeline.memory import Budget
+    from vlatune.pipeline.sizing import RunShape, Sizing
     from vlatune.train.supervise import Supervisor
 
 
@@ -41,7 +40,7 @@ def train(config: RunConfig) -> None:
             keep_skipped(folder.path, start.setup.skipped)
         start.store.check_writable()
         try:
-            with local_ray(config, folder) as cluster:
+            with local_ray(config, folder, run_shape(config, start.setup)) as cluster:
                 _train_until_done(config, folder, start, cluster)
         finally:  # a run that failed has a report, too
             _say(f"report: {write_report(folder.path)}")
@@ -53,7 +52,7 @@ def train(config: RunConfig) -> None:
 def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster) -> None:
     from vlatune.train.supervise import sigterm_sets
 
-    _introduce(config, start, folder)
+    _introduce(config, start, folder, cluster.sizing)
     terminated = threading.Event()
     with sigterm_sets(terminated):  # also between two attempts
         _try_until_done(config, folder, start, cluster, terminated)
@@ -103,7 +102,9 @@ def _run_group(
     job = WorkerJob(
         config=config,
         setup=start.setup,
-        budget=make_budget(config, start.setup),
+        budget=cluster.sizing.budget,
+        torch_threads=cluster.sizing.torch_threads,
+        store_bytes=cluster.sizing.store_bytes,
         run_dir=str(folder.path.resolve()),
         checkpoints=start.plan(config),
         restarts=attempt,
@@ -113,7 +114,7 @@ def _run_group(
         run_worker,
         job,
         num_workers=config.num_workers,
-        resources=worker_resources(),
+        resources=worker_resources(cluster.sizing),
         name=f"attempt-{os.getpid()}-{attempt}",
         storage_path=str((folder.logs / "ray_train").resolve()),
         own_cluster=cluster.ours,
@@ -125,40 +126,19 @@ def _run_group(
         progress.close()
 
 
-def make_budget(config: RunConfig, setup: Setup) -> "Budget":
-    import ray
-
+def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
     from vlatune.pipeline.build import DataPlan
-    from vlatune.pipeline.memory import plan_budget
+    from vlatune.pipeline.sizing import RunShape
 
-    resources = ray.cluster_resources()
     plan = DataPlan(
         setup.metas, setup.training, setup.specs, setup.order, setup.transforms_of_epoch(), config.batch_size
     )
-    return plan_budget(
-        store_bytes=int(resources["object_store_memory"]),
-        row_bytes=plan.row_bytes(),
-        num_workers=config.num_workers,
-        num_cpus=_cpus_for_readers(config, resources),
-    )
+    longest = max(setup.order.run_length, setup.order.window_rows)  # as plan.py cuts them
+    return RunShape(config.num_workers, plan.row_bytes(), run_rows=longest)
 
 
-def _cpus_for_readers(config: RunConfig, resources: Mapping[str, float]) -> int:
-    """What the workers leave; on a cluster of ours, and where they have GPUs, they take none."""
-    there, taken = resources.get("CPU", 0), config.num_workers * worker_resources()["CPU"]
-    if there - taken < 1:
-        raise ValueError(
-            f"the cluster has {there:g} CPUs and {config.num_workers} workers take {taken:g} of them: none is left to decode; "
-            f"add CPUs or lower --num_workers"
-        )
-    return int(there - taken)
-
-
-def _introduce(config: RunConfig, start: Start, folder: RunFolder) -> None:
-    import ray
-
+def _introduce(config: RunConfig, start: Start, folder: RunFolder, sizing: "Sizing") -> None:
     setup, order = start.setup, start.setup.order
-    store = int(ray.cluster_resources()["object_store_memory"])
     _say(
         f"{len(setup.training)} episodes, {order.num_samples} frames; held out for evaluation: {len(setup.held_out)} episodes; "
         f"global batch {config.global_batch} in {order.lanes} lanes, {order.batches_per_epoch} steps an epoch"
@@ -168,7 +148,10 @@ def _introduce(config: RunConfig, start: Start, folder: RunFolder) -> None:
         _say(f"{skip_line(setup.skipped, selected)}; all of them in {folder.path}/{SKIPPED_FILE}")
     if setup.binding.missing_cameras:
         _say(f"cameras of the policy without data, masked: {', '.join(setup.binding.missing_cameras)}")
-    _say(f"object store: {make_budget(config, setup).reason(store, config.num_workers)}")
+    for line in sizing.reasons():
+        _say(line)
+    for text in sizing.warnings:
+        _say(f"warning: {text}")
     if start.step is not None:
         _say(f"continuing from {start.store.where(start.step)}")
     _say(f"run folder: {folder.path}")

@@ -44,7 +44,7 @@ def run_worker(settings: dict[str, WorkerJob]) -> None:
     share = Share(context.get_world_rank(), context.get_world_size())
     heart = Heartbeat(job.lookout, job.restarts, share.rank, Path(job.run_dir))
     try:
-        work(Worker(job, share, heart, workers_here=context.get_local_world_size()))
+        work(Worker(job, share, heart))
     finally:
         heart.close()
 
@@ -64,13 +64,13 @@ class Heart(Protocol):
 
 
 class Worker:
-    def __init__(self, job: WorkerJob, share: Share, heart: Heart, *, workers_here: int) -> None:
+    def __init__(self, job: WorkerJob, share: Share, heart: Heart) -> None:
         self.meter = StepMeter()
         self.job, self.config, self.share, self.heart = job, job.config, share, heart
         self.agreement = Agreement(share)
         self.run_dir = Path(job.run_dir)
         self.device = get_device()
-        flags = set_performance_flags(self.device, workers_here)
+        flags = set_performance_flags(self.device, job.torch_threads)
         seed_all(self.config.seed)
         # The data first: its readers start while the model is loaded.
         plan = DataPlan(

@@ -5,7 +5,7 @@ from pathlib import Path
 from vlatune.config import to_json
 from vlatune.dataset.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
-from vlatune.pipeline.memory import SpillMeter
+from vlatune.pipeline.spill_meter import SpillMeter
 from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl, write_json
 from vlatune.report.verdict import verdict
 from vlatune.train.folder import hold_pen
@@ -73,6 +73,7 @@ class Recorder:
             "spilled_bytes": store.spilled_bytes,
             "fallback_bytes": store.fallback_bytes,
             "peak_object_store_bytes": self.spill.peak_bytes,
+            "object_store_capacity_bytes": self.job.store_bytes,
             "restarts": self.job.restarts,
             "num_readers": self.job.budget.readers * self.job.config.num_workers,
             "wait_s_by_worker": totals["wait_s_by_worker"],
