@@ -81,16 +81,6 @@ def test_nulls_are_refused(array):
         to_numpy(in_one_chunk(array), "file x, column 'a'")
 
 
-def test_extension_types_are_refused_at_any_depth(tmp_path):
-    tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((2, 3), np.float32))
-    root = write(tmp_path, picture=tensor)
-    with pytest.raises(ValueError, match=r"rows.parquet, column 'picture' has the extension type .*only plain types"):
-        read_columns(root, "rows.parquet", ["picture"])
-    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2]), tensor)
-    with pytest.raises(ValueError, match="has the extension type"):
-        to_numpy(in_one_chunk(nested), "x")
-
-
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
     root = write(tmp_path, index=pa.array([1]), actions=pa.array([2]))
     message = r"rows.parquet lacks the column 'action' that meta/info.json names; it has index, actions"

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import ray
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
@@ -19,6 +18,7 @@ from ray.data.datasource import Datasource, ReadTask
 from vlatune.bench.decode_limit import episode_frames
 from vlatune.bench.harness import CannotRunError
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.parquet import opened
 
 ACTION_HORIZON = 50
 
@@ -122,7 +122,8 @@ def _template_rows(meta: DatasetMeta, positions: list[int]) -> Iterable[Any]:
     from ray.data._internal.delegating_block_builder import DelegatingBlockBuilder
 
     for position in positions:
-        table = pq.read_table(meta.root.join(meta.data_path(position)))
+        with opened(meta.root, meta.data_path(position)) as parquet:
+            table = parquet.read()
         begin = int(meta.episodes.data_offset[position])
         streams = [episode_frames(meta, position, camera, threads=0) for camera in meta.cameras]
         for row in range(begin, begin + int(meta.episodes.length[position])):

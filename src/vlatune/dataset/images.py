@@ -16,16 +16,15 @@ import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
 from vlatune.dataset.listing import missing_remedy
+from vlatune.dataset.parquet import UNREADABLE, open_parquet
 from vlatune.dataset.recorded import check_size
 from vlatune.dataset.resize import letterbox_into
 from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import UNREADABLE
 from vlatune.dataset.video import VideoPlace
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 """What a picture may be encoded as; PIL's other readers are not for files of strangers."""
 BATCH_ROWS = 4
-BUFFER_BYTES = 1 << 20
 OPEN_STREAMS = 4
 """One per camera of most robots; a remote one keeps up to 16 MiB."""
 
@@ -87,7 +86,7 @@ class ImageStream:
     def __init__(self, root: Root, name: str, column: str) -> None:
         self._column = column
         self._file = root.open(name)
-        self._parquet = pq.ParquetFile(self._file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        self._parquet = open_parquet(self._file)
         check_image_columns(self._parquet, [column])
         groups = range(self._parquet.num_row_groups)
         self._group_ends = np.cumsum([self._parquet.metadata.row_group(group).num_rows for group in groups])

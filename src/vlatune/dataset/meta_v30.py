@@ -1,24 +1,23 @@
 """The v3.0 layout of `meta/`: episodes, tasks and stats in parquet and JSON."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from vlatune.dataset.episodes import Episodes, VideoSpan
 from vlatune.dataset.meta_info import FETCH, shortened
+from vlatune.dataset.parquet import opened
 from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import UNREADABLE, to_numpy
+from vlatune.dataset.tables import to_numpy
 from vlatune.dataset.tasks import sentences_in_order
 
 BASE_COLUMNS = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
 SPAN_COLUMNS = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
 TASKS = "meta/tasks.parquet"
 STATS = "meta/stats.json"
+FETCH_META = "fetch meta/ anew"
 
 
 def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
@@ -59,7 +58,7 @@ def read_tasks(root: Root) -> tuple[str, ...]:
         raise ValueError(
             f"dataset '{root.url}': no {TASKS}; a policy that reads a sentence cannot be trained on it: fetch meta/ anew"
         )
-    with _opened(root, TASKS) as parquet:
+    with opened(root, TASKS, remedy=FETCH_META) as parquet:
         names = parquet.schema_arrow.names
         text = next((name for name in ("task", "__index_level_0__") if name in names), None)
         if text is None or "task_index" not in names:
@@ -96,19 +95,8 @@ def _numbers(value: Any, place: str, root: Root, remedy: str) -> np.ndarray:
         ) from error
 
 
-@contextmanager
-def _opened(root: Root, name: str) -> Iterator[pq.ParquetFile]:
-    try:
-        with root.open(name) as file:
-            yield pq.ParquetFile(file)
-    except PermissionError:
-        raise
-    except UNREADABLE as error:
-        raise ValueError(f"dataset '{root.url}': {name} is not readable parquet ({error}); fetch meta/ anew") from error
-
-
 def _read_columns(root: Root, name: str, columns: list[str]) -> dict[str, np.ndarray]:
-    with _opened(root, name) as parquet:
+    with opened(root, name, remedy=FETCH_META) as parquet:
         missing = [column for column in columns if column not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(

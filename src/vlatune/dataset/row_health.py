@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 
 from vlatune.dataset.images import check_image_columns
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.parquet import UNREADABLE, opened
 from vlatune.dataset.reader import ReadSpec, Unit, check_rows, column_names, make_unit, place_of
-from vlatune.dataset.tables import UNREADABLE, opened, to_numpy
+from vlatune.dataset.tables import to_numpy
 
 type Times = dict[int, np.ndarray]
 """Position of an episode -> the timestamps of its rows, float64."""

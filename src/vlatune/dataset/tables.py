@@ -2,18 +2,18 @@
 
 A read worker meets the same data file many times. A small file is converted whole; of a large one only the rows of
 the wanted episode are, a few thousand at a time, so that memory does not grow with the file. The last few results
-stay in memory. Extension types are refused: reading them may run code that the file brought.
+stay in memory.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlatune.dataset.parquet import UNREADABLE, opened
 from vlatune.dataset.storage import Root
 
 CACHED_FILES = 4
@@ -21,12 +21,7 @@ CACHED_BYTES = 64 << 20
 """Kept in memory at most, but for the last result, which is kept whatever its size."""
 WHOLE_FILE_BYTES = 24 << 20
 """A file whose wanted columns take no more is converted whole: about 200,000 rows of a robot arm."""
-HF_ARRAYS = "datasets.features.features.Array"
-"""LeRobot's features of two and more axes: lists of lists under a name of `datasets`, seen where that is imported."""
 BATCH_ROWS = 8192
-BUFFER_BYTES = 1 << 20
-UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What damaged parquet raises. PermissionError is among the OSErrors, but it is the world's: handle it before."""
 
 
 @dataclass(frozen=True)
@@ -98,28 +93,6 @@ def _version_of(root: Root, name: str) -> str:
         raise ValueError(f"dataset '{root.url}': {name} is missing; fetch the dataset anew") from error
 
 
-@contextmanager
-def opened(root: Root, name: str, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """The file, with the columns in it; whatever is wrong with it is told with its name."""
-    where = f"dataset '{root.url}': {name}"
-    try:
-        with root.open(name) as file:
-            parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
-            missing = [column for column in columns if column not in parquet.schema_arrow.names]
-            if missing:
-                raise ValueError(
-                    f"{where} lacks the column '{missing[0]}' that meta/info.json names; it has "
-                    f"{', '.join(parquet.schema_arrow.names)}; fetch the file anew, or correct meta/info.json"
-                )
-            yield parquet
-    except PermissionError:
-        raise
-    except FileNotFoundError as error:
-        raise ValueError(f"{where} is missing; fetch the dataset anew") from error
-    except UNREADABLE as error:
-        raise ValueError(f"{where} is not readable parquet ({error}); fetch the dataset anew") from error
-
-
 def _is_small(parquet: pq.ParquetFile, columns: Sequence[str]) -> bool:
     """By the number of values, as sizes in the file are those of encodings; a large file is known by its first part."""
     prefixes, total = tuple(f"{column}." for column in columns), 0
@@ -161,9 +134,7 @@ def _convert(
 def to_numpy(column: pa.ChunkedArray, where: str) -> np.ndarray:
     """(N,) for scalars, (N, D) or (N, D, E) for lists of equal length."""
     array = column.combine_chunks()
-    if getattr(array.type, "extension_name", "").startswith(HF_ARRAYS):
-        array = array.storage
-    _check_plain(array, where)
+    _check_no_nulls(array, where)
     rows, shape = len(array), []
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
         flat = array.flatten()
@@ -172,14 +143,12 @@ def to_numpy(column: pa.ChunkedArray, where: str) -> np.ndarray:
             raise ValueError(f"{where}: its lists have different lengths; every row must have the same shape")
         shape.append(size)
         array = flat
-        _check_plain(array, where)
+        _check_no_nulls(array, where)
     return array.to_numpy(zero_copy_only=False).reshape(rows, *shape)
 
 
-def _check_plain(array: pa.Array, where: str) -> None:
+def _check_no_nulls(array: pa.Array, where: str) -> None:
     """At every depth: flattening skips a list that is null, and the rows after it would move up."""
-    if isinstance(array.type, pa.BaseExtensionType):
-        raise ValueError(f"{where} has the extension type {array.type}; only plain types are read from a dataset")
     if array.null_count:
         raise ValueError(f"{where}: {array.null_count} values are null; every row must have a value")
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.meta_v21 import EPISODES, read_lines
+from vlatune.dataset.parquet import opened
 from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import opened
 from vlatune.inspect.problems import degenerate_dims, is_normalised, nan_dims
 from vlatune.inspect.videos import VideoFacts
 
@@ -126,7 +126,7 @@ def _count_tasks_v30(root: Root) -> Counter[str]:
     """File by file, one column of it: the sentences of 10^5 episodes are never in memory together."""
     counts: Counter[str] = Counter()
     for name in root.glob("meta/episodes/*/*.parquet"):
-        with opened(root, name, []) as parquet:
+        with opened(root, name) as parquet:
             schema = parquet.schema_arrow
             if "tasks" in schema.names and pa.types.is_list(schema.field("tasks").type):
                 sentences: Any = parquet.read(columns=["tasks"]).column("tasks").combine_chunks()

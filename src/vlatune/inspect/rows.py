@@ -13,9 +13,10 @@ import pyarrow as pa
 
 from vlatune.dataset.feature_specs import numpy_type
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.parquet import opened
 from vlatune.dataset.row_checks import INDEX_KINDS
 from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import opened, read_columns
+from vlatune.dataset.tables import read_columns
 from vlatune.inspect.problems import MAX_EXAMPLES, Problem, refusal, with_examples
 
 THREADS = 8
@@ -46,7 +47,7 @@ def data_problems(meta: DatasetMeta, files: Mapping[str, int], *, every: bool) -
 
 def read_footer(root: Root, name: str) -> Footer:
     try:
-        with opened(root, name, []) as parquet:
+        with opened(root, name) as parquet:
             schema = parquet.schema_arrow
             return Footer(name, parquet.metadata.num_rows, dict(zip(schema.names, schema.types, strict=True)))
     except ValueError as error:
