@@ -21,7 +21,16 @@ from vlatune.train.setup import make_setup
 
 MIB = 1024 * 1024
 VIDEOS = SyntheticSpec(
-    episodes=20, frames=60, cameras=3, height=480, width=640, fps=30, episodes_per_file=5, codec="av1", texture=8, noise=2
+    episodes=20,
+    frames=60,
+    cameras=3,
+    height=480,
+    width=640,
+    fps=30,
+    episodes_per_file=5,
+    codec="av1",
+    texture=8,
+    noise=2,
 )
 HORIZON, IMAGE_SIZE, PATCH_SIZE = 50, 224, 28
 LOG_LINES = 40
@@ -44,9 +53,7 @@ class Case:
 
 CASES = {
     "demo": Case("full", steps=800, batch_size=32, store_bytes=128 * MIB, lr=3e-3),
-    "expert-balanced": Case(
-        "expert", steps=160, batch_size=16, store_bytes=256 * MIB, lr=1e-3, width=128, depth=2
-    ),
+    "expert-balanced": Case("expert", steps=160, batch_size=16, store_bytes=256 * MIB, lr=1e-3, width=128, depth=2),
     "expert-step": Case("expert", steps=160, batch_size=16, store_bytes=256 * MIB, lr=1e-3, width=384, depth=4),
     "full-video": Case("full", steps=160, batch_size=16, store_bytes=256 * MIB, lr=1e-3, width=128, depth=2),
 }

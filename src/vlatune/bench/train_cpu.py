@@ -119,6 +119,4 @@ def _thread_stats(pid: int) -> list[Path]:
 def _grow(readings: Sequence[Mapping[int, float]]) -> dict[int, np.ndarray]:
     """Number -> its seconds at every reading: 0 before it was there, its last value after it has gone."""
     numbers = {number for one in readings for number in one}
-    return {
-        number: np.maximum.accumulate([one.get(number, 0.0) for one in readings]) for number in sorted(numbers)
-    }
+    return {number: np.maximum.accumulate([one.get(number, 0.0) for one in readings]) for number in sorted(numbers)}
