@@ -87,7 +87,7 @@ def our_folders(at: Path) -> list[tuple[int, Path]]:
         folder = at / "exports" / checkpoint.name
         folder.parent.mkdir(exist_ok=True)
         if not folder.exists():
-            export_run(at / "run", folder, ExportConfig(checkpoint=checkpoint.name), warn=sys.stderr.write)
+            export_run(at / "run", folder, ExportConfig(checkpoint=checkpoint.name), warn=_warn)
         found.append((int(checkpoint.name), folder))
     return sorted(found)
 
@@ -115,3 +115,7 @@ def over_lerobot(courses: dict[str, Course], error: float, names: Sequence[str])
     theirs = courses["lerobot"].seconds_to(error) if "lerobot" in courses else None
     ours = {name: courses[name].seconds_to(error) for name in names}
     return {name: theirs[0] / own[0] if theirs and own else None for name, own in ours.items()}
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"vlatune: {text}\n")
