@@ -31,6 +31,7 @@ RAY_FILES = {
     "vlatune.bench.reader",
     "vlatune.bench.reader_peers",
     "vlatune.bench.stage",
+    "vlatune.bench.train_template",
     "vlatune.pipeline.coordinator",
     "vlatune.pipeline.execution",
     "vlatune.pipeline.read_lerobot",

@@ -138,6 +138,12 @@ def bench_resume(options: Any) -> None:
     resume.run(options)
 
 
+def bench_train(options: Any) -> None:
+    from vlatune.bench import train
+
+    train.run(options)
+
+
 def _reader_bench() -> type:
     from vlatune.bench.options import ReaderBench
 
@@ -160,6 +166,12 @@ def _resume_bench() -> type:
     from vlatune.bench.options import ResumeBench
 
     return ResumeBench
+
+
+def _train_bench() -> type:
+    from vlatune.bench.options import TrainBench
+
+    return TrainBench
 
 
 def _inspect_options() -> type:
@@ -221,7 +233,7 @@ COMMANDS = {
         run_dir=lambda _, run_dir: Path(run_dir),
     ),
     "bench": Command(
-        "measure one part against its peers: reader, feed, step, resume; `vlatune bench NAME --help` lists its flags",
+        "measure one part against its peers: reader, feed, step, resume, train; `vlatune bench NAME --help` lists its flags",
         flags=lambda: NoFlags,
         call=bench,
         operands=("NAME",),
@@ -233,6 +245,7 @@ BENCHMARKS = {
     "feed": Command("whether a consumer is kept fed, and nothing spills", flags=_feed_bench, call=bench_feed),
     "step": Command("what a micro-step of PI0.5 costs, and how often it waits", flags=_step_bench, call=bench_step),
     "resume": Command("what a checkpoint and a killed process cost", flags=_resume_bench, call=bench_resume),
+    "train": Command("the whole, end to end, against `lerobot-train` itself", flags=_train_bench, call=bench_train),
 }
 """Commands of two words, `bench NAME`, with flags of their own."""
 

@@ -24,8 +24,8 @@ def run_demo(options: DemoConfig) -> None:
     folder = Path(options.output_dir)
     begin = time.perf_counter()
     _clear_old_run(folder)
-    dataset = _ensure_dataset(folder / "dataset", options.seed)
-    base = _ensure_base(folder / "base", dataset, options.seed)
+    dataset = ensure_dataset(folder / "dataset", options.seed)
+    base = ensure_base(folder / "base", dataset, options.seed)
     _say(f"data and base model ready after {time.perf_counter() - begin:.0f} s; now training on the CPU")
     from vlatune.train.launch import train
 
@@ -71,14 +71,14 @@ def _clear_old_run(folder: Path) -> None:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def _ensure_dataset(folder: Path, seed: int) -> Path:
+def ensure_dataset(folder: Path, seed: int) -> Path:
     if not folder.exists():
         _say(f"making a dataset of {EPISODES} episodes in {folder}")
         make_dataset(folder, SyntheticSpec(episodes=EPISODES, frames=FRAMES, seed=seed))
     return folder
 
 
-def _ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
+def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
     """The small PI0.5 with random weights; written aside, since a broken-off demo must not leave half of it."""
     if folder.exists():
         return folder

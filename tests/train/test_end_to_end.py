@@ -115,6 +115,15 @@ def test_evaluation_is_deterministic_and_renews_the_report(first_run):
     assert "blank" in (first_run / "report.html").read_text()
 
 
+def test_several_draws_per_observation_train_and_evaluation_takes_one(base_config, tmp_path):
+    from vlatune.train.evaluate import evaluate_run
+
+    policy = replace(base_config.policy, train="expert", flow_samples=4)
+    folder = run(replace(base_config, policy=policy, steps=3), tmp_path / "draws")
+    assert len(losses(folder)) == 3
+    assert evaluate_run(folder, EvalConfig(max_samples=4, batch_size=4))["num_samples"] == 4
+
+
 def test_a_damaged_video_ends_the_run_with_its_name(base_config, dataset_v3, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(dataset_v3, damaged)

@@ -123,3 +123,45 @@ class ResumeBench:
     """How often the wide model is saved each way."""
     seed: int = 0
     """Decides dataset, weights and the order of samples."""
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    config: str = "demo"
+    """What is trained: demo (everything, small pictures), expert-balanced (a frozen prefix; step and decoding cost about the same), expert-step (the step decides) or full-video (everything, large pictures)."""
+    root: str | None = None
+    """Dataset to train on; the configuration's own is made when left out."""
+    folder: str | None = None
+    """Folder for dataset, base model and runs; what is there already is used again. A temporary one when left out."""
+    steps: int | None = None
+    """Optimizer steps of a run; the configuration's own when left out. A run must consume several times what the store holds."""
+    batch_size: int | None = None
+    """Samples per step; the configuration's own when left out."""
+    store_bytes: int | None = None
+    """Object store of our run; the configuration's own when left out."""
+    width: int | None = None
+    """Width of the language model of the PI0.5 that is made; the configuration's own when left out."""
+    depth: int | None = None
+    """Its layers; the configuration's own when left out."""
+    eval_split: float = 0.1
+    """Share of the episodes that are held out."""
+    rounds: int = 3
+    """How often every way is run."""
+    peers: tuple[str, ...] = ("lerobot", "template")
+    """The others' ways that are run: lerobot, template; give the flag again for several, none for ours alone."""
+    num_workers: int = 2
+    """Processes of LeRobot's DataLoader; it recommends 4, at most one per core."""
+    quality: bool = False
+    """Also measure seconds to a held-out error: one run of LeRobot's and of each of ours more, with checkpoints on the way."""
+    flow_samples: tuple[int, ...] = (1, 4, 8)
+    """Draws per observation of our runs whose seconds to an error are measured."""
+    checkpoints: int = 8
+    """Checkpoints of a run at which the held-out error is measured."""
+    error: float | None = None
+    """The error whose seconds are measured; 1.25 x LeRobot's last one when left out."""
+    eval_samples: int = 256
+    """Held-out samples that an error is measured on."""
+    timeout_s: float = 3600.0
+    """How long one run may take."""
+    seed: int = 1000
+    """Decides the order of samples and what is held out."""

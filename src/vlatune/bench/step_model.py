@@ -78,16 +78,21 @@ def make_base(folder: Path, options: StepBench) -> Base:
     small = read_size(folder)
     assert small is not None  # make_small_pi05 has written it
     size = scaled_size(options, small.vocab_size)
+    rebuild_at(folder, size, seed=options.seed, tokens=options.tokens)
+    _set_prompt_length(folder / PREPROCESSOR, options.tokens)
+    return _base(folder)
+
+
+def rebuild_at(folder: Path, size: Pi05Size, *, seed: int, tokens: int | None = None) -> None:
+    """Random weights of another size in place of a folder's own; `tokens` is another length of the prompt."""
     config = parse_config(folder)
-    config.tokenizer_max_length = options.tokens
+    config.tokenizer_max_length = tokens or config.tokenizer_max_length
     with building_at(size), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
         policy = PI05Policy(config)
         init_for_scratch(policy)
     policy.save_pretrained(folder)
     write_size(folder, size)
-    _set_prompt_length(folder / PREPROCESSOR, options.tokens)
-    return _base(folder)
 
 
 def scaled_size(options: StepBench, vocab_size: int) -> Pi05Size:

@@ -56,7 +56,8 @@ def evaluate_run(run_dir: Path, options: EvalConfig) -> dict[str, Any]:
         raise ValueError(f"run '{run_dir}' holds no episodes out; train with --dataset.eval_split above 0 to evaluate")
     store = open_store(run_dir, config.storage_path)
     checkpoint = choose(store, options.checkpoint, warn=_warn)
-    module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy))
+    one_draw = replace(ModuleOptions.of(config.policy), flow_samples=1)
+    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw)
     with store.opened(checkpoint) as folder:
         load_result(folder, {name: p for name, p in module.named_parameters() if p.requires_grad})
     module.eval()

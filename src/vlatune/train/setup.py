@@ -46,13 +46,17 @@ class Setup:
     order: OrderSpec
     skipped: tuple[BadEpisode, ...] = ()
     """Episodes that were asked for and are left out (--dataset.on_bad_episode=skip)."""
+    flow_samples: int = 1
+    """Noise and time draws per observation in training; evaluation takes one."""
 
     def transforms(self, epoch: int) -> tuple[Transform, ...]:
+        """With one draw per observation, whatever training takes."""
         return make_transforms(self.adapter, self.policy, self.binding, self.stats, self.order.seed, epoch)
 
     def transforms_of_epoch(self):
-        """Epoch -> transforms, without dragging the episode tables into every read task."""
-        return partial(make_transforms, self.adapter, self.policy, self.binding, self.stats, self.order.seed)
+        """Epoch -> transforms of training, without dragging the episode tables into every read task."""
+        of_run = (self.adapter, self.policy, self.binding, self.stats, self.order.seed)
+        return partial(make_transforms, *of_run, flow_samples=self.flow_samples)
 
 
 def make_transforms(
@@ -62,8 +66,10 @@ def make_transforms(
     stats: Mapping[str, Mapping[str, np.ndarray]],
     seed: int,
     epoch: int,
+    *,
+    flow_samples: int = 1,
 ) -> tuple[Transform, ...]:
-    return adapter.make_transforms(policy, binding, stats, Draw(seed, epoch))
+    return adapter.make_transforms(policy, binding, stats, Draw(seed, epoch, flow_samples))
 
 
 def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool = False) -> Setup:
@@ -108,6 +114,7 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
         stats=stats,
         order=order,
         skipped=skipped,
+        flow_samples=config.policy.flow_samples,
     )
 
 
