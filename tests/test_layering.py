@@ -22,7 +22,7 @@ LAYERS = [
     {"train"},
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
-    {"batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "recipes"},
+    {"batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "random_streams", "recipes"},
 ]
 """From the command line down; a room imports from its own line and from those below."""
 
@@ -36,7 +36,6 @@ RAY_FILES = {
     "vlatune.pipeline.execution",
     "vlatune.pipeline.read_lerobot",
     "vlatune.pipeline.source",
-    "vlatune.pipeline.build",
     "vlatune.pipeline.feed",
     "vlatune.pipeline.spill_meter",
     "vlatune.train.cluster",

@@ -33,6 +33,7 @@ TASK = "task"
 NOISE = "noise"
 TIME = "time"
 SLOT = "slot"
+"""Place in the run's order: optimizer step by optimizer step, lane by lane, whatever the number of workers."""
 IDS = ("dataset_index", "index", "episode_index", "frame_index")
 
 Columns = dict[str, np.ndarray]

@@ -58,7 +58,7 @@ class SmallRun:
         return Saving(plan, self.config, setup.order, setup.binding, learning=learning, rank=0, device=cpu)
 
     def batch(self) -> dict[str, Tensor]:
-        columns: Columns = apply_all(self.start.setup.transforms(0), self.rows)
+        columns: Columns = apply_all(self.start.setup.eval_transforms(0), self.rows)
         return {key: torch.from_numpy(value) for key, value in columns.items() if key not in (*IDS, SLOT)}
 
     def step(self) -> float:

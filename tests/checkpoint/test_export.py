@@ -74,7 +74,7 @@ def our_actions(run: SmallRun) -> np.ndarray:
     """As evaluation computes them: our transforms, our module, our inverse of the normalisation."""
     run.module.eval()
     chunk = run.module.predict(run.batch(), noise_for(run)).numpy()
-    transforms = run.start.setup.transforms(0)
+    transforms = run.start.setup.eval_transforms(0)
     (unscale,) = (one for one in transforms if isinstance(one, Normalise) and one.key == ACTION)
     return unscale.inverse(chunk)
 

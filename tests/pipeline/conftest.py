@@ -9,8 +9,9 @@ from feeding import all_rows, make_plan
 
 from vlatune.batch import Columns
 from vlatune.dataset.order import cursor_at, epoch_order, step_samples
-from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed
+from vlatune.pipeline.plan import DataPlan
+from vlatune.pipeline.transforms import apply_all
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +22,14 @@ def plan(dataset_v3, small_base) -> DataPlan:
 @pytest.fixture(scope="module")
 def expected(plan) -> Callable[[int, int], list[Columns]]:
     """Batches of steps [first, last) of the plan, made without the feed: rows picked as the order says."""
-    rows_of_epoch = cache(lambda epoch: all_rows(plan, epoch))
+    rows = cache(lambda: all_rows(plan))
 
+    @cache
     def batch_of(step: int) -> Columns:
         cursor = cursor_at(plan.order, step)
         samples = step_samples(plan.order, epoch_order(plan.order, cursor.epoch), cursor.batch)
         slots = step * len(samples) + np.arange(len(samples))
-        return {key: values[samples] for key, values in rows_of_epoch(cursor.epoch).items()} | {"slot": slots}
+        return apply_all(plan.transforms, {key: values[samples] for key, values in rows().items()} | {"slot": slots})
 
     return lambda first, last: [batch_of(step) for step in range(first, last)]
 

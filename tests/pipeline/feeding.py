@@ -7,9 +7,8 @@ import numpy as np
 from vlatune.batch import Columns
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.reader import make_unit, read_unit
-from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.memory import CONSUMER_BLOCKS, STORE_SHARE, Budget, plan_budget
-from vlatune.pipeline.transforms import apply_all
+from vlatune.pipeline.plan import DataPlan
 from vlatune.train.setup import make_setup
 
 GLOBAL_BATCH = 8
@@ -26,14 +25,7 @@ def make_plan(dataset: Path, base: Path, *, batch_size: int = GLOBAL_BATCH, grad
         seed=11,
     )
     setup = make_setup(config)
-    return DataPlan(
-        metas=setup.metas,
-        selection=setup.training,
-        specs=setup.specs,
-        order=setup.order,
-        transforms=setup.transforms_of_epoch(),
-        batch_size=batch_size,
-    )
+    return setup.data_plan(batch_size)
 
 
 def small_blocks(plan: DataPlan, *, num_workers: int = 1) -> Budget:
@@ -44,14 +36,14 @@ def small_blocks(plan: DataPlan, *, num_workers: int = 1) -> Budget:
     return plan_budget(store_bytes=store_bytes, row_bytes=row_bytes, num_workers=num_workers, num_cpus=2)
 
 
-def all_rows(plan: DataPlan, epoch: int) -> Columns:
-    """Every row of the selected episodes, read directly, in the order of flat sample numbers, as `epoch` sees them."""
+def all_rows(plan: DataPlan) -> Columns:
+    """Every row of the selected episodes, read directly, in the order of flat sample numbers, before any transform."""
     (meta,), (spec,) = plan.metas, plan.specs
     units = [
         make_unit(meta, spec, int(position), np.arange(length), np.arange(length))
         for position, length in zip(plan.selection.position, plan.selection.length, strict=True)
     ]
-    return joined([apply_all(plan.transforms(epoch), read_unit(spec, unit)) for unit in units])
+    return joined([read_unit(spec, unit) for unit in units])
 
 
 def assert_same(batches: list[Columns], wanted_batches: list[Columns]) -> None:

@@ -12,10 +12,9 @@ from repository_files import ROOT
 
 from vlatune.dataset.order import OrderSpec, choose_lanes, epoch_order
 from vlatune.dataset.reader import Unit
-from vlatune.pipeline.build import SEGMENT_TASKS
 from vlatune.pipeline.host import Host
 from vlatune.pipeline.memory import STORE_SHARE
-from vlatune.pipeline.plan import Share, plan_pieces
+from vlatune.pipeline.plan import SEGMENT_TASKS, Share, plan_pieces
 from vlatune.pipeline.sizing import (
     DISK_STORE_BYTES,
     MIN_STORE_BYTES,

@@ -87,7 +87,7 @@ def test_fixed_shapes_stay_one_buffer_and_strings_stay_strings():
 @pytest.mark.parametrize("task_blocks", [1, 2])
 def test_tasks_make_their_blocks_and_announce_their_rows(task_blocks, spec_and_units):
     spec, units = spec_and_units
-    source = UnitSource([spec], [(units, [])], block_rows=4, task_blocks=task_blocks)
+    source = UnitSource([spec], units, [], block_rows=4, task_blocks=task_blocks)
     tasks = source.get_read_tasks(parallelism=99)
     blocks = [list(task()) for task in tasks]
     sizes = [[len(block) for block in made] for made in blocks]

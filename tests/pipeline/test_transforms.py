@@ -213,7 +213,7 @@ def raw_rows(dataset_v3, small_base) -> Columns:
 def our_rows(meta: DatasetMeta, base: Path, rows: Columns) -> Columns:
     adapter = Pi05Adapter()
     spec = adapter.read_spec(base)
-    transforms = adapter.make_transforms(spec, bind(spec, meta, {}), meta.stats, Draw(seed=5, epoch=2))
+    transforms = adapter.make_transforms(spec, bind(spec, meta, {}), meta.stats, Draw(seed=5))
     return apply_all(transforms, rows)
 
 
@@ -261,24 +261,41 @@ def test_the_whole_list_keeps_to_the_contract(dataset_v3, small_base, raw_rows):
 # Noise and time
 
 
-def ids(*indices: int, dataset: int = 0) -> Columns:
-    return {"index": np.array(indices), "dataset_index": np.full(len(indices), dataset)}
+def ids(*places: int, index: int = 3, dataset: int = 0) -> Columns:
+    """Samples at these places of a run's order, all of them of one frame."""
+    return {
+        "slot": np.array(places),
+        "index": np.full(len(places), index),
+        "dataset_index": np.full(len(places), dataset),
+    }
 
 
-def test_a_draw_depends_on_seed_epoch_and_sample_alone():
-    draw = DrawFlow(seed=1, epoch=2, horizon=3, dims=4)
-    together, apart = draw(ids(7, 8, 9)), draw(ids(100, 9, 7))
+def test_a_draw_depends_on_seed_and_place_alone():
+    draw = DrawFlow(seed=1, horizon=3, dims=4)
+    together, apart = draw(ids(7, 8, 9)), draw(ids(100, 9, 7, index=4, dataset=1))
     for key in (NOISE, TIME):
         assert np.array_equal(together[key][0], apart[key][2])
         assert np.array_equal(together[key][2], apart[key][1])
 
 
-def test_draws_differ_between_samples_datasets_epochs_and_seeds():
+def test_a_validation_draw_depends_on_seed_and_frame_alone():
+    draw = DrawFlow(seed=1, horizon=3, dims=4, by_frame=True)
+    one, again, other, others = (
+        draw(ids(place, index=index, dataset=dataset))[NOISE]
+        for place, index, dataset in ((7, 3, 0), (100, 3, 0), (7, 4, 0), (7, 3, 1))
+    )
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+    assert not np.array_equal(one, others)
+
+
+def test_draws_differ_between_places_seeds_and_uses():
     draws = [
-        DrawFlow(seed, epoch, horizon=3, dims=4)(ids(0, 1, 2, dataset=dataset))
+        DrawFlow(seed, horizon=3, dims=4, by_frame=by_frame)(ids(first, first + 1, first + 2) | frames)
         for seed in (0, 1)
-        for epoch in (0, 1)
-        for dataset in (0, 1)
+        for by_frame in (False, True)
+        for first in (0, 1000)
+        for frames in [{"index": np.arange(first, first + 3)}]
     ]
     noise = np.concatenate([draw[NOISE].reshape(3, -1) for draw in draws])
     time = np.concatenate([draw[TIME].reshape(3) for draw in draws])
@@ -287,7 +304,7 @@ def test_draws_differ_between_samples_datasets_epochs_and_seeds():
 
 
 def test_several_draws_of_one_sample_differ():
-    out = DrawFlow(seed=0, epoch=0, horizon=3, dims=4, samples=8)(ids(5))
+    out = DrawFlow(seed=0, horizon=3, dims=4, samples=8)(ids(5))
     assert out[NOISE].shape == (1, 8, 3, 4)
     assert out[TIME].shape == (1, 8)
     assert len(np.unique(out[NOISE])) == 8 * 3 * 4
@@ -296,7 +313,7 @@ def test_several_draws_of_one_sample_differ():
 
 def test_noise_is_normal_and_time_is_lerobots_beta(small_base):
     config = json.loads((small_base / "config.json").read_text())
-    draw = DrawFlow(seed=3, epoch=0, horizon=4, dims=5)
+    draw = DrawFlow(seed=3, horizon=4, dims=5)
     assert (draw.alpha, draw.beta) == (config["time_sampling_beta_alpha"], config["time_sampling_beta_beta"])
     assert (draw.scale, draw.offset) == (config["time_sampling_scale"], config["time_sampling_offset"])
     out = draw(ids(*range(4000)))

@@ -44,7 +44,7 @@ def draws(setup) -> dict[str, torch.Tensor]:
     """Four samples of the dataset with three draws of noise and time each, as training gets them."""
     frames = np.arange(4)
     rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))
-    draw = Draw(seed=7, epoch=0, flow_samples=DRAWS)
+    draw = Draw(seed=7, flow_samples=DRAWS)
     transforms = setup.adapter.make_transforms(setup.policy, setup.binding, setup.stats, draw)
     return {key: torch.from_numpy(values) for key, values in apply_all(transforms, rows).items()}
 

@@ -49,7 +49,7 @@ class ReadyBatches:
         for step in steps:
             frames = np.arange(plan.batch_size) + (2 * step + share.rank) % 6
             rows = read_unit(plan.specs[0], make_unit(plan.metas[0], plan.specs[0], 1, frames, frames))
-            yield apply_all(plan.transforms(0), rows)
+            yield apply_all(plan.transforms, rows)
 
     def __iter__(self) -> Iterator[Columns]:
         return self

@@ -48,7 +48,7 @@ class ReadyBatches:
         for number in numbers:
             frames = frames_of(number)
             rows = read_unit(plan.specs[0], make_unit(plan.metas[0], plan.specs[0], 1, frames, frames))
-            columns = apply_all(plan.transforms(0), rows)
+            columns = apply_all(plan.transforms, rows)
             if number in self.poison:
                 columns[ACTION][0, 0, 0] = np.nan
             yield columns

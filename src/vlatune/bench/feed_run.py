@@ -24,10 +24,9 @@ from vlatune.dataset.meta import DatasetMeta, load_meta
 from vlatune.dataset.order import OrderSpec, choose_lanes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
 from vlatune.dataset.select import select_episodes
-from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed
 from vlatune.pipeline.memory import plan_budget
-from vlatune.pipeline.plan import Share
+from vlatune.pipeline.plan import DataPlan, Share
 from vlatune.pipeline.spill_meter import SpillMeter, read_counters
 
 MORE_STEPS = 200
@@ -201,16 +200,12 @@ def make_plan(job: Job, num_workers: int) -> DataPlan:
         run_length=32,
         window_rows=32,
     )
-    return DataPlan((meta,), selection, (read_spec(meta),), order, _transforms, job.batch_size)
+    return DataPlan((meta,), selection, (read_spec(meta),), order, (drop_task,), job.batch_size)
 
 
 def drop_task(columns: Columns) -> Columns:
     """A policy's tokens take the place of the sentence; strings do not reach a batch."""
     return {name: values for name, values in columns.items() if name != TASK}
-
-
-def _transforms(epoch: int) -> list[Any]:
-    return [drop_task]
 
 
 def _read(job: Job) -> dict[str, Any]:

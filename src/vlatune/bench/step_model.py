@@ -43,7 +43,7 @@ class Base:
 
     def columns(self, rows: Columns, *, flow_samples: int) -> Columns:
         """What a read task makes of rows: the transforms of training."""
-        draw = Draw(seed=0, epoch=0, flow_samples=flow_samples)
+        draw = Draw(seed=0, flow_samples=flow_samples)
         return apply_all(self.adapter.make_transforms(self.spec, self.binding, self.stats(), draw), rows)
 
 

@@ -16,8 +16,8 @@ import torch
 from vlatune.config import RunConfig
 from vlatune.dataset.reader import Unit
 from vlatune.flags import config_from_dict
-from vlatune.pipeline.build import DataPlan, make_units, plan_parts
-from vlatune.pipeline.plan import Share
+from vlatune.pipeline.host import usable_cpus
+from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.source import cut_units, read_blocks, read_units
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
@@ -33,9 +33,7 @@ WARM_UP_S = 2.0
 
 def main(what: str, config: RunConfig) -> None:
     setup = make_setup(config)
-    plan = DataPlan(
-        setup.metas, setup.training, setup.specs, setup.order, setup.transforms_of_epoch(), config.batch_size
-    )
+    plan = setup.data_plan(config.batch_size)
     work = step_alone(config, setup, plan) if what == "step" else read_alone(config, plan)
     sys.stdout.write(json.dumps(measure(work)) + "\n")
 
@@ -52,12 +50,12 @@ def measure(work: Callable[[], int]) -> dict[str, float]:
 def step_alone(config: RunConfig, setup: Setup, plan: DataPlan) -> Callable[[], int]:
     """An optimizer step on the first batch of the run."""
     device = torch.device("cpu")
-    set_performance_flags(device, 1)
+    set_performance_flags(device, usable_cpus())
     module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy)).to(device).train()
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trainable, config.optimizer)
     updater = Updater(module, trainable, optimizer, clip_norm=config.optimizer.grad_clip_norm)
-    columns = apply_all(plan.transforms(0), read_units(plan.specs, _first_units(plan, config.batch_size)))
+    columns = apply_all(plan.transforms, read_units(plan.specs, _first_units(plan, config.batch_size)))
     batch = collate({key: values[: config.batch_size] for key, values in columns.items()}).wrapped().tensors
 
     def step() -> int:
@@ -71,15 +69,14 @@ def read_alone(config: RunConfig, plan: DataPlan) -> Callable[[], int]:
     """A block of the run's plan, the next with every call, again from the first after an epoch."""
     units = _units(plan, config.steps)
     blocks = list(cut_units(units, max(config.batch_size, config.dataset.run_length)))
-    stream = itertools.chain.from_iterable(
-        read_blocks(plan.specs, blocks, plan.transforms(0)) for _ in itertools.count()
-    )
+    stream = itertools.chain.from_iterable(read_blocks(plan.specs, blocks, plan.transforms) for _ in itertools.count())
     return lambda: next(stream).num_rows
 
 
 def _units(plan: DataPlan, steps: int) -> list[Unit]:
-    parts = plan_parts(plan, Share(0, 1), 0, min(steps, plan.order.batches_per_epoch))
-    return [unit for part in parts for unit in make_units(plan, part.pieces)]
+    share = Share(0, 1)
+    pieces = plan_steps(plan.order, share, 0, min(steps, plan.order.batches_per_epoch))
+    return make_units(plan, share, pieces)
 
 
 def _first_units(plan: DataPlan, rows: int) -> list[Unit]:

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlatune.dataset.runs import Ranges, cut_runs, take_stretch
-
-MIXTURE_STREAM = 3
-"""Sets these generators apart from those of the order (1) and the noise (2), which are seeded with the same numbers."""
+from vlatune.random_streams import Stream, make_generator
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def mixed_runs(mixture: Mixture, lengths: np.ndarray, run_length: int, *, seed: 
         frames = int(lengths[chosen].sum())
         first, last = epoch * quota, (epoch + 1) * quota
         for nth in range(first // frames, -(-last // frames)):
-            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([MIXTURE_STREAM, seed, number, nth])))
+            rng = make_generator(Stream.MIXTURE, seed, number, nth)
             runs = _one_pass(starts[chosen], lengths[chosen], run_length, rng)
             parts.append(take_stretch(runs, first - nth * frames, last - nth * frames))
     begins, ends = zip(*parts, strict=True)

@@ -21,9 +21,8 @@ import numpy as np
 
 from vlatune.dataset.mixture import Mixture, check_mixture, mixed_runs
 from vlatune.dataset.runs import Ranges, concatenate_runs, cut_runs
+from vlatune.random_streams import Stream, make_generator
 
-ORDER_STREAM = 1
-"""Sets this generator apart from those of the noise, which are seeded with the same numbers."""
 MAX_LANES = 512
 """A lane per sample mixes best: samples of one lane and step come from the same few runs. A lane costs half a window
 of decoded rows; so a worker holds half a window for each of its samples of a step, whatever the number of workers."""
@@ -143,7 +142,7 @@ def all_batches(spec: OrderSpec, order: np.ndarray) -> np.ndarray:
 
 
 def _generator(spec: OrderSpec, epoch: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([ORDER_STREAM, spec.seed, epoch])))
+    return make_generator(Stream.ORDER, spec.seed, epoch)
 
 
 def _epoch_runs(spec: OrderSpec, epoch: int, rng: np.random.Generator) -> Ranges:

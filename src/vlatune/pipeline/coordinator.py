@@ -1,13 +1,14 @@
 """[ray] The process beside a training worker that runs its plan's executions and hands over references to their blocks.
 
 Ray Data's executor is a loop of Python that would take the interpreter from the training thread, so it lives in an actor
-on the worker's node, and planning with it. Blocks stay where the readers put them, in shared memory. An actor that dies
+on the worker's node, and planning with it: Ray Data keeps no place in its stream and its splitter knows nothing of
+lanes, so each worker has its own small Datasets, one for each stretch of its plan. Blocks stay where the readers put them, in shared memory. An actor that dies
 takes its executions and their blocks with it; since the order is pure, the feed starts another at its own position.
 """
 
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,10 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.batch import Columns
-from vlatune.pipeline.build import DataPlan, plan_segments, stream_blocks
-from vlatune.pipeline.execution import act_soon
+from vlatune.pipeline.execution import TARGET_SHARE, act_soon, keep_pace
 from vlatune.pipeline.memory import Budget
-from vlatune.pipeline.plan import Share
+from vlatune.pipeline.plan import DataPlan, Segment, Share, make_units, plan_segments
+from vlatune.pipeline.source import UnitSource
 
 ASKED_AHEAD = 2
 """Blocks asked for before they are needed: one is handed over while the next is fetched."""
@@ -65,7 +66,43 @@ def _stream(
 ) -> Generator[SegmentHead | BlockRef]:
     for segment in plan_segments(plan, share, budget, first_step=first_step, last_step=last_step):
         yield SegmentHead(segment.begin_step, segment.end_step, segment.reorder_rows)
-        yield from map(BlockRef, stream_blocks(plan, segment, budget))
+        yield from map(BlockRef, stream_blocks(plan, share, segment, budget))
+
+
+def stream_blocks(plan: DataPlan, share: Share, segment: Segment, budget: Budget) -> Iterator[Any]:
+    """Run a segment's read tasks and give references to their blocks in the order of the plan, each when it lies in this
+    node's store.
+    """
+    units = make_units(plan, share, segment.pieces)
+    source = UnitSource(
+        plan.specs,
+        units,
+        plan.transforms,
+        block_rows=budget.block_rows,
+        task_blocks=budget.task_blocks,
+        readers=budget.readers,
+    )
+    readers = min(budget.readers, source.num_tasks)  # Ray warns of more
+    dataset = ray.data.read_datasource(
+        source, override_num_blocks=source.num_tasks, concurrency=readers, num_cpus=budget.reader_cpus
+    )
+    _set_limits(dataset.context, budget)
+    for bundle in dataset.iter_internal_ref_bundles():
+        for ref in bundle.block_refs:
+            ray.wait([ref])  # one that another node made is fetched
+            yield ref
+
+
+def _set_limits(context: ray.data.DataContext, budget: Budget) -> None:
+    """Settings of one Dataset; its context is its own copy, so other Datasets of this process keep theirs."""
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.target_max_block_size = max(1, int(TARGET_SHARE * budget.block_bytes))
+    keep_pace(context)
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
+        cpu=budget.readers * budget.reader_cpus, object_store_memory=budget.limit_bytes
+    )
 
 
 class BlockStream:

@@ -15,12 +15,11 @@ from itertools import islice
 
 import ray
 
-from vlatune.batch import Columns
-from vlatune.pipeline.build import DataPlan
+from vlatune.batch import SLOT, Columns
 from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead
 from vlatune.pipeline.handover import Handover
 from vlatune.pipeline.memory import Budget
-from vlatune.pipeline.plan import Share
+from vlatune.pipeline.plan import DataPlan, Share
 from vlatune.pipeline.rows import RowBuffer
 from vlatune.pipeline.source import READ_S
 
@@ -143,6 +142,7 @@ def assemble(
                 raise RuntimeError(
                     f"the data ended early: optimizer step {begin // per_step}, sample {begin} is missing"
                 )
+            block[SLOT] = share.slots(plan.order, block[SLOT])
             _copy_out(block, buffer, times)
             del block  # its shared memory is free again
         began = time.perf_counter()

@@ -12,15 +12,46 @@ their first slot, so a consumer that takes them in this order can put rows in pl
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vlatune.dataset.order import OrderSpec
+from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.order import OrderSpec, epoch_order
+from vlatune.dataset.reader import ReadSpec, Unit, allocate, make_unit
+from vlatune.dataset.select import Selection
+from vlatune.pipeline.memory import Budget
+from vlatune.pipeline.transforms import Transform, apply_all
 
 MAX_GAP = 4
 """Frames a unit may skip over: decoding through a short gap is cheaper than opening the file again."""
+SEGMENT_TASKS = 128
+"""Read tasks per execution: Ray pays about a millisecond for each before the first row, whatever their work."""
+TASKS_PER_READER = 8
+"""At least, however many readers there are: the readers stand still between two executions."""
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Everything about the data of a run that does not depend on the worker; plain values, sent to every worker."""
+
+    metas: tuple[DatasetMeta, ...]
+    selection: Selection
+    specs: tuple[ReadSpec, ...]
+    order: OrderSpec
+    transforms: tuple[Transform, ...]
+    batch_size: int
+    segment_tasks: int | None = None
+    """Read tasks of one execution; as many as suit the readers when None."""
+
+    def row_bytes(self) -> int:
+        """Bytes of one row as it travels through the store."""
+        blank = allocate(self.specs[0], 1)
+        blank["task"][:] = ""
+        for values in (values for values in blank.values() if values.dtype != object):
+            values[:] = 0
+        return sum(values.nbytes for values in apply_all(self.transforms, blank).values())
 
 
 @dataclass(frozen=True)
@@ -50,6 +81,64 @@ class Share:
 
     def slots_per_step(self, spec: OrderSpec) -> int:
         return spec.global_batch // self.num_workers
+
+    def places(self, spec: OrderSpec, slots: np.ndarray) -> np.ndarray:
+        """Slots of this worker -> places in the run's order: step by step, all lanes."""
+        per_step = self.slots_per_step(spec)
+        step, within = np.divmod(slots, per_step)
+        return step * spec.global_batch + self.rank * per_step + within
+
+    def slots(self, spec: OrderSpec, places: np.ndarray) -> np.ndarray:
+        """And back."""
+        step, within = np.divmod(places, spec.global_batch)
+        per_step = self.slots_per_step(spec)
+        return step * per_step + within - self.rank * per_step
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Optimizer steps [begin_step, end_step) for one worker, over as many epochs as they touch: one execution."""
+
+    begin_step: int
+    end_step: int
+    pieces: tuple[Piece, ...]
+    """Their slots count on from the run's first sample."""
+    reorder_rows: int
+
+
+def plan_segments(
+    plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int
+) -> Iterator[Segment]:
+    """The stretches of optimizer steps [first_step, last_step), none longer than the read tasks of one execution."""
+    tasks = plan.segment_tasks or max(SEGMENT_TASKS, TASKS_PER_READER * budget.readers)
+    most = max(1, tasks * budget.task_blocks * budget.block_rows // share.slots_per_step(plan.order))
+    for begin in range(first_step, last_step, most):
+        end = min(begin + most, last_step)
+        pieces = tuple(plan_steps(plan.order, share, begin, end))
+        yield Segment(begin, end, pieces, reorder_rows(pieces, plan.batch_size, budget.block_rows))
+
+
+def plan_steps(spec: OrderSpec, share: Share, begin: int, end: int) -> Iterator[Piece]:
+    """The pieces of optimizer steps [begin, end) of the run, epoch by epoch."""
+    per_epoch, per_step = spec.batches_per_epoch, share.slots_per_step(spec)
+    while begin < end:
+        epoch, batch = divmod(begin, per_epoch)
+        stop = min(per_epoch, batch + end - begin)
+        shift = epoch * per_epoch * per_step
+        for piece in plan_pieces(spec, epoch_order(spec, epoch), share, begin_batch=batch, end_batch=stop):
+            yield replace(piece, slots=piece.slots + shift)
+        begin += stop - batch
+
+
+def make_units(plan: DataPlan, share: Share, pieces: Iterable[Piece]) -> list[Unit]:
+    """What is read for the pieces. A row carries its place in the run's order, which is no worker's own."""
+    units = []
+    for piece in pieces:
+        dataset = int(plan.selection.dataset[piece.episode])
+        position = int(plan.selection.position[piece.episode])
+        places = share.places(plan.order, piece.slots)
+        units.append(make_unit(plan.metas[dataset], plan.specs[dataset], position, piece.frames, places))
+    return units
 
 
 def plan_pieces(spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int) -> list[Piece]:

@@ -26,8 +26,6 @@ READ_S = "read_s"
 """Column of a block: seconds that reading a row took. The feed takes it off."""
 
 
-Work = Sequence[tuple[Sequence[Unit], Sequence[Transform]]]
-"""Units with the transforms of their epoch, epoch by epoch."""
 Blocks = tuple[list[Unit], ...]
 
 
@@ -35,14 +33,20 @@ class UnitSource(Datasource):
     """A fixed list of units, in blocks of `block_rows` rows, `task_blocks` of them per task."""
 
     def __init__(
-        self, specs: Sequence[ReadSpec], work: Work, *, block_rows: int, task_blocks: int = 1, readers: int = 1
+        self,
+        specs: Sequence[ReadSpec],
+        units: Sequence[Unit],
+        transforms: Sequence[Transform],
+        *,
+        block_rows: int,
+        task_blocks: int = 1,
+        readers: int = 1,
     ) -> None:
         super().__init__()
         self._specs = tuple(specs)
         sizes = staggered(task_blocks, readers)
-        self._tasks: list[tuple[Blocks, tuple[Transform, ...]]] = [
-            (blocks, tuple(transforms)) for units, transforms in work for blocks in cut_tasks(units, block_rows, sizes)
-        ]
+        self._transforms = tuple(transforms)
+        self._tasks = list(cut_tasks(units, block_rows, sizes))
         self._row_bytes = sum(values.nbytes for values in allocate(specs[0], 1).values())
 
     def get_name(self) -> str:
@@ -53,17 +57,17 @@ class UnitSource(Datasource):
         return len(self._tasks)
 
     def estimate_inmemory_data_size(self) -> int:
-        return self._row_bytes * sum(_rows(blocks) for blocks, _ in self._tasks)
+        return self._row_bytes * sum(_rows(blocks) for blocks in self._tasks)
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
     ) -> list[ReadTask]:
-        return [self._make_task(blocks, transforms) for blocks, transforms in self._tasks]
+        return [self._make_task(blocks) for blocks in self._tasks]
 
-    def _make_task(self, blocks: Blocks, transforms: tuple[Transform, ...]) -> ReadTask:
+    def _make_task(self, blocks: Blocks) -> ReadTask:
         rows = _rows(blocks)
         metadata = BlockMetadata(num_rows=rows, size_bytes=rows * self._row_bytes, input_files=None, exec_stats=None)
-        return ReadTask(partial(read_blocks, self._specs, blocks, transforms), metadata)
+        return ReadTask(partial(read_blocks, self._specs, blocks, self._transforms), metadata)
 
 
 def cut_units(units: Iterable[Unit], block_rows: int) -> Iterator[list[Unit]]:

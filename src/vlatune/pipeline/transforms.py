@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vlatune.batch import ACTION, NOISE, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns
+from vlatune.batch import ACTION, NOISE, SLOT, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns
+from vlatune.random_streams import Stream, make_generator
 
 NORMALISE_EPS = np.float32(1e-8)
 """LeRobot's `NormalizerProcessorStep.eps`."""
-NOISE_STREAM = 2
-"""Sets the noise's generators apart from the order's, which is seeded with the same numbers."""
 
 
 class Transform(Protocol):
@@ -136,29 +135,31 @@ class PadActions:
 
 @dataclass(frozen=True)
 class DrawFlow:
-    """Noise and time of flow matching, a pure function of (seed, epoch, sample).
+    """Noise and time of flow matching: in training a pure function of (seed, place in the run's order), so that a frame
+    that comes again draws anew; for validation of (seed, frame), the same whenever a frame is looked at.
 
     No generator's state has to be saved, the draws do not depend on the number of workers, and nothing is
     drawn on the device's critical path. Distribution as LeRobot's: N(0, 1) and Beta(alpha, beta) * scale + offset.
     """
 
     seed: int
-    epoch: int
     horizon: int
     dims: int
     samples: int = 1
+    by_frame: bool = False
     alpha: float = 1.5
     beta: float = 1.0
     scale: float = 0.999
     offset: float = 0.001
 
     def __call__(self, columns: Columns) -> Columns:
-        rows = len(columns["index"])
-        noise = np.empty((rows, self.samples, self.horizon, self.dims), dtype=np.float32)
-        time = np.empty((rows, self.samples), dtype=np.float32)
-        for row, (dataset, index) in enumerate(zip(columns["dataset_index"], columns["index"], strict=True)):
-            words = [NOISE_STREAM, self.seed, self.epoch, int(dataset), int(index)]
-            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+        stream = Stream.EVAL_NOISE if self.by_frame else Stream.NOISE
+        keys = ("dataset_index", "index") if self.by_frame else (SLOT,)
+        numbers = np.stack([columns[key] for key in keys], axis=1).tolist()
+        noise = np.empty((len(numbers), self.samples, self.horizon, self.dims), dtype=np.float32)
+        time = np.empty((len(numbers), self.samples), dtype=np.float32)
+        for row, key in enumerate(numbers):
+            rng = make_generator(stream, self.seed, *key)
             for draw in range(self.samples):  # one after the other: the first does not depend on how many follow
                 rng.standard_normal(out=noise[row, draw], dtype=np.float32)
                 time[row, draw] = rng.beta(self.alpha, self.beta) * self.scale + self.offset

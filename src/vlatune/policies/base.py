@@ -70,9 +70,10 @@ class Draw:
     """What decides the noise of flow matching."""
 
     seed: int
-    epoch: int
     flow_samples: int = 1
     """Noise and time draws per observation."""
+    by_frame: bool = False
+    """Whether they belong to the frame, as validation wants it, or to the sample's place in the run's order."""
 
 
 @dataclass(frozen=True)

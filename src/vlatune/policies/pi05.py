@@ -61,9 +61,13 @@ class Pi05Adapter:
     ) -> tuple[Transform, ...]:
         """Rename, normalise, prompt, tokenise, pad, draw: LeRobot's processors in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
-        alpha, beta, scale, offset = spec.flow_time
         flow = DrawFlow(
-            draw.seed, draw.epoch, spec.horizon, spec.max_action_dim, draw.flow_samples, alpha, beta, scale, offset
+            draw.seed,
+            spec.horizon,
+            spec.max_action_dim,
+            draw.flow_samples,
+            draw.by_frame,
+            *spec.flow_time,
         )
         return (
             Rename(dict(binding.cameras)),

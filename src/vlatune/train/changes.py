@@ -44,6 +44,7 @@ FREE = {
 """Setting, or the beginning of several -> why it may change."""
 NOT_THE_RUNS = ("resume", "strict_resume", "allow_changed")
 """Words to this start of the run, not settings of it."""
+ORDER_CHANGED = "this vlatune takes the samples in another order, or draws other noise, from here on"
 FREE_VERSIONS = ("ray",)
 """Packages whose version changes no number: the order of samples is ours."""
 
@@ -101,7 +102,9 @@ def _made_of(now: Mapping[str, str], then: Mapping[str, str]) -> Iterator[Change
         if now.get(key) == then.get(key):
             continue
         group, _, what = key.partition(".")
-        if group == "versions":
+        if key == "versions.order":
+            yield Change(group, f"{ORDER_CHANGED} (version {then.get(key, '1')}, now {now.get(key)})")
+        elif group == "versions":
             text = f"{what} was {then.get(key)}, now {now.get(key)}"
             yield Change("" if what in FREE_VERSIONS else group, text)
         else:

@@ -7,7 +7,7 @@ that of always predicting the mean action, and its own with the pictures or the 
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from vlatune.config import EvalConfig, RunConfig
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.dataset.stats import feature_stats
 from vlatune.flags import config_from_dict
-from vlatune.pipeline.transforms import Normalise, apply_all
+from vlatune.pipeline.transforms import Normalise, Transform, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
 from vlatune.report.sinks import write_json
@@ -92,10 +92,11 @@ def read_held_out(setup: Setup, max_samples: int) -> Columns:
 
 def predict(setup: Setup, module: Any, rows: Columns, options: EvalConfig) -> Predictions:
     """Sampled actions and the flow-matching loss, batch by batch."""
-    unscale = _action_normaliser(setup)
+    transforms = setup.eval_transforms(options.seed)
+    unscale = _action_normaliser(transforms)
     predicted, losses = [], []
     for batch_rows in _batches(rows, options.batch_size):
-        columns = apply_all(setup.transforms(options.seed), batch_rows)
+        columns = apply_all(transforms, batch_rows)
         batch = {key: torch.from_numpy(values) for key, values in columns.items()}
         with torch.no_grad():
             # Device syncs, both here: evaluation wants the numbers at once, and no training step waits behind it.
@@ -162,8 +163,8 @@ def _samples_to_show(setup: Setup, rows: Columns, predictions: Predictions) -> l
     ]
 
 
-def _action_normaliser(setup: Setup) -> Normalise | None:
-    return next((t for t in setup.transforms(0) if isinstance(t, Normalise) and t.key == ACTION), None)
+def _action_normaliser(transforms: Sequence[Transform]) -> Normalise | None:
+    return next((t for t in transforms if isinstance(t, Normalise) and t.key == ACTION), None)
 
 
 def _batches(rows: Columns, size: int) -> Iterator[Columns]:

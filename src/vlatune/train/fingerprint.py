@@ -14,6 +14,7 @@ import numpy as np
 from vlatune.checkpoint.base_weights import base_weights, short_hash
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.remote_retry import retried
+from vlatune.random_streams import ORDER_VERSION
 from vlatune.train.setup import Setup
 
 PACKAGES = ("vlatune", "torch", "lerobot", "transformers", "tokenizers", "peft", "numpy", "av", "ray")
@@ -31,6 +32,7 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     found["base.weights"] = base_weights(Path(setup.policy.folder))
     found["base.config"] = short_hash([(Path(setup.policy.folder) / "config.json").read_bytes()])
     found["base.tokenizer"] = short_hash([Path(setup.policy.tokenizer_file).read_bytes()])
+    found["versions.order"] = str(ORDER_VERSION)
     return found | {f"versions.{name}": version(name) for name in PACKAGES}
 
 

@@ -127,14 +127,10 @@ def _run_group(
 
 
 def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
-    from vlatune.pipeline.build import DataPlan
     from vlatune.pipeline.sizing import RunShape
 
-    plan = DataPlan(
-        setup.metas, setup.training, setup.specs, setup.order, setup.transforms_of_epoch(), config.batch_size
-    )
     longest = max(setup.order.run_length, setup.order.window_rows)  # as plan.py cuts them
-    return RunShape(config.num_workers, plan.row_bytes(), run_rows=longest)
+    return RunShape(config.num_workers, setup.data_plan(config.batch_size).row_bytes(), run_rows=longest)
 
 
 def _introduce(config: RunConfig, start: Start, folder: RunFolder, sizing: "Sizing") -> None:

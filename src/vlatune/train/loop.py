@@ -18,7 +18,6 @@ from ray.train.torch import get_device
 from torch import Tensor, nn
 
 from vlatune.checkpoint.rng import seed_all
-from vlatune.pipeline.build import DataPlan
 from vlatune.pipeline.feed import Feed, StageTimes
 from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
@@ -73,17 +72,8 @@ class Worker:
         flags = set_performance_flags(self.device, job.torch_threads)
         seed_all(self.config.seed)
         # The data first: its readers start while the model is loaded.
-        plan = DataPlan(
-            metas=job.setup.metas,
-            selection=job.setup.training,
-            specs=job.setup.specs,
-            order=job.setup.order,
-            transforms=job.setup.transforms_of_epoch(),
-            batch_size=self.config.batch_size,
-        )
-        self.feed = Feed(
-            plan, share, job.budget, first_step=job.checkpoints.resume_step or 0, last_step=self.config.steps
-        )
+        plan, first_step = job.setup.data_plan(self.config.batch_size), job.checkpoints.resume_step or 0
+        self.feed = Feed(plan, share, job.budget, first_step=first_step, last_step=self.config.steps)
         self.batches = device_batches(self.feed, self.device, depth=self.config.prefetch_batches)
         options = ModuleOptions.of(self.config.policy)
         module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options).to(self.device)

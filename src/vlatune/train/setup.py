@@ -7,7 +7,6 @@ tokenizer, batch against dataset.
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from vlatune.dataset.stats import feature_stats
 from vlatune.dataset.stats_check import check_stats
 from vlatune.dataset.storage import Root
 from vlatune.dataset.storage_options import parse_storage_options
+from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, stats_needed
 from vlatune.policies.hub import resolve_folder
@@ -49,27 +49,19 @@ class Setup:
     flow_samples: int = 1
     """Noise and time draws per observation in training; evaluation takes one."""
 
-    def transforms(self, epoch: int) -> tuple[Transform, ...]:
-        """With one draw per observation, whatever training takes."""
-        return make_transforms(self.adapter, self.policy, self.binding, self.stats, self.order.seed, epoch)
+    def training_transforms(self) -> tuple[Transform, ...]:
+        return self._transforms(Draw(self.order.seed, self.flow_samples))
 
-    def transforms_of_epoch(self):
-        """Epoch -> transforms of training, without dragging the episode tables into every read task."""
-        of_run = (self.adapter, self.policy, self.binding, self.stats, self.order.seed)
-        return partial(make_transforms, *of_run, flow_samples=self.flow_samples)
+    def eval_transforms(self, seed: int) -> tuple[Transform, ...]:
+        """One draw per observation, whatever training takes, and the same one each time."""
+        return self._transforms(Draw(seed, by_frame=True))
 
+    def data_plan(self, batch_size: int) -> DataPlan:
+        """What the workers' feeds read."""
+        return DataPlan(self.metas, self.training, self.specs, self.order, self.training_transforms(), batch_size)
 
-def make_transforms(
-    adapter: PolicyAdapter,
-    policy: PolicySpec,
-    binding: Binding,
-    stats: Mapping[str, Mapping[str, np.ndarray]],
-    seed: int,
-    epoch: int,
-    *,
-    flow_samples: int = 1,
-) -> tuple[Transform, ...]:
-    return adapter.make_transforms(policy, binding, stats, Draw(seed, epoch, flow_samples))
+    def _transforms(self, draw: Draw) -> tuple[Transform, ...]:
+        return self.adapter.make_transforms(self.policy, self.binding, self.stats, draw)
 
 
 def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool = False) -> Setup:

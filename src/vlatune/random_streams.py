@@ -1,0 +1,30 @@
+"""Every generator that decides what a run learns: a stream and some numbers -> a generator of its own. Pure.
+
+Nothing has to be saved to draw again what was drawn, and one stream never gives what another does, though all of them
+are seeded with the same numbers.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+ORDER_VERSION = 2
+"""Raised with every change that gives a run another order of samples or other draws: a checkpoint carries it, and a run
+that would go on with another order is refused."""
+
+
+class Stream(IntEnum):
+    """What a generator is for, and the numbers that it is made of."""
+
+    ORDER = 1
+    """(seed, epoch): the order of samples."""
+    NOISE = 2
+    """(seed, place in the run's order): noise and time of a training sample."""
+    MIXTURE = 3
+    """(seed, dataset, pass): the runs of frames that a dataset gives to a mixture."""
+    EVAL_NOISE = 4
+    """(seed, dataset, frame): noise and time of a validation sample."""
+
+
+def make_generator(stream: Stream, *numbers: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([int(stream), *numbers])))
