@@ -18,22 +18,26 @@ UNKNOWN = math.nan
 TURN_TAKERS = ("pt_autograd", "pt_gloo")
 """torch's names of threads for which the training thread waits: backward on an accelerator, the exchange of gradients on
 CPUs."""
+TEAM_LOOKS = 8
+"""Of about 8 ms each; a foreign pool spun for 25 ms after it was made."""
 
 
 @dataclass(frozen=True)
 class ThreadTimes:
     cpu_s: float = 0.0
     queued_s: float = 0.0
-    """Ready to run while others had the cores."""
+    """Ready to run, and without a core."""
+    runs: float = 0.0
+    """How often it came to run."""
 
     def __add__(self, other: "ThreadTimes") -> "ThreadTimes":
-        return ThreadTimes(self.cpu_s + other.cpu_s, self.queued_s + other.queued_s)
+        return ThreadTimes(self.cpu_s + other.cpu_s, self.queued_s + other.queued_s, self.runs + other.runs)
 
     def __sub__(self, other: "ThreadTimes") -> "ThreadTimes":
-        return ThreadTimes(self.cpu_s - other.cpu_s, self.queued_s - other.queued_s)
+        return ThreadTimes(self.cpu_s - other.cpu_s, self.queued_s - other.queued_s, self.runs - other.runs)
 
 
-NOT_TOLD = ThreadTimes(UNKNOWN, UNKNOWN)
+NOT_TOLD = ThreadTimes(UNKNOWN, UNKNOWN, UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class CpuClocks:
         return Reading(
             time.perf_counter(),
             time.process_time(),
-            ThreadTimes(time.thread_time(), self._queued_s(self._training)),
+            ThreadTimes(time.thread_time(), *self._queued(self._training)),
             sum((self._times(thread) for thread in self._turn_takers()), ThreadTimes()),
             (NOT_TOLD,) if self._team is None else tuple(self._times(thread) for thread in self._team),
             idle_cpu_s,
@@ -94,18 +98,18 @@ class CpuClocks:
     def _times(self, thread: int) -> ThreadTimes:
         """A thread that has ended keeps its last times."""
         try:
-            self._last[thread] = ThreadTimes(thread_cpu_s(thread), self._queued_s(thread))
+            self._last[thread] = ThreadTimes(thread_cpu_s(thread), *self._queued(thread))
         except OSError:
             self._last.setdefault(thread, NOT_TOLD)
         return self._last[thread]
 
-    def _queued_s(self, thread: int) -> float:
-        """Second number of schedstat, in nanoseconds; a kernel that does not count writes three zeros."""
+    def _queued(self, thread: int) -> tuple[float, float]:
+        """(seconds, runs): second and third number of schedstat. A kernel that does not count writes three zeros."""
         try:
             _, queued_ns, runs = (self._proc / f"self/task/{thread}/schedstat").read_text().split()
         except (OSError, ValueError):
-            return UNKNOWN
-        return int(queued_ns) / 1e9 if int(runs) else UNKNOWN
+            return UNKNOWN, UNKNOWN
+        return (int(queued_ns) / 1e9, int(runs)) if int(runs) else (UNKNOWN, UNKNOWN)
 
     def _turn_takers(self) -> list[int]:
         """They start with the first backward pass, so each reading looks for new threads; names are read once."""
@@ -151,16 +155,22 @@ def thread_cpu_s(thread: int) -> float:
 
 
 def find_team(parallel_region: Callable[[], object], size: int) -> list[int] | None:
-    """The `size` threads that work most, beside the calling one, while `parallel_region` runs.
+    """The `size` threads that work, beside the calling one, each time that `parallel_region` runs; None if too few do.
 
     Threads of Python's are left out: those of an OpenMP pool are not. It need not be known whether the pool was there
-    before, nor does a thread that starts meanwhile disturb. None where there are fewer, or no /proc.
+    before. Several looks, since other pools spin for some milliseconds after they were made: torch.set_num_threads makes one.
     """
+    grown_s = [_grown_s(parallel_region) for _ in range(TEAM_LOOKS)]
+    least_s = {thread: min(look.get(thread, 0.0) for look in grown_s) for thread in grown_s[-1]}
+    busiest = sorted((thread for thread in least_s if least_s[thread] > 0), key=least_s.__getitem__, reverse=True)
+    return busiest[:size] if len(busiest) >= size else None
+
+
+def _grown_s(parallel_region: Callable[[], object]) -> dict[int, float]:
+    """CPU seconds that each native thread took while `parallel_region` ran."""
     before_s = _native_threads_cpu_s()
     parallel_region()
-    grown_s = {thread: cpu_s - before_s.get(thread, 0.0) for thread, cpu_s in _native_threads_cpu_s().items()}
-    busiest = sorted(grown_s, key=grown_s.__getitem__, reverse=True)[:size]
-    return busiest if len(busiest) == size else None
+    return {thread: cpu_s - before_s.get(thread, 0.0) for thread, cpu_s in _native_threads_cpu_s().items()}
 
 
 def _native_threads_cpu_s() -> dict[int, float]:
