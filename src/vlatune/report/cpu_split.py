@@ -25,9 +25,11 @@ SPENT_CPU = (
     "all_cpu",
 )
 """Seconds of a worker between two log steps; NaN where the system does not tell."""
-HANDOVER_S = 30e-6
-"""A thread that is woken, or that shares a core with another of its team for a moment, queues this long: 15 to 28 us a run
-were seen where cores were free, 400 to 3,000 us behind busy processes, whose time slices are that long."""
+HANDOVER_S = 20e-6
+"""A thread that is woken, or hands its core to another of its team, queues this long: 15 to 17 us a run were seen where cores
+were free, 400 to 3,000 us behind busy processes, whose time slices are that long."""
+MOVERS_SHARE = 0.05
+"""Of a core, taken by threads that move batches and hold the interpreter's lock only for moments: not charged."""
 READERS_PART = 0.5
 """Readers are named as those who kept the trainer where they account for this part of what other processes took."""
 
@@ -100,7 +102,8 @@ def _kept(spent: Reading, computing_s: float, other_s: float, foreign_s: float) 
     asleep_s = _at_least_zero(computing_s - line.cpu_s - line.queued_s - turns.cpu_s - turns.queued_s)
     if computing_s <= 0:
         return 0.0, 0.0
-    locked_s = min(asleep_s, other_s) if math.isfinite(asleep_s + other_s) else math.nan
+    charged_s = _at_least_zero(other_s - MOVERS_SHARE * computing_s)
+    locked_s = min(asleep_s, charged_s) if math.isfinite(asleep_s + charged_s) else math.nan
     going_share = _share(computing_s - locked_s - _held_s(line) - _held_s(turns), computing_s)
     for one in spent.team:
         going_share *= _share(computing_s - _held_s(one), computing_s)
