@@ -26,8 +26,8 @@ SPENT_CPU = (
 )
 """Seconds of a worker between two log steps; NaN where the system does not tell."""
 HANDOVER_S = 20e-6
-"""A thread that is woken, or hands its core to another of its team, queues this long: 15 to 17 us a run were seen where cores
-were free, 400 to 3,000 us behind busy processes, whose time slices are that long."""
+"""A thread that is woken, or hands its core to another of its team, queues this long: 15 and 17 us a run were seen where cores
+were free, 50 to 3,000 us where they were contended."""
 MOVERS_SHARE = 0.05
 """Of a core, taken by threads that move batches and hold the interpreter's lock only for moments: not charged."""
 READERS_PART = 0.5

@@ -8,8 +8,7 @@ from typing import Any
 from vlatune.report.units import format_share
 
 KEPT_SHARE_FINE = 0.05
-"""Below this, having the cores to itself would save less than a twentieth of the time. A thread that is alone on its machine
-still queues for 1 to 2 % of it, behind the system's own."""
+"""Below this, having the cores to itself would save less than a twentieth of the time."""
 IDLE_SHARE_FREE = 0.4
 """With two cores in five idle no other load can be the reason that threads queue."""
 
