@@ -1,8 +1,11 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.report.meters import STAGES, StepMeter
+from vlatune.report.cpu_split import SPENT_CPU
+from vlatune.report.meters import SPENT, STAGES, StepMeter
 
 
 class Clock:
@@ -67,7 +70,7 @@ def test_the_worker_that_waits_longest_is_reported_and_stages_are_added_up():
         meter.stepped(8)
         mine = meter.take_spent({"decode": decoded_s, "transport": 0.5, "collate": 1.5, "copy": 0.25})
         assert mine[0] == waits[0]
-        other = [waits[1], 10.0, 0.0, 0.0, 0.0]
+        other = [waits[1], 10.0, 0.0, 0.0, 0.0, *[math.nan] * len(SPENT_CPU)]
         line = meter.take_interval([mine, other])
         assert line["wait_share"] == max(waits) / 10
         assert line["wait_s"] == max(waits)
@@ -85,6 +88,42 @@ def test_the_worker_that_waits_longest_is_reported_and_stages_are_added_up():
         "collate": 0.5,
         "copy": 0.25,
     }
+
+
+def worker(**spent_s: float) -> list[float]:
+    """A worker's ten seconds, nothing in them but what is given."""
+    unhindered = dict.fromkeys(SPENT, 0.0) | {"loop": 10.0, "all_cpu": 20.0, "idle_cpu": 4.0}
+    return list((unhindered | spent_s).values())
+
+
+def test_the_worker_that_is_kept_most_is_reported():
+    clock = Clock()
+    meter = StepMeter(clock=clock, readers_here=True)
+    meter.first_batch()
+    for first, second in (
+        ({"wait": 1.0}, {"kept_others": 4.0, "decode": 12.0}),
+        ({"kept_own": 1.0, "other_threads": 1.0}, {}),
+    ):
+        clock.pass_s(10.0)
+        meter.stepped(8)
+        line = meter.take_interval([worker(**first), worker(**second)])
+        assert line["kept_share"] == (0.4 if second else 0.1)
+        assert line["kept_by"] == ("readers" if second else "own process")
+        assert line["idle_share"] == 0.2
+    totals = meter.totals()
+    kept_s = {name: totals["time_s"][name] for name in ("wait", "compute", "kept_own", "kept_others")}
+    assert kept_s == {"wait": 1.0, "compute": 15.0, "kept_own": 0.0, "kept_others": 4.0}
+    assert totals["kept_by"] == "other load"  # of 32 s of others, readers explain 12
+
+
+def test_computing_gives_way_where_one_worker_waits_and_another_is_kept():
+    clock = Clock()
+    meter = StepMeter(clock=clock)
+    meter.first_batch()
+    clock.pass_s(10.0)
+    meter.take_interval([worker(wait=6.0), worker(kept_own=6.0, kept_others=2.0)])
+    time_s = meter.totals()["time_s"]
+    assert (time_s["compute"], time_s["kept_own"], time_s["kept_others"]) == (0.0, 3.0, 1.0)
 
 
 def test_a_run_that_died_before_its_first_batch_was_all_start():

@@ -94,6 +94,14 @@ def test_the_time_bar_shows_what_the_parts_leave_over():
     assert "other 50 %" in plots.time_bar({**parts, "total": 200.0})
 
 
+def test_the_time_bar_shows_who_kept_the_step_from_computing():
+    parts = {"start": 10.0, "wait": 5.0, "compute": 40.0, "kept_own": 25.0, "kept_others": 15.0, "checkpoint": 5.0}
+    bar = plots.time_bar({**parts, "total": 100.0})
+    assert "kept from computing by other threads of the process 25 %" in bar
+    assert "kept from computing by readers or other load on its cores 15 %" in bar
+    assert "kept" not in plots.time_bar({"start": 10.0, "compute": 90.0, "total": 100.0})  # not measured
+
+
 def test_the_longest_bar_fills_its_track():
     made = plots.eval_bars({"action_error": 0.1, "mean_action_error": 0.4, "blank_images_error": None})
     assert re.findall(r"width:([\d.]+)%", made) == ["25.00", "100.00"]

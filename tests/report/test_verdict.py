@@ -10,12 +10,89 @@ SUMMARY = {
     "fallback_bytes": 0,
     "restarts": 0,
     "time_s": {"start": 10.0, "wait": 1.2, "compute": 97.8, "checkpoint": 1.0, "total": 110.0},
+    "cpu": {
+        "train_thread_s": 97.0,
+        "compute_threads_s": 95.0,
+        "other_threads_s": 3.0,
+        "run_queue_wait_s": 0.5,
+        "kept_own_s": 0.5,
+        "kept_others_s": 0.5,
+        "loop_s": 100.0,
+        "idle_share": 0.0,
+        "cores": 2,
+    },
+    "kept_by": "own process",
+    "performance_flags": {"device": "cpu", "threads": 2},
 }
 
 
+def kept(by: str, own_s: float, others_s: float, **cpu: object) -> dict:
+    """What a summary says of 100 s in which the step was kept for some."""
+    spent_s = {"kept_own_s": own_s, "kept_others_s": others_s}
+    time_s = {"start": 0.0, "wait": 0.0, "compute": 100 - own_s - others_s, "total": 100.0, "decode": 140.0}
+    return {"kept_by": by, "cpu": SUMMARY["cpu"] | spent_s | cpu, "time_s": time_s, "num_readers": 2}
+
+
 def test_a_run_that_never_waits_is_compute_bound():
-    assert verdict(SUMMARY, CONFIG) == "compute-bound: data wait 1.2 % of the time; 0 bytes spilled"
+    line = "compute-bound: data wait 1.2 % of the time, kept from computing 1.0 %; 0 bytes spilled"
+    assert verdict(SUMMARY, CONFIG) == line
     assert judge(SUMMARY, CONFIG).tone == "good"
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (
+            kept("own process", 72.0, 2.0, other_threads_s=97.0),
+            "slowed by its own process: other threads of the training process took 97 % of a core; "
+            "the step runs at about 26 % of the speed it has alone; `py-spy dump`",
+        ),
+        (
+            kept("readers", 2.0, 38.0),
+            "sharing cores: readers and trainer want 3.4 cores, there are 2; "
+            "the step runs at about 60 % of the speed it has alone; more cores, or readers on another machine",
+        ),
+        (
+            kept("readers", 0.0, 38.0) | {"performance_flags": {"device": "cuda", "threads": 2}},
+            "sharing cores: readers and trainer want 2.4 cores, there are 2; "
+            "the step is launched at about 62 % of the speed it has alone, which the device's queue may hide",
+        ),
+        (kept("other load", 0.0, 20.0), "slowed by other load: processes beside this run's readers took its cores; "),
+        (
+            kept("other load", 0.0, 20.0, idle_share=0.6),
+            "slowed by a limit: threads queued for cores while 60 % of them",
+        ),
+        (kept("readers", 2.0, 2.9), "compute-bound: "),
+    ],
+)
+def test_a_step_that_is_slower_than_alone_is_told_by_whom(measured, said):
+    found = judge(SUMMARY | measured, CONFIG)
+    assert found.line.startswith(said)
+    assert found.tone == ("good" if said == "compute-bound: " else "warn")
+
+
+@pytest.mark.parametrize(
+    ("wait_share", "first", "second"),
+    [(0.1, "sharing cores: ", "; besides, decode-bound: "), (0.6, "decode-bound: ", "; besides, sharing cores: ")],
+)
+def test_the_larger_share_comes_first_and_the_other_is_not_kept_back(wait_share, first, second):
+    line = verdict(SUMMARY | kept("readers", 0.0, 38.0) | {"wait_share": wait_share, "samples_per_s": 12.0}, CONFIG)
+    assert line.startswith(first)
+    assert second in line
+
+
+@pytest.mark.parametrize("cpu", [None, {}, SUMMARY["cpu"] | {"kept_own_s": None, "kept_others_s": None}])
+def test_compute_bound_is_not_said_where_nobody_knows_whether_the_step_was_kept(cpu):
+    line = verdict(SUMMARY | {"cpu": cpu}, CONFIG)
+    assert line.startswith("not held up by data: data wait 1.2 % of the time")
+    assert "is not known" in line
+
+
+def test_busy_other_threads_are_told_even_where_nobody_knows_whom_they_kept():
+    cpu = SUMMARY["cpu"] | {"kept_own_s": None, "kept_others_s": None, "other_threads_s": 90.0}
+    found = judge(SUMMARY | {"cpu": cpu}, CONFIG)
+    assert found.line.startswith("other threads of the training process took 90 % of a core, and may have kept it")
+    assert found.tone == "warn"
 
 
 def test_spilling_comes_first_whatever_else_is_wrong():

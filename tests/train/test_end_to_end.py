@@ -15,12 +15,14 @@ import ray
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.dataset.meta import load_meta
+from vlatune.report.kept import KEPT_SHARE_FINE
 from vlatune.report.sinks import read_jsonl
 from vlatune.train.launch import train
 
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
 METRICS |= {"object_store_bytes", "epoch", "samples_seen", "wait_s"}
+METRICS |= {"other_threads_share", "kept_share", "kept_by", "idle_share"}
 SUMMARY = {"optimizer_steps", "final_loss", "samples_per_s", "wait_share", "time_to_first_batch_s", "spilled_bytes"}
 SUMMARY |= {"fallback_bytes", "peak_object_store_bytes", "restarts", "verdict"}
 
@@ -65,6 +67,19 @@ def test_run_folder_is_complete(first_run):
     assert summary["peak_object_store_bytes"] > 0
     assert [path.name for path in list_checkpoints(first_run)] == ["00000005", "00000010", "00000012"]
     assert "<html" in (first_run / "report.html").read_text()[:200].lower()
+
+
+def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
+    summary = json.loads((first_run / "summary.json").read_text())
+    cpu, time_s = summary["cpu"], summary["time_s"]
+    assert cpu.keys() >= {"train_thread_s", "compute_threads_s", "other_threads_s", "run_queue_wait_s", "idle_share"}
+    assert None not in cpu.values()
+    loop_s = time_s["total"] - time_s["start"]
+    assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= cpu["loop_s"] * 1.01 <= loop_s * 1.02
+    parts = ("start", "wait", "compute", "kept_own", "kept_others", "checkpoint")
+    assert sum(time_s[part] for part in parts) == pytest.approx(time_s["total"])
+    if cpu["kept_own_s"] + cpu["kept_others_s"] >= KEPT_SHARE_FINE * cpu["loop_s"]:
+        assert "compute-bound" not in summary["verdict"]
 
 
 def test_samples_are_each_used_once_an_epoch(first_run):

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vlatune.train.device import set_performance_flags
+from vlatune.report.cpu_clocks import thread_cpu_s
+from vlatune.train.device import find_compute_threads, set_performance_flags
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +30,22 @@ def test_on_cuda_tf32_and_the_choice_of_kernels_are_on():
     assert flags["float32_matmul_precision"] == torch.get_float32_matmul_precision() == "high"
     assert flags["cudnn_tf32"] is torch.backends.cudnn.allow_tf32 is True
     assert flags["cudnn_benchmark"] is torch.backends.cudnn.benchmark is True
+
+
+def test_the_threads_that_share_an_operator_are_found():
+    torch.set_num_threads(3)
+    team = find_compute_threads(torch.device("cpu"))
+    assert team is not None
+    assert len(team) == 2
+    before_s = [thread_cpu_s(thread) for thread in team]
+    work = torch.ones(1 << 20)
+    for _ in range(20):
+        work.exp()
+    assert all(thread_cpu_s(thread) > cpu_s for thread, cpu_s in zip(team, before_s, strict=True))
+
+
+def test_one_thread_computes_alone_and_so_does_one_that_launches():
+    torch.set_num_threads(1)
+    assert find_compute_threads(torch.device("cpu")) == []
+    torch.set_num_threads(2)
+    assert find_compute_threads(torch.device("cuda")) == []

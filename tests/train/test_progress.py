@@ -33,6 +33,13 @@ def test_all_steps_are_shown_once_although_the_file_was_cut_and_grew_again_betwe
     assert shown(capsys.readouterr().out) == list(range(1, 13))
 
 
+def test_being_kept_from_computing_is_told_where_it_matters():
+    hindered = record(1) | {"kept_share": 0.23, "kept_by": "readers"}
+    assert "wait 0.0%  kept 23% (readers)  store" in progress.describe(hindered)
+    for calm in ({}, {"kept_share": None, "kept_by": None}, {"kept_share": 0.04, "kept_by": "readers"}):
+        assert "kept" not in progress.describe(record(1) | calm)
+
+
 def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "POLL_S", 3600.0)
     metrics = MetricsFile(tmp_path / "metrics.jsonl")

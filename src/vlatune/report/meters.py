@@ -3,9 +3,9 @@
 The loop tells the meter what it did: `first_batch`, `waited`, `stepped`, `saved`. What is neither waiting nor
 saving is compute, so the parts always add up to the wall clock. Everything before the first batch is `start` and
 counts in no rate: a short run is not judged by its start-up. One meter sees one rank and one attempt. At log steps it
-is told what every worker spent, and reports the one that waited longest: all others wait for it in turn. The stages that
-prepare data run beside the loop, on other threads and machines; their seconds are added up over all workers and are no
-part of the wall clock.
+is told what every worker spent, and reports the one that waited longest and the one that was kept from computing most: all
+others wait for them in turn. The stages that prepare data run beside the loop, on other threads and machines; their seconds
+are added up over all workers and are no part of the wall clock.
 """
 
 import time
@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from vlatune.report.cpu_clocks import UNKNOWN, CpuClocks, Reading
+from vlatune.report.cpu_split import SPENT_CPU, cpu_rates, cpu_summary, keeper, split
+
 STAGES = ("decode", "transport", "collate", "copy")
 """What happens to a batch before the trainer has it, in this order."""
-SPENT = ("wait", *STAGES)
+SPENT = ("wait", *STAGES, *SPENT_CPU)
 """Seconds that a worker tells the others at a log step."""
+STAGE_COLUMNS = slice(1, 1 + len(STAGES))
 
 
 @dataclass
@@ -50,14 +54,20 @@ class StepMeter:
     >>> line = meter.take_interval() # every log_freq optimizer steps
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, readers_here: bool = False):
+        self._clock, self._readers_here = clock, readers_here
+        self._cpu_clocks: CpuClocks | None = None
+        self._cpu_before: Reading | None = None
         self._born_s = clock()
         self._started_s: float | None = None
         self._interval = _Span(self._born_s)
         self._run = _Span(self._born_s)
         self._stages_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._by_worker: np.ndarray | None = None
+
+    def watch_cpu(self, clocks: CpuClocks) -> None:
+        """From here on the meter also says what kept the training thread; call it on that thread."""
+        self._cpu_clocks = clocks
 
     def first_batch(self, stages_s: Mapping[str, float] | None = None) -> float:
         """The first batch is here: the loop's time begins now. Returns the seconds it took.
@@ -67,6 +77,7 @@ class StepMeter:
         assert self._started_s is None, "first_batch is called once"
         self._started_s = self._clock()
         self._stages_s.update(stages_s or {})
+        self._cpu_before = self._cpu_clocks.read() if self._cpu_clocks else None
         self._interval = _Span(self._started_s)
         self._run = _Span(self._started_s)
         return self._started_s - self._born_s
@@ -91,47 +102,76 @@ class StepMeter:
         """This worker's seconds since the last log step, as SPENT names them; `stages_s` as for `first_batch`."""
         grown = [stages_s[stage] - self._stages_s[stage] for stage in STAGES]
         self._stages_s.update(stages_s)
-        return [self._interval.wait_s, *grown]
+        return [self._interval.wait_s, *grown, *self._take_cpu().values()]
 
-    def take_interval(self, by_worker_s: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
+    def _take_cpu(self) -> dict[str, float]:
+        """Seconds as SPENT_CPU names them, since the last log step."""
+        if self._cpu_clocks is None or self._cpu_before is None:
+            return dict.fromkeys(SPENT_CPU, UNKNOWN)
+        before, self._cpu_before = self._cpu_before, self._cpu_clocks.read()
+        return split(self._cpu_before - before, self._interval.wait_s, self._interval.checkpoint_s)
+
+    def take_interval(self, by_worker_s: Sequence[Sequence[float]] | None = None) -> dict[str, Any]:
         """Rates and wait per step since the last call; the next interval begins.
 
         `by_worker_s` is every worker's `take_spent`; without it, this worker speaks for all.
         """
         now_s = self._clock()
+        cpu: dict[str, Any] = {}
         if by_worker_s is not None:
             spent = np.array(by_worker_s, dtype=np.float64)
             self._by_worker = spent if self._by_worker is None else self._by_worker + spent
             self._interval.wait_s = float(spent[:, 0].max())
+            cpu = cpu_rates(_most_hindered(spent), _decode_s(spent), readers_here=self._readers_here)
         rates = self._interval.rates(now_s)
         self._interval = _Span(now_s)
-        return rates
+        return rates | cpu
 
     def totals(self) -> dict[str, Any]:
         """The same for the whole run, its counts, and `time_s` by what it was spent on.
 
-        start, wait, compute and checkpoint add up to total; the stages ran beside them.
+        start, wait, compute, kept_own, kept_others (where known) and checkpoint add up to total; the stages ran beside them.
         """
         now_s = self._clock()
-        waits_s = [self._run.wait_s] if self._by_worker is None else self._by_worker[:, 0].tolist()
-        stages_s = np.zeros(len(STAGES)) if self._by_worker is None else self._by_worker[:, 1:].sum(axis=0)
-        slowest = replace(self._run, wait_s=max(waits_s))
+        spent = np.array([[self._run.wait_s, *[0.0] * len(STAGES), *[UNKNOWN] * len(SPENT_CPU)]])
+        spent = spent if self._by_worker is None else self._by_worker
+        waits_s, stages_s = spent[:, 0].tolist(), spent[:, STAGE_COLUMNS].sum(axis=0)
+        slowest, hindered = replace(self._run, wait_s=max(waits_s)), _most_hindered(spent)
         return {
             **(slowest.rates(now_s) if self._started_s is not None else _Span(now_s).rates(now_s)),
             "optimizer_steps": self._run.optimizer_steps,
             "samples": self._run.samples,
             "wait_s_by_worker": waits_s,
-            "time_s": self._wall_s(now_s, slowest.wait_s) | dict(zip(STAGES, stages_s.tolist(), strict=True)),
+            "time_s": self._wall_s(now_s, slowest.wait_s, hindered) | dict(zip(STAGES, stages_s.tolist(), strict=True)),
+            "cpu": cpu_summary(hindered, self._cpu_clocks.num_cores) if self._cpu_clocks else None,
+            "kept_by": keeper(hindered, _decode_s(spent), readers_here=self._readers_here),
         }
 
-    def _wall_s(self, now_s: float, wait_s: float) -> dict[str, float]:
+    def _wall_s(self, now_s: float, wait_s: float, hindered: Mapping[str, float]) -> dict[str, float]:
+        """The slowest worker's wait and the most hindered one's kept seconds need not be one worker's: computing gives way."""
         start_s = (self._started_s if self._started_s is not None else now_s) - self._born_s
         loop_s = now_s - self._born_s - start_s
+        # The clock is read apart from the callers' stopwatches: rounding may leave a hair below zero.
+        left_s = max(0.0, loop_s - wait_s - self._run.checkpoint_s)
+        kept_s = {name: hindered[name] for name in ("kept_own", "kept_others") if np.isfinite(hindered[name])}
+        shrink = min(1.0, left_s / sum(kept_s.values())) if any(kept_s.values()) else 1.0
+        kept_s = {name: seconds * shrink for name, seconds in kept_s.items()}
         return {
             "start": start_s,
             "wait": wait_s,
-            # The clock is read apart from the callers' stopwatches: rounding may leave a hair below zero.
-            "compute": max(0.0, loop_s - wait_s - self._run.checkpoint_s),
+            "compute": left_s - sum(kept_s.values()),
+            **kept_s,
             "checkpoint": self._run.checkpoint_s,
             "total": start_s + loop_s,
         }
+
+
+def _most_hindered(spent: np.ndarray) -> dict[str, float]:
+    """SPENT_CPU of the worker that was kept from computing longest; of rank 0 where no worker knows."""
+    by_name = {name: spent[:, SPENT.index(name)] for name in SPENT_CPU}
+    worst = int(np.nan_to_num(by_name["kept_own"] + by_name["kept_others"], nan=-1.0).argmax())
+    return {name: float(seconds[worst]) for name, seconds in by_name.items()}
+
+
+def _decode_s(spent: np.ndarray) -> float:
+    return float(spent[:, SPENT.index("decode")].sum())

@@ -27,7 +27,9 @@ PNG_BYTES = 16_000
 MAX_PICTURE_PX = 320
 TIME_PARTS = {
     "start": "starting, until the first batch",
-    "compute": "compute",
+    "compute": "computing",
+    "kept_own": "kept from computing by other threads of the process",
+    "kept_others": "kept from computing by readers or other load on its cores",
     "wait": "waiting for data",
     "checkpoint": "saving checkpoints",
     "other": "other",
@@ -88,13 +90,19 @@ def learning_charts(metrics: Records) -> Html:
 
 
 def speed_charts(metrics: Records) -> Html:
-    """Samples per second and the share of the time spent waiting, side by side."""
+    """Samples per second, and the shares of the time spent waiting and kept from computing, side by side."""
     parts = []
     if has(metrics, "samples_per_s"):
         parts.append(curve(metrics, "samples_per_s", "Samples per second"))
     if has(metrics, "wait_share"):
         title = "Share of the time waiting for data"
         parts.append(curve(metrics, "wait_share", title, format_y=format_share, least_top=0.1))
+    if has(metrics, "kept_share"):
+        title = "Share of the time kept from computing"
+        parts.append(curve(metrics, "kept_share", title, format_y=format_share, least_top=0.1))
+    if has(metrics, "other_threads_share"):
+        title = "Cores taken by other threads of the training process"
+        parts.append(curve(metrics, "other_threads_share", title, least_top=0.1))
     return tag("div", *parts, class_="pair")
 
 
@@ -110,7 +118,7 @@ def store_chart(metrics: Records, capacity_bytes: float | None) -> Html:
 
 def time_bar(time_s: dict[str, float]) -> Html:
     """One bar cut by what the time was spent on, with its legend as a table."""
-    parts = {name: max(0.0, time_s.get(name, 0.0)) for name in TIME_PARTS}
+    parts = {name: max(0.0, time_s[name]) for name in TIME_PARTS if name in time_s}
     parts["other"] = max(0.0, time_s.get("total", 0.0) - sum(parts.values()))
     whole = sum(parts.values()) or 1.0
     if parts["other"] < 0.005 * whole:  # rounding, not a part of its own

@@ -1,20 +1,24 @@
 """One honest line on a run, and one sentence on its evaluation.
 
 Pure: a run's summary and settings in, words out. The line names what held the run back and what would help, worst
-first: nothing learnt, bytes spilled, data waited for, checkpoints waited for. It claims no more than was measured: it
-says why the trainer waited for data only where the stages' seconds were recorded, and when a run was too short to tell.
+first: nothing learnt, bytes spilled, data waited for or cores shared, checkpoints waited for. It claims no more than was
+measured: why the trainer waited for data only where the stages' seconds were recorded, compute-bound only where the step is
+known to run at the speed that it has alone, and when a run was too short to tell.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vlatune.report.kept import KEPT_SHARE_FINE, kept_share, why_kept
 from vlatune.report.units import format_bytes, format_seconds, format_share, plural
 
 WAIT_SHARE_FINE = 0.05
 """Below this, feeding the trainer faster would save less than a twentieth of the time."""
 CHECKPOINT_SHARE_FINE = 0.05
 """The same reason."""
+OTHER_THREADS_FINE = 0.5
+"""Cores that other threads of the training process may take before it is said where nobody knows whom they kept."""
 READERS_BUSY = 0.7
 """Readers that decode for this share of the time have hardly more to give: the rest is opening files and handing over."""
 STAGE_BUSY = 0.5
@@ -43,7 +47,7 @@ def judge(summary: dict[str, Any], config: dict[str, Any]) -> Verdict:
     steps = summary.get("optimizer_steps") or 0
     if steps == 0:
         return Verdict("bad", "no optimizer step was taken; the reason is in logs/")
-    found = _spilled(summary, config) or _waited(summary, config) or _checkpointed(summary) or _computed(summary)
+    found = _spilled(summary, config) or _held_up(summary, config) or _checkpointed(summary) or _computed(summary)
     return Verdict(found.tone, found.line + _caveats(steps, summary.get("restarts") or 0))
 
 
@@ -75,6 +79,16 @@ def _spilled(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
     if fallback:
         return Verdict("bad", f"{format_bytes(fallback)} went to disk because shared memory was full; {remedy}")
     return None
+
+
+def _held_up(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
+    """Waiting for data, or being kept from computing: the larger share first, and the other too where it is not small."""
+    share, waited = kept_share(summary) or 0.0, _waited(summary, config)
+    kept = Verdict("warn", why_kept(summary, config)) if share >= KEPT_SHARE_FINE else None
+    if waited is None or kept is None:
+        return waited or kept
+    first, second = (kept, waited) if share > (summary.get("wait_share") or 0.0) else (waited, kept)
+    return Verdict("warn", f"{first.line}; besides, {second.line}")
 
 
 def _waited(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
@@ -142,9 +156,18 @@ def _checkpointed(summary: dict[str, Any]) -> Verdict | None:
 
 
 def _computed(summary: dict[str, Any]) -> Verdict:
-    return Verdict(
-        "good", f"compute-bound: data wait {format_share(summary['wait_share'])} of the time; 0 bytes spilled"
+    waited, kept = f"data wait {format_share(summary['wait_share'])} of the time", kept_share(summary)
+    if kept is not None:
+        return Verdict("good", f"compute-bound: {waited}, kept from computing {format_share(kept)}; 0 bytes spilled")
+    cpu = summary.get("cpu") or {}
+    others_s, loop_s = cpu.get("other_threads_s"), cpu.get("loop_s")
+    unknown = (
+        "whether the step runs at the speed it has alone is not known: this system does not tell how long threads queue"
     )
+    if others_s is not None and loop_s and others_s / loop_s >= OTHER_THREADS_FINE:
+        took = f"other threads of the training process took {format_share(others_s / loop_s)} of a core"
+        return Verdict("warn", f"{took}, and may have kept it from computing; {waited}; {unknown}")
+    return Verdict("good", f"not held up by data: {waited}; 0 bytes spilled; {unknown}")
 
 
 def _caveats(steps: int, restarts: int) -> str:

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import torch
 
 from vlatune.batch import Columns
+from vlatune.report.cpu_clocks import find_team
 from vlatune.train.collate import DeviceBatch
 from vlatune.train.prefetch import Prefetcher
 from vlatune.train.transfer import HostTransfer, StreamTransfer, TorchMachine
 
-__all__ = ["DeviceBatch", "device_batches", "set_performance_flags"]
+__all__ = ["DeviceBatch", "device_batches", "find_compute_threads", "set_performance_flags"]
 
 
 def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, object]:
@@ -23,6 +24,13 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, o
         flags["cudnn_benchmark"] = torch.backends.cudnn.benchmark
         flags["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
     return flags | {"float32_matmul_precision": torch.get_float32_matmul_precision()}
+
+
+def find_compute_threads(device: torch.device) -> list[int] | None:
+    """Native ids of the threads that share the operators of the calling one; call it after the flags are set."""
+    others = torch.get_num_threads() - 1 if device.type == "cpu" else 0
+    work = torch.ones(1 << 20)  # about 1 ms an operator: long enough to stand out
+    return find_team(lambda: [work.exp() for _ in range(8)], others)
 
 
 def device_batches(batches: Iterator[Columns], device: torch.device, *, depth: int = 1) -> Prefetcher:

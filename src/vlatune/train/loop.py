@@ -21,9 +21,10 @@ from vlatune.checkpoint.rng import seed_all
 from vlatune.pipeline.feed import Feed, StageTimes
 from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
+from vlatune.report.cpu_clocks import CpuClocks
 from vlatune.report.meters import STAGES, StepMeter
 from vlatune.train.agreement import Agreement
-from vlatune.train.device import device_batches, set_performance_flags
+from vlatune.train.device import device_batches, find_compute_threads, set_performance_flags
 from vlatune.train.ema import Ema
 from vlatune.train.exchange import mean_and_each
 from vlatune.train.finite import FiniteWatch
@@ -42,8 +43,9 @@ def run_worker(settings: dict[str, WorkerJob]) -> None:
     context = ray.train.get_context()
     share = Share(context.get_world_rank(), context.get_world_size())
     heart = Heartbeat(job.lookout, job.restarts, share.rank, Path(job.run_dir))
+    one_node = sum(node["Alive"] for node in ray.nodes()) == 1
     try:
-        work(Worker(job, share, heart))
+        work(Worker(job, share, heart, readers_here=one_node))
     finally:
         heart.close()
 
@@ -63,13 +65,14 @@ class Heart(Protocol):
 
 
 class Worker:
-    def __init__(self, job: WorkerJob, share: Share, heart: Heart) -> None:
-        self.meter = StepMeter()
+    def __init__(self, job: WorkerJob, share: Share, heart: Heart, *, readers_here: bool = False) -> None:
+        self.meter = StepMeter(readers_here=readers_here)
         self.job, self.config, self.share, self.heart = job, job.config, share, heart
         self.agreement = Agreement(share)
         self.run_dir = Path(job.run_dir)
         self.device = get_device()
         flags = set_performance_flags(self.device, job.torch_threads)
+        self.meter.watch_cpu(CpuClocks(find_compute_threads(self.device)))
         seed_all(self.config.seed)
         # The data first: its readers start while the model is loaded.
         plan, first_step = job.setup.data_plan(self.config.batch_size), job.checkpoints.resume_step or 0

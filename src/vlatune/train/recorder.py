@@ -1,6 +1,7 @@
 """Rank 0's pen: metrics, samples, summary, and the watch over the object store."""
 
 from pathlib import Path
+from typing import Any
 
 from vlatune.config import to_json
 from vlatune.dataset.shuffle_meter import measure_shuffle
@@ -32,7 +33,7 @@ class Recorder:
         recorded = read_jsonl(self.run_dir / "metrics.jsonl")
         self.last_loss = recorded[-1]["loss"] if recorded else float("nan")
 
-    def log(self, done: int, loss: float, grad_norm: float, rate: float, rates: dict[str, float]) -> None:
+    def log(self, done: int, loss: float, grad_norm: float, rate: float, rates: dict[str, Any]) -> None:
         store = self.spill.latest()
         order = self.job.setup.order
         line = {
@@ -78,6 +79,8 @@ class Recorder:
             "num_readers": self.job.budget.readers * self.job.config.num_workers,
             "wait_s_by_worker": totals["wait_s_by_worker"],
             "time_s": totals["time_s"],
+            "cpu": totals["cpu"],
+            "kept_by": totals["kept_by"],
             "performance_flags": self.performance_flags,
             "shuffle": measure_shuffle(self.job.setup.order).to_json(),
             "num_skipped_episodes": len(self.job.setup.skipped),
