@@ -152,7 +152,7 @@ def test_the_last_log_line_is_that_of_the_last_step(steps):
 def test_options_change_a_configuration_and_a_misspelt_one_is_told():
     assert find_case(TrainBench(config="expert-step", steps=9)).steps == 9
     assert find_case(TrainBench(config="expert-step")).width == CASES["expert-step"].width
-    with pytest.raises(ValueError, match="did you mean 'expert-step'"):
+    with pytest.raises(ValueError, match="did you mean expert-step"):
         find_case(TrainBench(config="expert-stop"))
 
 
@@ -187,8 +187,8 @@ def test_the_whole_command_with_lerobots_own_program(dataset_v3, tmp_path):
     command = [sys.executable, "-m", "vlatune.cli", "bench", "train", *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
-    asked = {"samples_per_s", "over_lerobot", "share_of_ideal", "step_in_run_over_alone", "other_threads_cpu_share"}
-    assert all(figures[name] > 0 for name in asked - {"other_threads_cpu_share"} | {"time_to_first_step_s"})
+    above_zero = ("samples_per_s", "over_lerobot", "share_of_ideal", "step_in_run_over_alone", "time_to_first_step_s")
+    assert all(figures[name] > 0 for name in above_zero)
     assert figures["other_threads_cpu_share"] >= 0
     assert figures["over_template"] is None
     assert set(figures["held_out_error"]) == set(figures["rounds"]) == {"vlatune train", "lerobot-train"}
