@@ -30,6 +30,36 @@ settings.register_profile("no timing", deadline=None)  # the machine may be busy
 settings.load_profile("no timing")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` shares files out to two processes; all that starts Ray goes to one of them, and begins at once.
+
+    One cluster at a time, as each wants both cores and looks for what others left behind. A file stays together, so
+    that its fixtures are made once.
+    """
+    items.sort(key=lambda item: not _needs_ray(item))  # stable: otherwise as collected
+    for item in items:
+        group = "ray" if _needs_ray(item) else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _needs_ray(item: pytest.Item) -> bool:
+    return "ray_local" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ray") is not None
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that starts Ray says so, or it would run beside the others that do."""
+    before = _has_cluster()
+    yield
+    assert _needs_ray(request.node) or _has_cluster() == before, "it started Ray; use ray_local, or mark it `ray`"
+
+
+def _has_cluster() -> bool:
+    ray = sys.modules.get("ray")  # not imported here: most tests do without
+    return ray is not None and ray.is_initialized()
+
+
 @pytest.fixture(scope="session")
 def dataset_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven episodes of about twelve frames, two cameras of 96x96: three mp4 files per camera, two data files."""

@@ -15,6 +15,8 @@ from vlatune.train.cluster import PREFIX, YOUNG_S, Cluster, own_folder
 KEEP_AND_DIE = """
 import os
 from vlatune.train.cluster import own_folder
+
+pytestmark = pytest.mark.ray
 with own_folder() as folder:
     (folder / "session").mkdir()
     print(folder, flush=True)
