@@ -24,7 +24,7 @@ demo: setup
 
 # Two processes, one of which has all tests that start Ray (tests/conftest.py); ARGS="-n 0" runs all in one.
 test: setup
-	@$(VENV)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(VENV)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@$(VENV)/ruff check .

@@ -12,11 +12,11 @@ import pytest
 from vlatune.config import RunConfig
 from vlatune.train.cluster import PREFIX, YOUNG_S, Cluster, own_folder
 
+pytestmark = pytest.mark.ray
+
 KEEP_AND_DIE = """
 import os
 from vlatune.train.cluster import own_folder
-
-pytestmark = pytest.mark.ray
 with own_folder() as folder:
     (folder / "session").mkdir()
     print(folder, flush=True)
