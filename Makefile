@@ -22,8 +22,9 @@ setup:
 demo: setup
 	@$(VENV)/vlatune demo $(ARGS)
 
+# Two processes, one of which has all tests that start Ray (tests/conftest.py); ARGS="-n 0" runs all in one.
 test: setup
-	@$(VENV)/python -m pytest $(ARGS)
+	@$(VENV)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@$(VENV)/ruff check .

@@ -3,12 +3,15 @@
 import atexit
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +29,56 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # training workers and readers share 
 os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
 
 
+TESTS = Path(__file__).parent
+RAY = "ray"
+
 settings.register_profile("no timing", deadline=None)  # the machine may be busy; timings live in benchmarks
 settings.load_profile("no timing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with Ray in them come first: they take longest, one after the other."""
+    items.sort(key=lambda item: group_of(item.nodeid) != RAY)  # stable: otherwise as collected
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `make test`: a file goes to one process whole, so that its fixtures are made once, and all with Ray to the same.
+
+    One cluster at a time, as each wants both cores and looks for what others left behind. By hand, as xdist 3.8 hangs
+    its own groups on a field that pytest 9 no longer has, and then has none.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
+
+
+def group_of(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return RAY if _starts_ray(file) else file
+
+
+@cache
+def _starts_ray(file: str) -> bool:
+    return re.search(r"\bray_local\b|\bmark\.ray\b", (TESTS.parent / file).read_text(encoding="utf-8")) is not None
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that starts Ray says so, or it would run beside the others that do."""
+    before = _has_cluster()
+    yield
+    assert group_of(request.node.nodeid) == RAY or _has_cluster() == before, (
+        "it started Ray; use ray_local, or mark it `ray`"
+    )
+
+
+def _has_cluster() -> bool:
+    ray = sys.modules.get("ray")  # not imported here: most tests do without
+    return ray is not None and ray.is_initialized()
 
 
 @pytest.fixture(scope="session")

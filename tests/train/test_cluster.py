@@ -27,6 +27,8 @@ from vlatune.train.cluster import (
 GB = 10**9
 HOST = Host(cpus=8, ram_bytes=32 * GB, shm_bytes=16 * GB)
 RUN = RunShape(num_workers=1, row_bytes=460_000, run_rows=32)
+pytestmark = pytest.mark.ray
+
 KEEP_AND_DIE = """
 import os
 from vlatune.train.cluster import own_folder

@@ -10,6 +10,8 @@ from driving import PATIENCE_S, left_behind, named, output, session, started, st
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.report.sinks import read_jsonl
 
+pytestmark = pytest.mark.ray
+
 STEPS, SAVE_FREQ = 250, 50
 
 

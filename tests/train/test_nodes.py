@@ -22,7 +22,7 @@ from vlatune.train.launch import train
 
 STEPS = 300
 NODE = {"num_cpus": 1, "resources": {"vlatune_trainer": 1}, "object_store_memory": 100 * 1024 * 1024}
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

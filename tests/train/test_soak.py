@@ -16,6 +16,8 @@ from test_driver import assert_same, finish, flags  # noqa: F401  (a fixture)
 
 from vlatune.report.sinks import read_jsonl
 
+pytestmark = pytest.mark.ray
+
 CHAOS_S, GONE_S = 600, 150
 PARTS = ("ray::RayTrainWorker", "ray::ReadLeRobot", "ray::", "raylet/raylet", "gcs/gcs_server", "vlatune.cli")
 STEPS, SAVE_FREQ = 1500, 20
