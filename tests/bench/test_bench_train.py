@@ -26,6 +26,7 @@ from vlatune.bench.train_figures import (
     steady_window,
     step_in_run_s,
 )
+from vlatune.bench.train_quality import Course, over_lerobot, wanted_error
 from vlatune.bench.train_watch import Mark, NewLines, Program, Seen, watch
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 
@@ -108,6 +109,23 @@ def test_seconds_to_an_error_lie_between_the_checkpoints():
     assert seconds_to_error(points, marks, 0.5) == pytest.approx(20.0)
     assert seconds_to_error(points, marks, 2.0) == pytest.approx(first_step_at(marks))
     assert seconds_to_error(points, marks, 0.05) is None
+
+
+def test_the_error_to_reach_lies_a_little_above_lerobots_last():
+    def course(seconds: float, *errors: float) -> Course:
+        points = tuple(ErrorPoint(20 * place, error) for place, error in enumerate(errors))
+        return Course(points, Seen(0.0, 99.0, marks_every(seconds, 4), series([0.0, 1.0])))
+
+    courses = {
+        "lerobot": course(10.0, 1.0, 0.5, 0.4),
+        "ours": course(2.0, 1.0, 0.5, 0.4),
+        "never": course(1.0, 1.0, 0.9),
+    }
+    courses["began there"] = course(1.0, 0.3, 0.2)
+    assert wanted_error(courses, None) == pytest.approx(0.5)
+    assert wanted_error(courses, 0.45) == 0.45
+    sooner = over_lerobot(courses, 0.5, ["ours", "never", "began there"])
+    assert sooner == {"ours": pytest.approx(5.0), "never": None, "began there": None}
 
 
 def test_a_process_is_a_reader_if_it_ever_read():

@@ -111,10 +111,13 @@ def wanted_error(courses: dict[str, Course], given: float | None) -> float:
 
 
 def over_lerobot(courses: dict[str, Course], error: float, names: Sequence[str]) -> dict[str, float | None]:
-    """Way -> LeRobot's seconds by its own, from the first step on: how many times sooner it is there."""
+    """Way -> LeRobot's seconds by its own, from the first step on: how many times sooner it is there.
+
+    None where one of them never came so far, or began there.
+    """
     theirs = courses["lerobot"].seconds_to(error) if "lerobot" in courses else None
     ours = {name: courses[name].seconds_to(error) for name in names}
-    return {name: theirs[0] / own[0] if theirs and own else None for name, own in ours.items()}
+    return {name: theirs[0] / own[0] if theirs and own and own[0] > 0 else None for name, own in ours.items()}
 
 
 def _warn(text: str) -> None:
