@@ -17,12 +17,14 @@ from vlatune.bench.train_figures import (
     Alone,
     CpuPerSample,
     ErrorPoint,
+    RunFigures,
     Window,
     figures_of,
     first_step_at,
     seconds_to_error,
     share_of_ideal,
     sharing_explains,
+    split_as_told,
     steady_window,
     step_in_run_s,
 )
@@ -83,6 +85,17 @@ def test_figures_count_what_lies_in_the_window_alone():
     assert figures.cpu.readers_s == pytest.approx(1 / 20)
     assert figures.cpu.others_s == pytest.approx(0.05 / 20)
     assert figures.other_threads_share == pytest.approx(0.1)
+
+
+def test_a_run_that_tells_its_threads_apart_is_believed():
+    seen = RunFigures(
+        100.0, 50.0, 9.0, CpuPerSample(0.008, 0.002, 0.001, 0.001), other_threads_share=0.2, steady_share=0.7
+    )
+    told = {"train_thread_s": 30.0, "compute_threads_s": 30.0, "other_threads_s": 20.0, "loop_s": 50.0}
+    split = split_as_told(seen, told)
+    assert (split.cpu.compute_s, split.cpu.other_threads_s) == (pytest.approx(0.0075), pytest.approx(0.0025))
+    assert split.other_threads_share == pytest.approx(0.4)
+    assert (split.cpu.readers_s, split.samples_per_s) == (0.001, 100.0)
 
 
 def test_the_first_step_lies_one_interval_before_the_first_mark_but_one_step():

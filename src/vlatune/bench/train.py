@@ -21,7 +21,7 @@ from vlatune.bench.harness import alternate
 from vlatune.bench.options import TrainBench
 from vlatune.bench.resume_process import ends_in_order
 from vlatune.bench.train_case import TrainJob, find_case, make_job
-from vlatune.bench.train_figures import Alone, RunFigures, figures_of, steady_window, step_in_run_s
+from vlatune.bench.train_figures import Alone, RunFigures, figures_of, split_as_told, steady_window, step_in_run_s
 from vlatune.bench.train_quality import held_out_error, lerobot_folders, measure_quality, our_folders
 from vlatune.bench.train_report import OURS, PEERS, Figures, OurRound, print_report
 from vlatune.bench.train_watch import Program, Seen, watch
@@ -91,7 +91,7 @@ class Rounds:
         alone = Alone(step["wall_s"], step["cpu_s"], reading["cpu_s"])
         step_s = step_in_run_s(read_jsonl(folder / "run" / ways.METRICS), steady_window(seen.marks, seen.cpu))
         self.ours.append(OurRound(alone, step_s / self.job.config.batch_size, summary))
-        return self._add(OURS, seen, threads)
+        return self._add(OURS, seen, threads, told=summary.get("cpu"))
 
     def _run_lerobot(self) -> float:
         return self._run_peer("lerobot", ways.lerobot(self.job, self.clean_folder("lerobot")))
@@ -102,8 +102,10 @@ class Rounds:
     def _run_peer(self, name: str, program: Program) -> float:
         return self._add(PEERS[name], watch(program, timeout_s=self.options.timeout_s), os.cpu_count() or 1)
 
-    def _add(self, way: str, seen: Seen, compute_threads: int) -> float:
+    def _add(self, way: str, seen: Seen, compute_threads: int, *, told: dict[str, float] | None = None) -> float:
         figures = figures_of(seen, batch_size=self.job.config.batch_size, compute_threads=compute_threads)
+        if told:
+            figures = split_as_told(figures, told)
         self.by_way.setdefault(way, []).append(figures)
         return figures.samples_per_s
 

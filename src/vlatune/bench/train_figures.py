@@ -8,7 +8,7 @@ Steady state is the window from a quarter of the samples to the moment at which 
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,15 @@ def split_threads(cpu: CpuSeries, window: Window, compute_threads: int) -> tuple
     whole_s = cpu.spent_s(TRAINING, window.begin.at_s, window.end.at_s)
     compute_s = sum(spent[:compute_threads])
     return compute_s, max(0.0, whole_s - compute_s)
+
+
+def split_as_told(figures: RunFigures, told: Mapping[str, float]) -> RunFigures:
+    """The training process' CPU time split as the run itself tells (`cpu` in summary.json): it knows its threads by name."""
+    compute_s, other_s = told["train_thread_s"] + told["compute_threads_s"], told["other_threads_s"]
+    whole_s = figures.cpu.compute_s + figures.cpu.other_threads_s
+    share = other_s / (compute_s + other_s)
+    cpu = replace(figures.cpu, compute_s=(1 - share) * whole_s, other_threads_s=share * whole_s)
+    return replace(figures, cpu=cpu, other_threads_share=other_s / told["loop_s"])
 
 
 @dataclass(frozen=True)

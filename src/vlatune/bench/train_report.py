@@ -37,11 +37,6 @@ class OurRound:
     """Per sample, in the run, without waiting for data."""
     summary: Mapping[str, Any]
 
-    def other_threads_share(self, seen: RunFigures) -> float:
-        """In cores: by the run's own account, which knows its threads by name, where it has one."""
-        cpu = self.summary.get("cpu")
-        return cpu["other_threads_s"] / cpu["loop_s"] if cpu else seen.other_threads_share
-
 
 @dataclass
 class Figures:
@@ -101,7 +96,7 @@ def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
         "share_of_ideal": _median(share_of_ideal(run.samples_per_s, own.alone, cores) for own, run in rounds),
         "step_in_run_over_alone": _median(own.step_s / own.alone.step_wall_s for own, _ in rounds),
         "sharing_explains": _median(sharing_explains(own.alone, run.cpu, cores) for own, run in rounds),
-        "other_threads_cpu_share": _median(own.other_threads_share(run) for own, run in rounds),
+        "other_threads_cpu_share": _median(run.other_threads_share for run in seen),
         "time_to_first_step_s": _median(run.first_step_s for run in seen),
         "held_out_error": dict(figures.errors),
         **_quality(options, figures.courses),
