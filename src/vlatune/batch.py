@@ -12,7 +12,7 @@ S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C ch
 | `task`                         | str     | (N,)         | reader; gone after tokenising   |
 | `observation.language.tokens`  | int64   | (N, L)       | transforms                      |
 | `observation.language.attention_mask` | bool | (N, L)   | transforms                      |
-| `noise`                        | float32 | (N, K, T, P) | transforms, pure in (seed, epoch, sample) |
+| `noise`                        | float32 | (N, K, T, P) | transforms, pure in (seed, place in the order) |
 | `time`                         | float32 | (N, K)       | transforms, likewise            |
 | `dataset_index`, `index`, `episode_index`, `frame_index` | int64 | (N,) | reader     |
 | `timestamp`                    | float32 | (N,)         | reader                          |

@@ -1,6 +1,6 @@
 """The random generators of a rank (python, NumPy, torch, CUDA) as plain arrays, and back.
 
-The order of samples and the noise of flow matching are pure functions of (seed, epoch, sample) and need none of this;
+The order of samples and the noise of flow matching are pure functions of the seed and a place and need none of this;
 dropout and whatever a policy draws by itself do. They are stored as one tensor per generator with a row per
 rank.
 """
