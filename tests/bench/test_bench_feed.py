@@ -14,6 +14,8 @@ from vlatune.bench.piece_cost import cost_by_length
 from vlatune.dataset.meta import load_meta
 from vlatune.pipeline.feed import MAX_QUEUED, MIN_QUEUED, QUEUED_BYTES, queued_batches
 
+pytestmark = pytest.mark.ray
+
 
 def batches(*, late_from: int, late_s: float):
     for number in itertools.count():

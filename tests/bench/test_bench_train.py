@@ -32,6 +32,8 @@ from vlatune.bench.train_quality import Course, over_lerobot, wanted_error
 from vlatune.bench.train_watch import Mark, NewLines, Program, Seen, watch
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 
+pytestmark = pytest.mark.ray
+
 LOG = (
     b"Training:  25%|##        | 10/40 [00:11<00:13,  2.18step/s]INFO 2026-11-16 22:07:56 ot_train.py:641 step:10 smpl:320 "
     b"ep:16 epch:1.60 loss:1.108 grdn:11.667 lr:2.7e-03 updt_s:0.170 data_s:0.990 smp/s:28"

@@ -16,6 +16,7 @@ from vlatune.pipeline.feed import MAX_LOST, Feed
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.spill_meter import read_counters
 
+pytestmark = pytest.mark.ray
 WATCHED_S = 4.0
 
 

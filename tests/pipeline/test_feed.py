@@ -14,6 +14,8 @@ from vlatune.pipeline.feed import Feed, StageTimes, assemble
 from vlatune.pipeline.plan import Share, plan_segments
 from vlatune.pipeline.source import READ_S
 
+pytestmark = pytest.mark.ray
+
 
 def feed_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed") and thread.is_alive()]
