@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -357,3 +358,11 @@ def test_texture_and_noise_are_the_same_for_the_same_seed_and_spare_the_frame_id
         assert one.read_bytes() == two.read_bytes()
         assert one.stat().st_size > 2 * plain.stat().st_size
         assert frame_ids(one) == [(e, f) for e in range(2) for f in range(6)]
+
+
+@pytest.mark.parametrize("codec", ["av1", "h264", "hevc"])
+def test_encoding_leaves_the_process_as_it_was(codec: str, tmp_path: Path) -> None:
+    """libsvtav1 makes a real-time process of one that root runs, and of all that it starts."""
+    before = os.sched_getscheduler(0)
+    make_dataset(tmp_path / codec, SyntheticSpec(episodes=1, frames=4, codec=codec))
+    assert os.sched_getscheduler(0) == before

@@ -5,6 +5,8 @@ holds a few frames, however long the film is.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -63,8 +65,22 @@ class VideoWriter:
         if keyframe:
             frame.pict_type = PictureType.I
         self._num_frames += 1
-        self._container.mux(self._stream.encode(frame))
+        with own_schedule():
+            self._container.mux(self._stream.encode(frame))
 
     def close(self) -> None:
         self._container.mux(self._stream.encode())
         self._container.close()
+
+
+@contextmanager
+def own_schedule() -> Iterator[None]:
+    """libsvtav1, where root runs it, makes the calling thread a real-time one, and with it every process that is started
+    later: a whole Ray cluster would take its cores from all others.
+    """
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        if os.sched_getscheduler(0) != policy:
+            os.sched_setscheduler(0, policy, priority)
