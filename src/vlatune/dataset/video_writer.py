@@ -35,8 +35,8 @@ class Encoder:
 
 
 # Chosen so that frame ids survive. av1 has LeRobot's own preset and quality; without `pred-struct=1` it drops a change of
-# a flat cell now and then (2 of 3,600 frames of the small world, 45 of 960 when every frame is a new picture). h264 with
-# its macroblock tree gave different files for the same frames now and then.
+# a flat cell now and then (2 of 3,600 frames of the small world, 45 of 960 when every frame is a new picture). h264 gave
+# different files for the same frames now and then; its macroblock tree is the suspect, and off.
 ENCODERS = {
     "h264": Encoder("libx264", "veryfast", 23, {"threads": "1", "forced-idr": "1", "x264-params": "log=-1:mbtree=0"}),
     "hevc": Encoder(
