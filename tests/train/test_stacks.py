@@ -13,16 +13,20 @@ PROGRAM = """
 import ctypes, sys, threading, time
 from vlatune.train.stacks import answer_in
 
+there = threading.Event()
+
 def here_it_stands():
+    print("ready", flush=True)
     {body}
 
 def beside():
+    there.set()
     threading.Event().wait()
 
 file = open(sys.argv[1], "w")
 answer_in(file)
 threading.Thread(target=beside, daemon=True).start()
-print("ready", flush=True)
+there.wait()
 here_it_stands()
 """
 BODIES = {
