@@ -126,6 +126,8 @@ class RunConfig:
     """Micro-steps per optimizer step."""
     num_workers: int = 1
     """Training workers, one per GPU where there are GPUs."""
+    torch_threads: int | None = None
+    """Threads that a worker computes with; when left out, by the cores there are and what a step costs beside reading."""
     prefetch_batches: int = 1
     """Micro-batches that lie ready on the device while one computes."""
     seed: int = 1000
@@ -210,6 +212,8 @@ def validate(config: RunConfig) -> None:
     at_least |= {"keep_best": 0, "save_every_s": 0, "prefetch_batches": 1, "hang_timeout_s": 0, "grace_s": 0}
     for name, least in at_least.items():
         _require(getattr(config, name) >= least, f"--{name}={getattr(config, name)}: must be {least} or more")
+    threads = config.torch_threads
+    _require(threads is None or threads >= 1, f"--torch_threads={threads}: must be 1 or more")
     for name, least in {"run_length": 1, "window_rows": 1}.items():
         value = getattr(config.dataset, name)
         _require(value >= least, f"--dataset.{name}={value}: must be {least} or more")

@@ -24,6 +24,7 @@ from vlatune.pipeline.sizing import (
     Node,
     RunShape,
     Sizing,
+    compute_share,
     plan_on_host,
     plan_on_nodes,
 )
@@ -122,6 +123,26 @@ def test_on_two_cores_training_and_reading_share_both():
     sizing = size("2 cores", "the demo's")
     assert (sizing.kept_cores, sizing.budget.readers, sizing.torch_threads) == (0, 2, 2)
     assert sizing.store_bytes == 512 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("cores", "gflops", "pixels", "threads"),
+    [
+        (2, 0.036, 2 * 64 * 64, 1),  # the demo: 1.3 ms to compute, 0.7 to read
+        (2, 0.33, 3 * 480 * 640, 1),  # bench train's expert-balanced
+        (2, 3.1, 3 * 480 * 640, 2),  # expert-step: 62 ms and 10
+        (8, 0.33, 3 * 480 * 640, 4),
+        (8, 3.1, 3 * 480 * 640, 7),
+        (8, 1000.0, 3 * 480 * 640, 8),
+        (8, 0.001, 3 * 480 * 640, 1),
+    ],
+)
+def test_a_worker_without_a_gpu_computes_with_its_part_of_the_cores(cores, gflops, pixels, threads):
+    share = compute_share(step_flops=gflops * 1e9, pixels=pixels)
+    run = RunShape(1, ROWS["3 x 224 x 224"], RUN_ROWS, compute_share=share)
+    host = Host(cores, 32 * GB, 16 * GB)
+    assert plan_on_host(host, run).torch_threads == threads
+    assert plan_on_host(host, replace(run, torch_threads=3)).torch_threads == 3
 
 
 # Any machine

@@ -22,6 +22,8 @@ from pi05_parity import (
     worst_distance,
 )
 
+from torch.utils.flop_counter import FlopCounterMode
+
 from vlatune.batch import TIME
 from vlatune.bench.host_sync import HostSyncSpy
 from vlatune.policies.base import ModuleOptions
@@ -151,3 +153,15 @@ def test_a_step_on_cuda_never_waits(setup, batch, train):
     ours = {name: p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
     error, name = worst_distance(ours, reference)
     assert error <= 1e-3, name
+
+
+@pytest.mark.parametrize("train", WAYS)
+@pytest.mark.parametrize("flow_samples", [1, DRAWS])
+def test_a_step_costs_about_what_the_adapter_says(setup, batch, draws, train, flow_samples):
+    """Cores are shared out by it; attention and the small layers are left out, and lora computes fewer gradients."""
+    options = ModuleOptions(train=train, dtype="float32", flow_samples=flow_samples)
+    module = load(setup, train, flow_samples=flow_samples)
+    with FlopCounterMode(display=False) as counter:
+        module(batch if flow_samples == 1 else draws).backward()
+    counted = counter.get_total_flops() / len(batch[TIME])
+    assert 0.5 < setup.adapter.step_flops(setup.policy, setup.binding, options) / counted < 2

@@ -16,13 +16,14 @@ import torch
 from vlatune.config import RunConfig
 from vlatune.dataset.reader import Unit
 from vlatune.flags import config_from_dict
-from vlatune.pipeline.host import usable_cpus
 from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.source import cut_units, read_blocks, read_units
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.train.collate import collate
+from vlatune.train.cluster import size_for_this_host
 from vlatune.train.device import set_performance_flags
+from vlatune.train.launch import run_shape
 from vlatune.train.optim import make_optimizer
 from vlatune.train.setup import Setup, make_setup
 from vlatune.train.step import Updater
@@ -50,7 +51,7 @@ def measure(work: Callable[[], int]) -> dict[str, float]:
 def step_alone(config: RunConfig, setup: Setup, plan: DataPlan) -> Callable[[], int]:
     """An optimizer step on the first batch of the run."""
     device = torch.device("cpu")
-    set_performance_flags(device, usable_cpus())
+    set_performance_flags(device, size_for_this_host(config, run_shape(config, setup)).torch_threads)
     module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy)).to(device).train()
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trainable, config.optimizer)

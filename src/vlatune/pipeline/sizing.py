@@ -33,6 +33,21 @@ RAM_SHARE = 0.25
 """Of the RAM, at most: the model's weights and batches, the readers, and the cache of the videos' files need the rest."""
 SHM_SHARE = 0.8
 """Of what is free in /dev/shm, at most: Ray puts a store that does not fit on disk without a word."""
+CORE_FLOPS = 35e9
+"""What a core computes in a second of training: 27 to 50e9 with one thread, by the width of the model."""
+ROW_S, PIXEL_S = 0.5e-3, 10e-9
+"""CPU seconds that a row costs to read, and a recorded pixel of it to decode and resize. Both as measured on one machine;
+on a faster one, computing and reading are faster together, and only their ratio counts."""
+
+
+def compute_share(*, step_flops: float, pixels: int) -> float:
+    """Share of a sample's CPU time that its step takes, the rest being its reading; roughly.
+
+    >>> round(compute_share(step_flops=36e6, pixels=2 * 64 * 64), 1)  # the demo's
+    0.6
+    """
+    step_s, read_s = step_flops / CORE_FLOPS, ROW_S + PIXEL_S * pixels
+    return step_s / (step_s + read_s)
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,10 @@ class RunShape:
     """Of one sample as it travels through the store."""
     run_rows: int
     """Of the longest run of frames that is decoded in one go."""
+    compute_share: float = 1.0
+    """Of a sample's CPU time, that of its step; the rest is its reading."""
+    torch_threads: int | None = None
+    """What the user wants."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +146,7 @@ def _plan(
         run=run,
         nodes=nodes,
         kept_cores=_kept_cores(nodes, run.num_workers),
-        torch_threads=_torch_threads(nodes, run.num_workers),
+        torch_threads=run.torch_threads or _torch_threads(nodes, run),
         store_bytes=store_bytes,
         store_reason=store_reason,
         budget=budget,
@@ -174,10 +193,16 @@ def _hosting(nodes: tuple[Node, ...], num_workers: int) -> list[tuple[Node, int]
     return [(node, min(most, num_workers)) for node, most in zip(nodes, places, strict=True) if most]
 
 
-def _torch_threads(nodes: tuple[Node, ...], num_workers: int) -> int:
-    """Its cores for a worker without a GPU, also those on which readers run; with one, only those kept for it."""
-    cores = min(node.cpus // workers for node, workers in _hosting(nodes, num_workers))
-    return max(1, min(cores, GPU_WORKER_CORES) if any(node.gpus for node in nodes) else cores)
+def _torch_threads(nodes: tuple[Node, ...], run: RunShape) -> int:
+    """With a GPU those kept for a worker; without, its part of the cores by the work that its step is.
+
+    More would cost: threads wait for each other at every operator, and the slowest shares its core with a reader. From
+    the run and the machine alone, and not by trying: the last bits of a loss depend on the number.
+    """
+    cores = min(node.cpus // workers for node, workers in _hosting(nodes, run.num_workers))
+    if any(node.gpus for node in nodes):
+        return max(1, min(cores, GPU_WORKER_CORES))
+    return max(1, round(cores * run.compute_share))
 
 
 def _choose_store(host: Host, run: RunShape, *, readers: int) -> tuple[int, str]:

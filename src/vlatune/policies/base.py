@@ -119,6 +119,10 @@ class PolicyAdapter(Protocol):
         self, spec: PolicySpec, binding: Binding, stats: Mapping[str, Mapping[str, np.ndarray]], draw: Draw
     ) -> tuple[Transform, ...]: ...
 
+    def step_flops(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> float:
+        """Floating-point operations of a training step per sample, roughly: cores are shared out by it."""
+        ...
+
     def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module: ...
 
 

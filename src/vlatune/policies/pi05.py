@@ -7,6 +7,7 @@ The torch side is `pi05_module.py`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from vlatune.pipeline.transforms import (
     Transform,
 )
 from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, ModuleOptions, PolicySpec
+from vlatune.policies.pi05_size import Pi05Size, read_size
 from vlatune.policies.pi05_weights import find_tensors
 
 if TYPE_CHECKING:
@@ -77,6 +79,17 @@ class Pi05Adapter:
             PadActions(spec.max_action_dim),
             flow,
             Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
+        )
+
+    def step_flops(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> float:
+        size = read_size(Path(spec.folder)) or Pi05Size()
+        patches = math.prod(spec.image_hw) // size.patch_size**2 * len(spec.cameras)
+        forward, both = 2, 6  # operations per weight and token; backward takes twice as many as forward
+        prefix = both if options.train in ("lora", "full") else forward
+        prefix_tokens = patches + spec.max_tokens
+        return (
+            prefix * (size.vision_weights * patches + size.language_weights * prefix_tokens)
+            + both * size.expert_weights * spec.horizon * options.flow_samples
         )
 
     def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:

@@ -67,6 +67,25 @@ class Pi05Size:
             value = getattr(self, name)
             _require(value % 2 == 0, f"{name}={value}: must be even (its position code pairs sines with cosines)")
 
+    @property
+    def vision_weights(self) -> int:
+        """Of the vision tower's layers."""
+        return self.vision_depth * (4 * self.vision_width**2 + 2 * self.vision_width * self.vision_mlp_dim)
+
+    @property
+    def language_weights(self) -> int:
+        """Of the language model's layers, without its embedding."""
+        return self._decoder_weights(self.width, self.mlp_dim)
+
+    @property
+    def expert_weights(self) -> int:
+        """Of the action expert's layers."""
+        return self._decoder_weights(self.expert_width, self.expert_mlp_dim)
+
+    def _decoder_weights(self, width: int, mlp_dim: int) -> int:
+        attention = width * self.head_dim * 2 * (NUM_HEADS + NUM_KV_HEADS)
+        return self.depth * (attention + 3 * width * mlp_dim)
+
     def to_json(self) -> dict[str, int]:
         return dataclasses.asdict(self)
 

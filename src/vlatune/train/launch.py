@@ -5,6 +5,7 @@ newest checkpoint, up to `max_restarts` times in a row without a new one; an err
 tried again.
 """
 
+import math
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vlatune.config import RunConfig, validate
 from vlatune.dataset.health import skip_line
+from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
 from vlatune.train.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.failures import FINAL, root_cause
@@ -127,10 +129,17 @@ def _run_group(
 
 
 def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
-    from vlatune.pipeline.sizing import RunShape
+    from vlatune.pipeline.sizing import RunShape, compute_share
 
-    longest = max(setup.order.run_length, setup.order.window_rows)  # as plan.py cuts them
-    return RunShape(config.num_workers, setup.data_plan(config.batch_size).row_bytes(), run_rows=longest)
+    step_flops = setup.adapter.step_flops(setup.policy, setup.binding, ModuleOptions.of(config.policy))
+    pixels = sum(math.prod(setup.metas[0].features[name].height_width) for name, _ in setup.binding.cameras)
+    return RunShape(
+        config.num_workers,
+        setup.data_plan(config.batch_size).row_bytes(),
+        run_rows=max(setup.order.run_length, setup.order.window_rows),  # as plan.py cuts them
+        compute_share=compute_share(step_flops=step_flops, pixels=pixels),
+        torch_threads=config.torch_threads,
+    )
 
 
 def _introduce(config: RunConfig, start: Start, folder: RunFolder, sizing: "Sizing") -> None:
