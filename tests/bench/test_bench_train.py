@@ -91,7 +91,13 @@ def test_figures_count_what_lies_in_the_window_alone():
 
 def test_a_run_that_tells_its_threads_apart_is_believed():
     seen = RunFigures(
-        100.0, 50.0, 9.0, CpuPerSample(0.008, 0.002, 0.001, 0.001), other_threads_share=0.2, steady_share=0.7
+        100.0,
+        50.0,
+        9.0,
+        CpuPerSample(0.008, 0.002, 0.001, 0.001),
+        other_threads_share=0.2,
+        steady_share=0.7,
+        slowest_over_fastest=0.9,
     )
     told = {"train_thread_s": 30.0, "compute_threads_s": 30.0, "other_threads_s": 20.0, "loop_s": 50.0}
     split = split_as_told(seen, told)

@@ -6,14 +6,18 @@ import signal
 import time
 from dataclasses import replace
 
+import numpy as np
 import psutil
 import pytest
 from feeding import assert_same, make_plan, small_blocks
 from ray.exceptions import ActorDiedError
 
+from vlatune.batch import Columns, num_rows
 from vlatune.pipeline import feed as feed_module
+from vlatune.pipeline.coordinator import end_coordinators, start_ahead
 from vlatune.pipeline.feed import MAX_LOST, Feed
 from vlatune.pipeline.plan import Share
+from vlatune.pipeline.source import READER_NICENESS
 from vlatune.pipeline.spill_meter import read_counters
 
 pytestmark = pytest.mark.ray
@@ -85,7 +89,7 @@ def test_none_that_lives_ends_the_feed(plan, feeds, monkeypatch):
     begun = []
 
     class Dead:
-        def __init__(self, *_: object, first_step: int, last_step: int) -> None:
+        def __init__(self, first_step: int) -> None:
             begun.append(first_step)
 
         def __iter__(self) -> "Dead":
@@ -97,12 +101,50 @@ def test_none_that_lives_ends_the_feed(plan, feeds, monkeypatch):
         def stop(self) -> None: ...
         def close(self) -> None: ...
 
+    monkeypatch.setattr(feed_module, "start_coordinator", lambda *_, first_step, last_step: first_step)
     monkeypatch.setattr(feed_module, "BlockStream", Dead)
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=2, last_step=4)
     feeds.append(feed)
     with pytest.raises(ActorDiedError):
         next(feed)
     assert begun == [2] * (MAX_LOST + 1)
+
+
+def test_one_that_was_started_ahead_reads_before_it_is_asked(plan, expected, feeds):
+    budget = small_blocks(plan)
+    (ahead,) = start_ahead(plan, 1, budget, first_step=1, last_step=4)
+    wait_until_full()
+    feed = Feed(plan, Share(0, 1), budget, first_step=1, last_step=4, coordinator=ahead)
+    feeds.append(feed)
+    batches = list(feed)
+    assert_same(batches, expected(1, 4))
+    assert feed.restarts == 0
+    end_coordinators([ahead])  # it is gone; that is no error
+
+
+def test_what_one_met_that_was_started_ahead_is_told(plan, feeds):
+    class Broken:
+        def __call__(self, columns: Columns) -> Columns:
+            raise ValueError("this row is not for training")
+
+    broken, budget = replace(plan, transforms=(Broken(),)), small_blocks(plan)
+    (ahead,) = start_ahead(broken, 1, budget, first_step=0, last_step=4)
+    feed = Feed(broken, Share(0, 1), budget, first_step=0, last_step=4, coordinator=ahead)
+    feeds.append(feed)
+    with pytest.raises(Exception, match="this row is not for training"):
+        next(feed)
+
+
+def test_readers_give_way(plan, feeds):
+    class Niceness:
+        def __call__(self, columns: Columns) -> Columns:
+            rows = num_rows(columns)
+            return columns | {"niceness": np.full(rows, os.getpriority(os.PRIO_PROCESS, 0))}
+
+    watched = replace(plan, transforms=(*plan.transforms, Niceness()))
+    feed = Feed(watched, Share(0, 1), small_blocks(plan), first_step=0, last_step=2)
+    feeds.append(feed)
+    assert set(next(feed)["niceness"].tolist()) == {READER_NICENESS}
 
 
 def test_with_a_full_store_and_a_slow_consumer_nothing_spins(plan, feeds):

@@ -21,7 +21,6 @@ from pi05_parity import (
     randomise_adapters,
     worst_distance,
 )
-
 from torch.utils.flop_counter import FlopCounterMode
 
 from vlatune.batch import TIME

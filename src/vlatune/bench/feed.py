@@ -8,7 +8,6 @@ is what decoding allows.
 
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from vlatune.bench.options import FeedBench, ReaderBench
 from vlatune.bench.piece_cost import cost_by_length
 from vlatune.bench.stage import make_videos
 from vlatune.dataset.meta import load_meta
+from vlatune.pipeline.host import usable_cpus
 
 READER, FEED = "vlatune.read_lerobot, warm", "vlatune's feed"
 NAMES = {"reader": "vlatune.read_lerobot", "ours": "vlatune's feed", "template": "the template's way"}
@@ -32,7 +32,7 @@ def run(options: FeedBench) -> None:
     """Print a table and, as the last line, one JSON object."""
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
         root = options.root or _make(Path(scratch) / "dataset", options)
-        cpus, meta = os.cpu_count() or 1, load_meta(root)
+        cpus, meta = usable_cpus(), load_meta(root)
         _say("what the length of a run costs")
         costs = cost_by_length(meta, read_spec(meta))
         results = alternate(_fastest(root, options, cpus), options.rounds, say=_say)

@@ -7,7 +7,6 @@ The limit and ours go through the dataset several times in a round, the peers on
 times as slow, and a pass must be long against what starting it costs.
 """
 
-import os
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from vlatune.bench.options import ReaderBench
 from vlatune.bench.read_memory import measure_reading
 from vlatune.bench.stage import make_videos, start_ray
 from vlatune.dataset.meta import DatasetMeta, load_meta
+from vlatune.pipeline.host import usable_cpus
 
 LIMIT = "plain PyAV, decode + RGB (the limit)"
 DECODE = "plain PyAV, decode only"
@@ -53,7 +53,7 @@ def run(options: ReaderBench) -> None:
         roots = {"given": options.root} if options.root else _make_all(Path(scratch), options)
         metas = {name: load_meta(root) for name, root in roots.items()}
         alone = {name: measure_reading(meta.root.path) for name, meta in metas.items()}
-        start_ray(os.cpu_count(), options.object_store_bytes, as_ours=False)
+        start_ray(usable_cpus(), options.object_store_bytes, as_ours=False)
         try:
             cold = _read_ours(next(iter(metas.values())))
             measured = {name: _measure(meta, options, alone[name]) for name, meta in metas.items()}
@@ -75,7 +75,7 @@ def _measure(meta: DatasetMeta, options: ReaderBench, reading: Mapping[str, floa
 
 def _ways(meta: DatasetMeta, options: ReaderBench, seen: dict[str, float]) -> dict[str, Callable[[], float]]:
     """Name -> rows/s; bytes per row in the object store go to `seen`."""
-    cores = os.cpu_count() or 1
+    cores = usable_cpus()
 
     def counted(name: str, read: Callable[[], peers.Read]) -> float:
         done = read()

@@ -5,7 +5,6 @@ each round the step and the reading of our run are also measured alone: together
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from vlatune.bench.train_figures import Alone, RunFigures, figures_of, split_as_
 from vlatune.bench.train_quality import held_out_error, lerobot_folders, measure_quality, our_folders
 from vlatune.bench.train_report import OURS, PEERS, Figures, OurRound, print_report
 from vlatune.bench.train_watch import Program, Seen, watch
+from vlatune.pipeline.host import usable_cpus
 from vlatune.report.sinks import read_jsonl
 
 STEP_ALONE, READ_ALONE = "the step alone", "reading alone"
@@ -100,7 +100,7 @@ class Rounds:
         return self._run_peer("template", ways.template(self.job, self.clean_folder("template")))
 
     def _run_peer(self, name: str, program: Program) -> float:
-        return self._add(PEERS[name], watch(program, timeout_s=self.options.timeout_s), os.cpu_count() or 1)
+        return self._add(PEERS[name], watch(program, timeout_s=self.options.timeout_s), usable_cpus())
 
     def _add(self, way: str, seen: Seen, compute_threads: int, *, told: dict[str, float] | None = None) -> float:
         figures = figures_of(seen, batch_size=self.job.config.batch_size, compute_threads=compute_threads)

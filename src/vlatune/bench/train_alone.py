@@ -20,8 +20,8 @@ from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.source import cut_units, read_blocks, read_units
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
-from vlatune.train.collate import collate
 from vlatune.train.cluster import size_for_this_host
+from vlatune.train.collate import collate
 from vlatune.train.device import set_performance_flags
 from vlatune.train.launch import run_shape
 from vlatune.train.optim import make_optimizer

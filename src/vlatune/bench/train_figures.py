@@ -18,6 +18,7 @@ from vlatune.bench.train_watch import Mark, Seen
 
 WARM_SHARE = 0.25
 """Of the samples, before which nothing counts: by then more was consumed than the store can hold."""
+PARTS = 10
 READERS_DONE = 0.98
 """Share of their CPU time after which readers count as done; what idle processes take is less than the rest."""
 
@@ -63,6 +64,8 @@ class RunFigures:
     """CPU time of the training process' other threads, in cores."""
     steady_share: float
     """Share of the samples that lies in the window."""
+    slowest_over_fastest: float
+    """Of the tenths of the run, from its first mark to its last."""
 
 
 def figures_of(seen: Seen, *, batch_size: int, compute_threads: int) -> RunFigures:
@@ -78,6 +81,7 @@ def figures_of(seen: Seen, *, batch_size: int, compute_threads: int) -> RunFigur
         cpu=CpuPerSample(compute_s / samples, rest_s / samples, readers_s / samples, others_s / samples),
         other_threads_share=rest_s / window.seconds,
         steady_share=window.optimizer_steps / steps,
+        slowest_over_fastest=slowest_over_fastest(seen.marks),
     )
 
 
@@ -88,6 +92,18 @@ def steady_window(marks: Sequence[Mark], cpu: CpuSeries) -> Window:
     readers_end_s = cpu.when(READERS, READERS_DONE)
     fed = [mark for mark in later if mark.at_s <= readers_end_s]
     return Window(begin, (fed or later)[-1])
+
+
+def slowest_over_fastest(marks: Sequence[Mark]) -> float:
+    """Rates of the tenths of a run, each from a mark to a mark.
+
+    >>> slowest_over_fastest([Mark(10, 1.0), Mark(20, 2.0), Mark(30, 4.0)])
+    0.5
+    """
+    places = np.unique(np.linspace(0, len(marks) - 1, PARTS + 1).round().astype(int))
+    steps = np.diff([marks[place].optimizer_step for place in places])
+    rates = steps / np.diff([marks[place].at_s for place in places])
+    return float(rates.min() / rates.max())
 
 
 def first_step_at(marks: Sequence[Mark]) -> float:
@@ -137,6 +153,15 @@ def share_of_ideal(samples_per_s: float, alone: Alone, cores: int) -> float:
     0.8
     """
     return samples_per_s * (alone.step_cpu_s + alone.read_cpu_s) / cores
+
+
+def share_of_predicted(samples_per_s: float, alone: Alone, cores: int) -> float:
+    """Of what the parts' own figures allow together: the step is never faster than alone, with the threads that it has.
+
+    >>> share_of_predicted(200.0, Alone(0.004, 0.004, 0.001), cores=2)
+    0.8
+    """
+    return samples_per_s * max(alone.step_wall_s, (alone.step_cpu_s + alone.read_cpu_s) / cores)
 
 
 def step_in_run_s(metrics: Sequence[Mapping[str, Any]], window: Window) -> float:

@@ -1,6 +1,5 @@
 """The table of `vlatune bench train` and its last line."""
 
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,9 @@ from typing import Any
 from vlatune.bench.harness import Results, format_table, last_line
 from vlatune.bench.options import TrainBench
 from vlatune.bench.train_case import TrainJob
-from vlatune.bench.train_figures import Alone, RunFigures, share_of_ideal, sharing_explains
+from vlatune.bench.train_figures import Alone, RunFigures, share_of_ideal, share_of_predicted, sharing_explains
 from vlatune.bench.train_quality import Course, over_lerobot, wanted_error
+from vlatune.pipeline.host import usable_cpus
 
 OURS = "vlatune train"
 PEERS = {"lerobot": "lerobot-train", "template": "the template's way"}
@@ -87,15 +87,17 @@ def _quality_table(courses: dict[str, Course], options: TrainBench) -> str:
 
 
 def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
-    seen, results, cores = figures.by_way[OURS], figures.results, os.cpu_count() or 1
+    seen, results, cores = figures.by_way[OURS], figures.results, usable_cpus()
     rounds = list(zip(figures.ours, seen, strict=True))
     return {
         "samples_per_s": results.median(OURS),
         "over_lerobot": results.ratio(OURS, PEERS["lerobot"]),
         "over_template": results.ratio(OURS, PEERS["template"]),
         "share_of_ideal": _median(share_of_ideal(run.samples_per_s, own.alone, cores) for own, run in rounds),
+        "share_of_predicted": _median(share_of_predicted(run.samples_per_s, own.alone, cores) for own, run in rounds),
         "step_in_run_over_alone": _median(own.step_s / own.alone.step_wall_s for own, _ in rounds),
         "sharing_explains": _median(sharing_explains(own.alone, run.cpu, cores) for own, run in rounds),
+        "slowest_over_fastest": _median(run.slowest_over_fastest for run in seen),
         "other_threads_cpu_share": _median(run.other_threads_share for run in seen),
         "time_to_first_step_s": _median(run.first_step_s for run in seen),
         "held_out_error": dict(figures.errors),

@@ -7,7 +7,6 @@ device. For its speed alone: the template knows no action chunk, so that its one
 
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -26,12 +25,13 @@ from vlatune.bench.stage import start_ray
 from vlatune.bench.train_ways import TEMPLATE_MARK, TemplateJob
 from vlatune.config import OptimizerConfig
 from vlatune.dataset.meta import DatasetMeta, load_meta
+from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.pi05_load import load_policy
 from vlatune.train.optim import make_optimizer
 
 
 def main(job: TemplateJob) -> None:
-    start_ray(os.cpu_count(), ReaderBench.object_store_bytes, as_ours=False)
+    start_ray(usable_cpus(), ReaderBench.object_store_bytes, as_ours=False)
     try:
         train(job)
     finally:

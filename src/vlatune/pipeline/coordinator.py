@@ -8,8 +8,9 @@ takes its executions and their blocks with it; since the order is pure, the feed
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import ray
@@ -52,8 +53,21 @@ class Coordinator:
     def __init__(self, plan: DataPlan, share: Share, budget: Budget, first_step: int, last_step: int) -> None:
         act_soon()
         self._stream = _stream(plan, share, budget, first_step, last_step)
+        self._begun: list[SegmentHead | BlockRef] = []
+        self._failed: Exception | None = None
+
+    def begin(self) -> None:
+        """Up to the first block, before anybody takes it."""
+        try:
+            self._begun.extend(islice(self._stream, 2))
+        except Exception as error:  # told to the one who takes
+            self._failed = error
 
     def take(self) -> SegmentHead | BlockRef | None:
+        if self._begun:
+            return self._begun.pop(0)
+        if self._failed:
+            raise self._failed
         return next(self._stream, None)
 
     def close(self) -> None:
@@ -105,17 +119,39 @@ def _set_limits(context: ray.data.DataContext, budget: Budget) -> None:
     )
 
 
-class BlockStream:
-    """The worker's side: segment heads and blocks of optimizer steps [first_step, last_step), for one thread."""
+def start_coordinator(plan: Any, share: Share, budget: Budget, *, first_step: int, last_step: int) -> Any:
+    """One for optimizer steps [first_step, last_step), on this node; `plan` is a DataPlan or a reference to one."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(Coordinator)
+    return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=here).remote(
+        plan, share, budget, first_step, last_step
+    )
 
-    def __init__(self, plan: Any, share: Share, budget: Budget, *, first_step: int, last_step: int) -> None:
-        """`plan` is a DataPlan or a reference to one."""
+
+def start_ahead(
+    plan: DataPlan, num_workers: int, budget: Budget, *, first_step: int, last_step: int
+) -> tuple[Any, ...]:
+    """One for each worker, all of which will be on this node: they read while the workers are still being started."""
+    there = ray.put(plan)
+    steps = {"first_step": first_step, "last_step": last_step}
+    started = [start_coordinator(there, Share(rank, num_workers), budget, **steps) for rank in range(num_workers)]
+    for one in started:
+        one.begin.remote()
+    return tuple(started)
+
+
+def end_coordinators(coordinators: Iterable[Any]) -> None:
+    """Also those that have ended."""
+    for one in coordinators:
+        ray.kill(one)
+
+
+class BlockStream:
+    """The worker's side: segment heads and blocks of a coordinator's steps, for one thread."""
+
+    def __init__(self, coordinator: Any) -> None:
         self._stopped = threading.Event()
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor: Any = ray.remote(Coordinator)
-        self._actor = actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=here).remote(
-            plan, share, budget, first_step, last_step
-        )
+        self._actor = coordinator
         self._asked = deque(self._actor.take.remote() for _ in range(ASKED_AHEAD))
 
     def __iter__(self) -> "BlockStream":

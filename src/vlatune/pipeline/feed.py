@@ -12,11 +12,12 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import ray
 
 from vlatune.batch import SLOT, Columns
-from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead
+from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead, start_coordinator
 from vlatune.pipeline.handover import Handover
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Share
@@ -34,11 +35,22 @@ MAX_LOST = 3
 class Feed:
     """Micro-batches of optimizer steps [first_step, last_step), for one worker."""
 
-    def __init__(self, plan: DataPlan, share: Share, budget: Budget, *, first_step: int, last_step: int) -> None:
+    def __init__(
+        self,
+        plan: DataPlan,
+        share: Share,
+        budget: Budget,
+        *,
+        first_step: int,
+        last_step: int,
+        coordinator: Any = None,
+    ) -> None:
+        """`coordinator` is one that was started ahead, for the same steps."""
         self.times = StageTimes()
         self.restarts = 0
         """Coordinators that died and were replaced."""
         self._plan, self._share, self._budget = plan, share, budget
+        self._ahead = coordinator
         self._steps = range(first_step, last_step)
         self._stop = threading.Event()
         self._stream: BlockStream | None = None
@@ -87,11 +99,15 @@ class Feed:
                     raise
 
     def _batches_from(self, plan: ray.ObjectRef, done: int) -> Generator[Columns]:
-        """The batches behind the first `done`, from a new coordinator."""
+        """The batches behind the first `done`, from a new coordinator, or first of all from the one started ahead."""
         per_step = self._share.slots_per_step(self._plan.order) // self._plan.batch_size
         steps, begun = divmod(done, per_step)
+        coordinator, self._ahead = self._ahead, None
         stream = BlockStream(
-            plan, self._share, self._budget, first_step=self._steps.start + steps, last_step=self._steps.stop
+            coordinator
+            or start_coordinator(
+                plan, self._share, self._budget, first_step=self._steps.start + steps, last_step=self._steps.stop
+            )
         )
         self._stream = stream
         try:

@@ -103,7 +103,7 @@ class Cluster:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _system_config=FREE_SOON,
+            _system_config=FREE_SOON | {"worker_niceness": 0},  # only readers give way, see source.py
             _temp_dir=str(self._folder) if self._folder else None,
         )
 

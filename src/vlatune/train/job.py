@@ -21,5 +21,7 @@ class WorkerJob:
     torch_threads: int = 1
     store_bytes: int | None = None
     """Of the object store that the budget is a share of."""
+    coordinators: tuple[Any, ...] = ()
+    """Handles of the processes that read for each rank, where they were started ahead."""
     lookout: Any = None
     """Handle of the actor that hears how far the workers are."""

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig, validate
 from vlatune.dataset.health import skip_line
@@ -26,6 +26,7 @@ from vlatune.train.skipping import SKIPPED_FILE, keep_skipped
 
 if TYPE_CHECKING:
     from vlatune.pipeline.sizing import RunShape, Sizing
+    from vlatune.train.job import WorkerJob
     from vlatune.train.supervise import Supervisor
 
 
@@ -97,10 +98,10 @@ def _name(start: Start) -> str:
 def _run_group(
     config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", attempt: int
 ) -> None:
+    from vlatune.pipeline.coordinator import end_coordinators
     from vlatune.train.job import WorkerJob
-    from vlatune.train.loop import run_worker
-    from vlatune.train.trainer import make_trainer
 
+    checkpoints = start.plan(config)
     job = WorkerJob(
         config=config,
         setup=start.setup,
@@ -108,22 +109,46 @@ def _run_group(
         torch_threads=cluster.sizing.torch_threads,
         store_bytes=cluster.sizing.store_bytes,
         run_dir=str(folder.path.resolve()),
-        checkpoints=start.plan(config),
+        checkpoints=checkpoints,
         restarts=attempt,
+        coordinators=_start_reading(config, start, cluster, checkpoints.resume_step or 0),
         lookout=supervisor.lookout,
     )
+    try:
+        _fit(config, start, folder, cluster, supervisor, job)
+    finally:
+        if not cluster.lost_part():  # which takes all its processes along, and would not answer
+            end_coordinators(job.coordinators)
+
+
+def _start_reading(config: RunConfig, start: Start, cluster: Cluster, first_step: int) -> tuple[Any, ...]:
+    """Ahead of the workers, where it is known on which node they will be."""
+    from vlatune.pipeline.coordinator import start_ahead
+
+    if not cluster.ours:
+        return ()
+    plan = start.setup.data_plan(config.batch_size)
+    return start_ahead(plan, config.num_workers, cluster.sizing.budget, first_step=first_step, last_step=config.steps)
+
+
+def _fit(
+    config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", job: "WorkerJob"
+) -> None:
+    from vlatune.train.loop import run_worker
+    from vlatune.train.trainer import make_trainer
+
     trainer = make_trainer(
         run_worker,
         job,
         num_workers=config.num_workers,
         resources=worker_resources(cluster.sizing),
-        name=f"attempt-{os.getpid()}-{attempt}",
+        name=f"attempt-{os.getpid()}-{job.restarts}",
         storage_path=str((folder.logs / "ray_train").resolve()),
         own_cluster=cluster.ours,
     )
     progress = Progress(folder.metrics, config.steps, from_step=start.step or 0)
     try:
-        supervisor.run(trainer.fit, attempt)
+        supervisor.run(trainer.fit, job.restarts)
     finally:
         progress.close()
 

@@ -76,7 +76,14 @@ class Worker:
         seed_all(self.config.seed)
         # The data first: its readers start while the model is loaded.
         plan, first_step = job.setup.data_plan(self.config.batch_size), job.checkpoints.resume_step or 0
-        self.feed = Feed(plan, share, job.budget, first_step=first_step, last_step=self.config.steps)
+        self.feed = Feed(
+            plan,
+            share,
+            job.budget,
+            first_step=first_step,
+            last_step=self.config.steps,
+            coordinator=job.coordinators[share.rank] if job.coordinators else None,
+        )
         self.batches = device_batches(self.feed, self.device, depth=self.config.prefetch_batches)
         options = ModuleOptions.of(self.config.policy)
         module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options).to(self.device)
