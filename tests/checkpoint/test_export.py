@@ -12,19 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exported import lerobot_actions, load_lerobot, noise_for
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
-from lerobot.policies.pi05 import PI05Policy
 from safetensors.torch import load_file, save_file
 from small_run import SmallRun, make_finished, running, small_config
-from torch import Tensor
 
 from vlatune import cli
-from vlatune.batch import ACTION, STATE, TASK
+from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
 from vlatune.config import ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.pipeline.transforms import Normalise
-from vlatune.policies.pi05_size import building_at, read_size
 
 RENAMED = {"observation.images.top": "observation.images.base_0_rgb"}
 
@@ -65,37 +62,18 @@ def export(run_dir: Path, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def noise_for(run: SmallRun) -> Tensor:
-    rows, spec = len(run.rows["index"]), run.start.setup.policy
-    return torch.randn(rows, spec.horizon, spec.max_action_dim, generator=torch.Generator().manual_seed(3))
-
-
 def our_actions(run: SmallRun) -> np.ndarray:
     """As evaluation computes them: our transforms, our module, our inverse of the normalisation."""
     run.module.eval()
-    chunk = run.module.predict(run.batch(), noise_for(run)).numpy()
+    chunk = run.module.predict(run.batch(), noise_for(run.start.setup.policy, run.rows)).numpy()
     transforms = run.start.setup.eval_transforms(0)
     (unscale,) = (one for one in transforms if isinstance(one, Normalise) and one.key == ACTION)
     return unscale.inverse(chunk)
 
 
-def load_lerobot(folder: Path) -> PI05Policy:
-    """LeRobot's own loading; only the model's odd size is told to it."""
-    size = read_size(folder)
-    assert size is not None
-    with building_at(size):
-        return PI05Policy.from_pretrained(folder)
-
-
-def lerobot_actions(folder: Path, policy: Any, run: SmallRun, **overrides: Any) -> np.ndarray:
-    """As a robot's program computes them: observations under the robot's names, pictures in [0, 1]."""
-    config = PreTrainedConfig.from_pretrained(folder)
-    before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
-    cameras = {name: torch.from_numpy(run.rows[name]) / 255.0 for name, _ in run.start.setup.binding.cameras}
-    observation = cameras | {STATE: torch.from_numpy(run.rows[STATE]), TASK: list(run.rows[TASK])}
-    with torch.no_grad():
-        chunk = policy.predict_action_chunk(before(observation), noise=noise_for(run))
-    return after(chunk).numpy()
+def robots_actions(folder: Path, policy: Any, run: SmallRun, **overrides: Any) -> np.ndarray:
+    setup = run.start.setup
+    return lerobot_actions(folder, policy, run.rows, setup.binding, noise_for(setup.policy, run.rows), **overrides)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +88,7 @@ def test_lerobot_gives_the_actions_that_ours_gives(make_config, tmp_path, monkey
         run.save()
     folder = export(config.run_dir, tmp_path / "exported")
     monkeypatch.chdir(folder)  # LeRobot looks for a tokenizer of that name from the current folder
-    ours, theirs = our_actions(run), lerobot_actions(folder, load_lerobot(folder), run)
+    ours, theirs = our_actions(run), robots_actions(folder, load_lerobot(folder), run)
     assert ours.shape == theirs.shape
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
     assert np.abs(ours - base_actions).max() > 1e-3  # training has changed them
@@ -129,7 +107,7 @@ def test_it_needs_neither_the_dataset_nor_the_folder_it_was_made_in(make_config,
     export(config.run_dir, tmp_path / "exported")
     moved = (tmp_path / "exported").rename(tmp_path / "moved")
     tokenizer = {"tokenizer_name": str(moved / "tokenizer")}
-    found = lerobot_actions(moved, load_lerobot(moved), run, tokenizer_processor=tokenizer)
+    found = robots_actions(moved, load_lerobot(moved), run, tokenizer_processor=tokenizer)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
@@ -181,7 +159,7 @@ def test_an_adapter_alone_is_loaded_by_peft_onto_the_base(make_config, small_bas
     assert adapter_config["base_model_name_or_path"] == str(small_base)
     policy: Any = PeftModel.from_pretrained(load_lerobot(small_base), str(folder))  # pyright: ignore[reportArgumentType]
     tokenizer = {"tokenizer_name": str(folder / "tokenizer")}
-    found = lerobot_actions(folder, policy.base_model.model, run, tokenizer_processor=tokenizer)
+    found = robots_actions(folder, policy.base_model.model, run, tokenizer_processor=tokenizer)
     np.testing.assert_allclose(found, our_actions(run), rtol=0, atol=1e-5)
 
 

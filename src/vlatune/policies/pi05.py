@@ -146,7 +146,8 @@ def _find_tokenizer(folder: Path) -> Path:
     if not names or not names[0]:
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
     named = Path(names[0])
-    for candidate in (named, folder / named.name, folder / "tokenizer"):
+    beside = (folder / named.name, folder / "tokenizer")
+    for candidate in (named, *beside) if named.is_absolute() else (*beside, named):
         if (candidate / "tokenizer.json").exists():
             return candidate / "tokenizer.json"
     if named.is_absolute():
