@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +90,7 @@ def test_lerobot_gives_the_actions_that_ours_gives(make_config, tmp_path, monkey
             run.step()
         run.save()
     folder = export(config.run_dir, tmp_path / "exported")
-    monkeypatch.chdir(folder)  # LeRobot looks for a tokenizer of that name from the current folder
+    monkeypatch.chdir("/")
     ours, theirs = our_actions(run), robots_actions(folder, load_lerobot(folder), run)
     assert ours.shape == theirs.shape
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
@@ -111,11 +114,44 @@ def test_it_needs_neither_the_dataset_nor_the_folder_it_was_made_in(make_config,
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
+MOVED = """
+import sys
+from types import SimpleNamespace
+from lerobot.configs import PreTrainedConfig
+folder = sys.argv[1]
+policy = SimpleNamespace(config=PreTrainedConfig.from_pretrained(folder))
+{lines}
+print("steps:", len(preprocessor.steps), len(postprocessor.steps))
+"""
+
+
+def test_a_moved_export_is_loaded_from_anywhere_by_the_lines_that_come_with_it(make_config, tmp_path, capsys):
+    run_dir = make_finished(make_config())
+    assert cli.main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
+    assert f"load it with the two lines in {tmp_path}/exported/README.md" in capsys.readouterr().out
+    moved = (tmp_path / "exported").rename(tmp_path / "moved")
+    python, shell = re.findall(r"```\w+\n(.*?)\n```", (moved / "README.md").read_text(), re.DOTALL)
+    assert len(python.splitlines()) == 2
+
+    def load(lines: str) -> str:
+        command = [sys.executable, "-c", MOVED.replace("{lines}", lines), str(moved)]
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+        return done.stdout.splitlines()[-1] if done.returncode == 0 else done.stderr
+
+    assert load(python).startswith("steps: ")
+    subprocess.run(shell, shell=True, cwd=moved, check=True)
+    steps = json.loads((moved / "policy_preprocessor.json").read_text())["steps"]
+    assert [str(moved / "tokenizer")] == [
+        step["config"]["tokenizer_name"] for step in steps if "tokenizer_name" in step["config"]
+    ]
+
+
 def test_the_files_name_nothing_of_this_machine_and_carry_names_widths_and_statistics(make_config, tmp_path):
+    """But for where the folder's own tokenizer lies: LeRobot finds it by that alone."""
     run_dir = make_finished(make_config(rename=True))
     folder = export(run_dir, tmp_path / "exported")
-    for file in folder.glob("*.json"):
-        assert str(tmp_path.parent) not in file.read_text(), file.name
+    for file in (*folder.glob("*.json"), folder / "README.md"):
+        assert str(tmp_path.parent) not in file.read_text().replace(str(folder / "tokenizer"), ""), file.name
     config = json.loads((folder / "config.json").read_text())
     assert config["output_features"][ACTION]["shape"] == config["input_features"][STATE]["shape"] == [3]
     steps = {
@@ -132,6 +168,26 @@ def test_an_export_is_a_base_to_train_on(make_config, dataset_v3, tmp_path):
     folder = export(first, tmp_path / "exported")
     again = make_finished(small_config(dataset_v3, folder, tmp_path / "again"))
     export(again, tmp_path / "second")
+
+
+def test_a_base_of_another_version_of_lerobot_is_trained_and_exported(make_config, small_base, dataset_v3, tmp_path):
+    """Keys that LeRobot has defaults for are left out; one that this LeRobot does not know is off."""
+    base = tmp_path / "base"
+    shutil.copytree(small_base, base)
+    stored = json.loads((base / "config.json").read_text())
+    kept = ("type", "input_features", "image_resolution", "chunk_size", "n_action_steps")
+    brief = {key: stored[key] for key in kept} | {"use_telepathy": False}
+    (base / "config.json").write_text(json.dumps(brief))
+    config = small_config(dataset_v3, base, tmp_path / "run")
+    with running(config) as run:
+        run.step()
+        run.save()
+    folder = export(config.run_dir, tmp_path / "exported")
+    found = robots_actions(folder, load_lerobot(folder), run)
+    np.testing.assert_allclose(found, our_actions(run), rtol=0, atol=1e-6)
+    (base / "config.json").write_text(json.dumps(brief | {"use_telepathy": True}))
+    with pytest.raises(ValueError, match=r"does not understand config.json \(.*use_telepathy"):
+        make_finished(small_config(dataset_v3, base, tmp_path / "other"))
 
 
 def test_averaged_weights_are_taken_where_there_are_some(make_config, tmp_path):
@@ -224,6 +280,5 @@ def test_the_command_says_what_lerobot_needs_to_be_told(make_config, tmp_path, c
     out = capsys.readouterr().out
     assert f"{tmp_path / 'new'}: optimizer step 2, trained weights" in out
     assert f"--rename_map='{json.dumps(RENAMED)}'" in out
-    assert "tokenizer" in out
     assert cli.main(["export", str(run_dir), str(tmp_path / "new")]) == cli.MISUSED
     assert "exists and is not an empty folder" in capsys.readouterr().err

@@ -157,6 +157,7 @@ def write_weights(plan: Plan, aside: Path) -> str:
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     used = load_result(plan.checkpoint, trainable, plan.options.weights)
     if plan.options.adapter:
+        module.policy.config.save_pretrained(aside)
         write_adapter(module.policy, aside, policy)
     else:
         module.as_lerobot().save_pretrained(aside)
@@ -168,8 +169,11 @@ def write_rest(plan: Plan, aside: Path, folder: Path) -> bool:
 
     `folder` is what `aside` will be.
     """
+    known = json.loads((aside / CONFIG).read_bytes()).keys()  # LeRobot has written its own, and refuses other keys
     for path in sorted((plan.checkpoint / POLICY_FOLDER).iterdir()):
         shutil.copyfile(path, aside / path.name)
+    config = json.loads((aside / CONFIG).read_bytes())
+    (aside / CONFIG).write_text(json.dumps({key: config[key] for key in config if key in known}, indent=2))
     if plan.options.adapter:
         from vlatune.checkpoint.adapter import mark_config
 
