@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exported import lerobot_actions, load_lerobot, noise_for
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
-from lerobot.policies.pi05 import PI05Policy
 from safetensors.torch import load_file, save_file
 from small_run import SmallRun, make_finished, running, small_config
-from torch import Tensor
 
 from vlatune import cli
-from vlatune.batch import ACTION, STATE, TASK
+from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
 from vlatune.config import ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.pipeline.transforms import Normalise
-from vlatune.policies.pi05_size import building_at, read_size
 
 RENAMED = {"observation.images.top": "observation.images.base_0_rgb"}
 
@@ -65,37 +65,18 @@ def export(run_dir: Path, folder: Path, **options: Any) -> Path:
     return folder
 
 
-def noise_for(run: SmallRun) -> Tensor:
-    rows, spec = len(run.rows["index"]), run.start.setup.policy
-    return torch.randn(rows, spec.horizon, spec.max_action_dim, generator=torch.Generator().manual_seed(3))
-
-
 def our_actions(run: SmallRun) -> np.ndarray:
     """As evaluation computes them: our transforms, our module, our inverse of the normalisation."""
     run.module.eval()
-    chunk = run.module.predict(run.batch(), noise_for(run)).numpy()
+    chunk = run.module.predict(run.batch(), noise_for(run.start.setup.policy, run.rows)).numpy()
     transforms = run.start.setup.eval_transforms(0)
     (unscale,) = (one for one in transforms if isinstance(one, Normalise) and one.key == ACTION)
     return unscale.inverse(chunk)
 
 
-def load_lerobot(folder: Path) -> PI05Policy:
-    """LeRobot's own loading; only the model's odd size is told to it."""
-    size = read_size(folder)
-    assert size is not None
-    with building_at(size):
-        return PI05Policy.from_pretrained(folder)
-
-
-def lerobot_actions(folder: Path, policy: Any, run: SmallRun, **overrides: Any) -> np.ndarray:
-    """As a robot's program computes them: observations under the robot's names, pictures in [0, 1]."""
-    config = PreTrainedConfig.from_pretrained(folder)
-    before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
-    cameras = {name: torch.from_numpy(run.rows[name]) / 255.0 for name, _ in run.start.setup.binding.cameras}
-    observation = cameras | {STATE: torch.from_numpy(run.rows[STATE]), TASK: list(run.rows[TASK])}
-    with torch.no_grad():
-        chunk = policy.predict_action_chunk(before(observation), noise=noise_for(run))
-    return after(chunk).numpy()
+def robots_actions(folder: Path, policy: Any, run: SmallRun, **overrides: Any) -> np.ndarray:
+    setup = run.start.setup
+    return lerobot_actions(folder, policy, run.rows, setup.binding, noise_for(setup.policy, run.rows), **overrides)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +90,8 @@ def test_lerobot_gives_the_actions_that_ours_gives(make_config, tmp_path, monkey
             run.step()
         run.save()
     folder = export(config.run_dir, tmp_path / "exported")
-    monkeypatch.chdir(folder)  # LeRobot looks for a tokenizer of that name from the current folder
-    ours, theirs = our_actions(run), lerobot_actions(folder, load_lerobot(folder), run)
+    monkeypatch.chdir("/")
+    ours, theirs = our_actions(run), robots_actions(folder, load_lerobot(folder), run)
     assert ours.shape == theirs.shape
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
     assert np.abs(ours - base_actions).max() > 1e-3  # training has changed them
@@ -129,15 +110,48 @@ def test_it_needs_neither_the_dataset_nor_the_folder_it_was_made_in(make_config,
     export(config.run_dir, tmp_path / "exported")
     moved = (tmp_path / "exported").rename(tmp_path / "moved")
     tokenizer = {"tokenizer_name": str(moved / "tokenizer")}
-    found = lerobot_actions(moved, load_lerobot(moved), run, tokenizer_processor=tokenizer)
+    found = robots_actions(moved, load_lerobot(moved), run, tokenizer_processor=tokenizer)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
+MOVED = """
+import sys
+from types import SimpleNamespace
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pi05 import PI05Policy
+folder = sys.argv[1]
+policy = SimpleNamespace(config=PreTrainedConfig.from_pretrained(folder))
+{lines}
+print("steps:", len(preprocessor.steps), len(postprocessor.steps))
+"""
+
+
+def test_a_moved_export_is_loaded_from_anywhere_by_the_lines_that_come_with_it(make_config, tmp_path, capsys):
+    run_dir = make_finished(make_config())
+    assert cli.main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
+    assert f"load it with the two lines in {tmp_path}/exported/README.md" in capsys.readouterr().out
+    moved = (tmp_path / "exported").rename(tmp_path / "moved")
+    python, shell = re.findall(r"```\w+\n(.*?)\n```", (moved / "README.md").read_text(), re.DOTALL)
+    assert len(python.splitlines()) == 2
+
+    def load(lines: str) -> str:
+        command = [sys.executable, "-c", MOVED.replace("{lines}", lines), str(moved)]
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+        return done.stdout.splitlines()[-1] if done.returncode == 0 else done.stderr
+
+    assert load(python).startswith("steps: ")  # the policy's config is all that the lines want of it
+    subprocess.run(shell, shell=True, cwd=moved, check=True)
+    imported, _ = python.splitlines()
+    plain = "preprocessor, postprocessor = make_pre_post_processors(policy.config, folder)"
+    assert load(f"{imported}\n{plain}").startswith("steps: ")
+
+
 def test_the_files_name_nothing_of_this_machine_and_carry_names_widths_and_statistics(make_config, tmp_path):
+    """But for where the folder's own tokenizer lies: LeRobot finds it by that alone."""
     run_dir = make_finished(make_config(rename=True))
     folder = export(run_dir, tmp_path / "exported")
-    for file in folder.glob("*.json"):
-        assert str(tmp_path.parent) not in file.read_text(), file.name
+    for file in (*folder.glob("*.json"), folder / "README.md"):
+        assert str(tmp_path.parent) not in file.read_text().replace(str(folder / "tokenizer"), ""), file.name
     config = json.loads((folder / "config.json").read_text())
     assert config["output_features"][ACTION]["shape"] == config["input_features"][STATE]["shape"] == [3]
     steps = {
@@ -154,6 +168,26 @@ def test_an_export_is_a_base_to_train_on(make_config, dataset_v3, tmp_path):
     folder = export(first, tmp_path / "exported")
     again = make_finished(small_config(dataset_v3, folder, tmp_path / "again"))
     export(again, tmp_path / "second")
+
+
+def test_a_base_of_another_version_of_lerobot_is_trained_and_exported(make_config, small_base, dataset_v3, tmp_path):
+    """Keys that LeRobot has defaults for are left out; one that this LeRobot does not know is off."""
+    base = tmp_path / "base"
+    shutil.copytree(small_base, base)
+    stored = json.loads((base / "config.json").read_text())
+    kept = ("type", "input_features", "image_resolution", "chunk_size", "n_action_steps")
+    brief = {key: stored[key] for key in kept} | {"use_telepathy": False}
+    (base / "config.json").write_text(json.dumps(brief))
+    config = small_config(dataset_v3, base, tmp_path / "run")
+    with running(config) as run:
+        run.step()
+        run.save()
+    folder = export(config.run_dir, tmp_path / "exported")
+    found = robots_actions(folder, load_lerobot(folder), run)
+    np.testing.assert_allclose(found, our_actions(run), rtol=0, atol=1e-6)
+    (base / "config.json").write_text(json.dumps(brief | {"use_telepathy": True}))
+    with pytest.raises(ValueError, match=r"does not understand config.json \(.*use_telepathy"):
+        make_finished(small_config(dataset_v3, base, tmp_path / "other"))
 
 
 def test_averaged_weights_are_taken_where_there_are_some(make_config, tmp_path):
@@ -181,7 +215,7 @@ def test_an_adapter_alone_is_loaded_by_peft_onto_the_base(make_config, small_bas
     assert adapter_config["base_model_name_or_path"] == str(small_base)
     policy: Any = PeftModel.from_pretrained(load_lerobot(small_base), str(folder))  # pyright: ignore[reportArgumentType]
     tokenizer = {"tokenizer_name": str(folder / "tokenizer")}
-    found = lerobot_actions(folder, policy.base_model.model, run, tokenizer_processor=tokenizer)
+    found = robots_actions(folder, policy.base_model.model, run, tokenizer_processor=tokenizer)
     np.testing.assert_allclose(found, our_actions(run), rtol=0, atol=1e-5)
 
 
@@ -246,6 +280,5 @@ def test_the_command_says_what_lerobot_needs_to_be_told(make_config, tmp_path, c
     out = capsys.readouterr().out
     assert f"{tmp_path / 'new'}: optimizer step 2, trained weights" in out
     assert f"--rename_map='{json.dumps(RENAMED)}'" in out
-    assert "tokenizer" in out
     assert cli.main(["export", str(run_dir), str(tmp_path / "new")]) == cli.MISUSED
     assert "exists and is not an empty folder" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import draccus
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from vlatune.dataset.meta import DatasetMeta, Feature, load_meta
 from vlatune.policies.base import PolicySpec, bind, stats_needed
 from vlatune.policies.hub import fetch_dataset, fetch_file, resolve_folder
 from vlatune.policies.pi05 import PREPROCESSOR, Pi05Adapter, make_normalisers
+from vlatune.policies.pi05_weights import CONFIG_DEFAULTS
 from vlatune.policies.registry import NAMES, get_adapter
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -86,6 +88,44 @@ def test_the_spec_is_what_the_folder_says(small_base, spec, meta):
 
 def test_a_spec_is_the_same_wherever_the_folder_is(base, spec):
     assert replace(Pi05Adapter().read_spec(base), folder=spec.folder, tokenizer_file=spec.tokenizer_file) == spec
+
+
+def test_keys_that_lerobot_has_defaults_for_may_be_left_out(base, spec):
+    from lerobot.policies.pi05 import PI05Config
+
+    theirs = draccus.encode(PI05Config())
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in CONFIG_DEFAULTS.items()}
+    assert {key: theirs[key] for key in CONFIG_DEFAULTS} == defaults
+    stored = json.loads((base / "config.json").read_text())
+    kept = {key: value for key, value in stored.items() if value != defaults.get(key)}
+    assert len(kept) < len(stored)
+    (base / "config.json").write_text(json.dumps(kept))
+    assert replace(Pi05Adapter().read_spec(base), folder=spec.folder, tokenizer_file=spec.tokenizer_file) == spec
+
+
+def test_empty_cameras_are_lerobots(base, spec):
+    change(base, "config.json", empty_cameras=2)
+    from lerobot.configs import PreTrainedConfig
+
+    theirs = PreTrainedConfig.from_pretrained(base)
+    theirs.validate_features()
+    assert Pi05Adapter().read_spec(base).cameras == tuple(theirs.image_features)
+
+
+def test_a_policy_without_cameras_is_told(base):
+    change(base, "config.json", input_features=None)
+    assert "input_features names no camera; write the policy's cameras there" in refusal(base)
+
+
+def test_prompts_are_as_long_as_the_step_that_tokenises_says(base):
+    steps = json.loads((base / PREPROCESSOR).read_text())["steps"]
+    (step,) = (step["config"] for step in steps if step.get("registry_name") == "tokenizer_processor")
+    step["max_length"] = 9
+    change(base, PREPROCESSOR, steps=steps)
+    assert Pi05Adapter().read_spec(base).max_tokens == 9
+    step["padding_side"] = "left"
+    change(base, PREPROCESSOR, steps=steps)
+    assert f"{PREPROCESSOR} pads prompts on the left, expected right" in refusal(base)
 
 
 @pytest.mark.parametrize("changes", [{"chunk_size": "many"}, {"image_resolution": 224}, {"input_features": [1]}])

@@ -1,9 +1,13 @@
 """`vlatune export RUN DIR`: a checkpoint joined with its base into a folder that LeRobot loads.
 
     config.json  model.safetensors  policy_preprocessor.json  policy_postprocessor.json  *.safetensors (statistics)
-    tokenizer/ (where the base brings its own)  vlatune_size.json (only for models of odd size)
+    tokenizer/ README.md (where the base brings its own tokenizer)  vlatune_size.json (only for models of odd size)
 
 Needs the checkpoint and the base, not the dataset. Written aside and renamed: DIR is whole or not there.
+
+LeRobot finds a tokenizer by its name alone: a hub repository, or a path that it takes from the current folder, whatever
+folder the policy is loaded from. So the full path is written, which holds until DIR is moved; README.md has the lines
+for what comes then.
 """
 
 import json
@@ -30,6 +34,26 @@ TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merg
 SIZE_FILE = "vlatune_size.json"
 """As policies/pi05_size.py names it; that module takes seconds to import."""
 
+README = "README.md"
+README_TEXT = """\
+# A policy with a tokenizer of its own
+
+LeRobot finds a tokenizer by its path, and policy_preprocessor.json names the one where this folder was exported to.
+After moving the folder, load its processors like this, from wherever you are (`policy` is LeRobot's, `folder` where
+this file lies now):
+
+```python
+from lerobot.policies.factory import make_pre_post_processors
+preprocessor, postprocessor = make_pre_post_processors(policy.config, folder, preprocessor_overrides={"tokenizer_processor": {"tokenizer_name": f"{folder}/tokenizer"}})
+```
+
+LeRobot's own programs cannot be told so; for them, write the new path down once, in this folder:
+
+```sh
+sed -i "s|\\"tokenizer_name\\": \\"[^\\"]*\\"|\\"tokenizer_name\\": \\"$PWD/tokenizer\\"|" policy_preprocessor.json
+```
+"""
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -40,7 +64,7 @@ class Exported:
     rename_map: dict[str, str]
     """The robot's camera names -> the policy's."""
     has_tokenizer: bool
-    """The folder carries its own."""
+    """The folder carries its own, and README.md says what that asks for."""
 
 
 def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
@@ -53,7 +77,7 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
         plan = make_plan(checkpoint, options)
         with _aside(folder) as aside:
             weights = write_weights(plan, aside)
-            has_tokenizer = write_rest(plan, aside)
+            has_tokenizer = write_rest(plan, aside, folder.resolve())
     return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer)
 
 
@@ -89,8 +113,7 @@ def export_text(done: Exported) -> str:
         )
     if done.has_tokenizer:
         lines.append(
-            f"its tokenizer lies beside it, and LeRobot looks for '{TOKENIZER_FOLDER}' from the current folder: run it from {done.folder}, "
-            f"or override tokenizer_processor's tokenizer_name"
+            f"LeRobot finds its tokenizer where it is now; after moving the folder, load it with the two lines in {done.folder / README}"
         )
     return "\n".join(lines)
 
@@ -134,35 +157,55 @@ def write_weights(plan: Plan, aside: Path) -> str:
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     used = load_result(plan.checkpoint, trainable, plan.options.weights)
     if plan.options.adapter:
+        module.policy.config.save_pretrained(aside)
         write_adapter(module.policy, aside, policy)
     else:
         module.as_lerobot().save_pretrained(aside)
     return used
 
 
-def write_rest(plan: Plan, aside: Path) -> bool:
-    """Config and processors from the checkpoint, size and tokenizer from the base; says whether there was one."""
+def write_rest(plan: Plan, aside: Path, folder: Path) -> bool:
+    """Config and processors from the checkpoint, size and tokenizer from the base; says whether there was one.
+
+    `folder` is what `aside` will be.
+    """
+    known = json.loads((aside / CONFIG).read_bytes()).keys()  # LeRobot has written its own, and refuses other keys
     for path in sorted((plan.checkpoint / POLICY_FOLDER).iterdir()):
         shutil.copyfile(path, aside / path.name)
+    config = json.loads((aside / CONFIG).read_bytes())
+    (aside / CONFIG).write_text(json.dumps({key: config[key] for key in config if key in known}, indent=2))
     if plan.options.adapter:
         from vlatune.checkpoint.adapter import mark_config
 
         mark_config(aside / CONFIG)
     if (size := Path(plan.spec.folder) / SIZE_FILE).exists():
         shutil.copyfile(size, aside / SIZE_FILE)
-    return _copy_tokenizer(plan.spec, aside)
-
-
-def _copy_tokenizer(spec: PolicySpec, aside: Path) -> bool:
-    """A tokenizer that lies in a folder comes along; one of the hub is named by the preprocessor, not copied."""
-    steps = json.loads((aside / PREPROCESSOR).read_bytes())["steps"]
-    if TOKENIZER_FOLDER not in [step.get("config", {}).get("tokenizer_name") for step in steps]:
+    if not _place_tokenizer(aside / PREPROCESSOR, folder / TOKENIZER_FOLDER):
         return False
-    (aside / TOKENIZER_FOLDER).mkdir()
+    _copy_tokenizer(plan.spec, aside / TOKENIZER_FOLDER)
+    (aside / README).write_text(README_TEXT)
+    return True
+
+
+def _place_tokenizer(file: Path, place: Path) -> bool:
+    """Name the folder's own tokenizer by its full path; one of the hub stays named as it is, and is not copied."""
+    processor = json.loads(file.read_bytes())
+    own = [step["config"] for step in processor["steps"] if _tokenizer_name(step) == TOKENIZER_FOLDER]
+    for config in own:
+        config["tokenizer_name"] = str(place)
+    file.write_text(json.dumps(processor, indent=2))
+    return bool(own)
+
+
+def _tokenizer_name(step: Mapping[str, Any]) -> str | None:
+    return step.get("config", {}).get("tokenizer_name")
+
+
+def _copy_tokenizer(spec: PolicySpec, target: Path) -> None:
+    target.mkdir()
     for path in Path(spec.tokenizer_file).parent.iterdir():
         if path.is_file() and path.name.startswith(TOKENIZER_FILES):
-            shutil.copyfile(path, aside / TOKENIZER_FOLDER / path.name)
-    return True
+            shutil.copyfile(path, target / path.name)
 
 
 def _check_target(folder: Path) -> None:

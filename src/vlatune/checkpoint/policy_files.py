@@ -41,15 +41,16 @@ def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype
 
 
 def _make_config(config: dict[str, Any], binding: Binding, dtype: str | None) -> dict[str, Any]:
-    inputs = {key: one for key, one in config["input_features"].items() if one["type"] != "STATE"}
+    inputs = {key: one for key, one in (config.get("input_features") or {}).items() if one["type"] != "STATE"}
     inputs[STATE] = {"type": "STATE", "shape": [binding.state_dim]}
     made = {
         "input_features": inputs,
         "output_features": {ACTION: {"type": "ACTION", "shape": [binding.action_dim]}},
         "device": None,  # whatever the machine has that loads it
         "pretrained_path": None,
-        "dtype": dtype or config.get("dtype"),
     }
+    if dtype is not None:
+        made["dtype"] = dtype
     if "action_feature_names" in config:
         made["action_feature_names"] = list(binding.action_names)
     off = {name: False for name in ("gradient_checkpointing", "compile_model") if name in config}

@@ -7,13 +7,12 @@ worker need not import it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from vlatune.batch import ACTION, NOISE, SLOT, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns
+from vlatune.pipeline.tokenizer import load_tokenizer
 from vlatune.random_streams import Stream, make_generator
 
 NORMALISE_EPS = np.float32(1e-8)
@@ -95,29 +94,15 @@ class Tokenise:
     pad_id: int
 
     def __call__(self, columns: Columns) -> Columns:
-        tokenizer = _load_tokenizer(self.tokenizer_file)
+        tokenizer = load_tokenizer(self.tokenizer_file, self.max_length)
         encoded = tokenizer.encode_batch([str(prompt) for prompt in columns[TASK]])
         tokens_NL = np.full((len(encoded), self.max_length), self.pad_id, dtype=np.int64)
         mask_NL = np.zeros((len(encoded), self.max_length), dtype=bool)
         for row, encoding in enumerate(encoded):
-            ids = encoding.ids[: self.max_length]
-            tokens_NL[row, : len(ids)] = ids
-            mask_NL[row, : len(ids)] = True
+            tokens_NL[row, : len(encoding.ids)] = encoding.ids
+            mask_NL[row, : len(encoding.ids)] = True
         rest = {name: values for name, values in columns.items() if name != TASK}
         return rest | {TOKENS: tokens_NL, TOKEN_MASK: mask_NL}
-
-
-@lru_cache(maxsize=4)
-def _load_tokenizer(file: str) -> Any:
-    """The bare `tokenizers` object: no transformers, no torch, and no code that a repository could bring."""
-    import tokenizers
-
-    if not Path(file).exists():
-        raise ValueError(f"tokenizer file '{file}' is missing; it belongs to the policy's folder")
-    tokenizer = tokenizers.Tokenizer.from_file(file)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.pipeline.tokenizer import pad_token, read_settings
 from vlatune.pipeline.transforms import (
     DrawFlow,
     Normalise,
@@ -27,7 +28,7 @@ from vlatune.pipeline.transforms import (
 )
 from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, ModuleOptions, PolicySpec
 from vlatune.policies.pi05_size import Pi05Size, read_size
-from vlatune.policies.pi05_weights import find_tensors
+from vlatune.policies.pi05_weights import CONFIG_DEFAULTS, find_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,11 @@ class Pi05Adapter:
             raise ValueError(
                 f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions"
             )
-        tokenizer_file = _find_tokenizer(folder)
+        step = _tokenizer_step(folder)
+        tokenizer_file = _find_tokenizer(folder, step["tokenizer_name"])
         pad_id = _pad_id(tokenizer_file)
         try:
-            spec = _make_spec(folder, config, tokenizer_file, pad_id)
+            spec = _make_spec(folder, config, step, tokenizer_file, pad_id)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"policy '{folder}': config.json is not as LeRobot writes it for PI0.5 ({type(error).__name__}: {error})"
@@ -98,12 +100,14 @@ class Pi05Adapter:
         return load_pi05(spec, binding, options)
 
 
-def _make_spec(folder: Path, config: Mapping[str, Any], tokenizer_file: Path, pad_id: int) -> PolicySpec:
-    visual = [key for key, feature in config["input_features"].items() if feature["type"] == "VISUAL"]
+def _make_spec(
+    folder: Path, stored: Mapping[str, Any], step: Mapping[str, Any], tokenizer_file: Path, pad_id: int
+) -> PolicySpec:
+    config = {**CONFIG_DEFAULTS, **stored}
     return PolicySpec(
         type="pi05",
         folder=str(folder),
-        cameras=tuple(visual),
+        cameras=_cameras(config),
         image_hw=(int(config["image_resolution"][0]), int(config["image_resolution"][1])),
         horizon=int(config["chunk_size"]),
         max_state_dim=int(config["max_state_dim"]),
@@ -111,7 +115,7 @@ def _make_spec(folder: Path, config: Mapping[str, Any], tokenizer_file: Path, pa
         normalisation=dict(config["normalization_mapping"]),
         tokenizer_file=str(tokenizer_file),
         pad_id=pad_id,
-        max_tokens=int(config["tokenizer_max_length"]),
+        max_tokens=int(step.get("max_length", config["tokenizer_max_length"])),
         flow_time=(
             float(config["time_sampling_beta_alpha"]),
             float(config["time_sampling_beta_beta"]),
@@ -119,6 +123,15 @@ def _make_spec(folder: Path, config: Mapping[str, Any], tokenizer_file: Path, pa
             float(config["time_sampling_offset"]),
         ),
     )
+
+
+def _cameras(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """With the empty ones, which LeRobot adds when it builds the policy."""
+    named = [key for key, feature in (config["input_features"] or {}).items() if feature["type"] == "VISUAL"]
+    if not named:
+        raise ValueError("input_features names no camera; write the policy's cameras there")
+    empty = [f"observation.images.empty_camera_{number}" for number in range(int(config["empty_cameras"]))]
+    return tuple(dict.fromkeys([*named, *empty]))
 
 
 def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarray]]) -> list[Normalise]:
@@ -149,34 +162,38 @@ def _as_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _find_tokenizer(folder: Path) -> Path:
-    """The tokenizer.json that the preprocessor names: a folder of its own, one beside it, or a hub repository."""
+def _tokenizer_step(folder: Path) -> dict[str, Any]:
+    """The settings of the preprocessor's step that tokenises; they name the tokenizer."""
     steps = _read_json(folder, PREPROCESSOR).get("steps")
     steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    names = [
-        s.get("config", {}).get("tokenizer_name") for s in steps if s.get("registry_name") == "tokenizer_processor"
-    ]
-    if not names or not names[0]:
+    found = [step.get("config", {}) for step in steps if step.get("registry_name") == "tokenizer_processor"]
+    if not found or not found[0].get("tokenizer_name"):
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
-    named = Path(names[0])
-    for candidate in (named, folder / named.name, folder / "tokenizer"):
+    if (side := found[0].get("padding_side", "right")) != "right":
+        raise ValueError(f"policy '{folder}': {PREPROCESSOR} pads prompts on the {side}, expected right")
+    return found[0]
+
+
+def _find_tokenizer(folder: Path, name: str) -> Path:
+    """The tokenizer.json of that name: a folder of its own, one beside the policy, or a hub repository."""
+    named = Path(name)
+    beside = (folder / named.name, folder / "tokenizer")
+    for candidate in (named, *beside) if named.is_absolute() else (*beside, named):
         if (candidate / "tokenizer.json").exists():
             return candidate / "tokenizer.json"
     if named.is_absolute():
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{named}', which is not there")
     from vlatune.policies.hub import fetch_file
 
-    fetch_file(names[0], "tokenizer_config.json")
-    return fetch_file(names[0], "tokenizer.json")
+    fetch_file(name, "tokenizer_config.json")
+    return fetch_file(name, "tokenizer.json")
 
 
 def _pad_id(tokenizer_file: Path) -> int:
     """The id of the padding token; 0 in every Gemma tokenizer, but the file knows."""
-    config = _read_json(tokenizer_file.parent, "tokenizer_config.json")
-    token = config.get("pad_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    added = _read_json(tokenizer_file.parent, tokenizer_file.name).get("added_tokens", [])
-    found = [entry["id"] for entry in added if entry["content"] == token]
+    token = pad_token(read_settings(tokenizer_file.parent))
+    content = _read_json(tokenizer_file.parent, tokenizer_file.name)
+    found = [entry["id"] for entry in content.get("added_tokens", []) if entry["content"] == token]
     if not found:
         raise ValueError(f"tokenizer '{tokenizer_file.parent}': its pad token {token!r} is not in tokenizer.json")
     return int(found[0])

@@ -7,6 +7,7 @@ one at a time. What trains is float32; the rest has the dtype that LeRobot gives
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 
@@ -57,9 +58,14 @@ def read_config(folder: Path) -> PI05Config:
 
 
 def parse_config(folder: Path) -> PI05Config:
-    """config.json as LeRobot parses it, whose own way leaves a file behind in the folder for temporary files."""
+    """config.json as LeRobot parses it, whose own way leaves a file behind in the folder for temporary files.
+
+    An option of another version of LeRobot that is off has nothing to do here; one that is on is refused by its name.
+    """
     stored = json.loads((folder / "config.json").read_bytes())
-    return draccus.decode(PI05Config, {key: value for key, value in stored.items() if key != "type"})
+    known = {field.name for field in fields(PI05Config)}
+    given = {key: value for key, value in stored.items() if key in known or (value and key != "type")}
+    return draccus.decode(PI05Config, given)
 
 
 @contextmanager

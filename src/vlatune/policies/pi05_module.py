@@ -79,6 +79,7 @@ class Pi05Module(nn.Module):
     def as_lerobot(self) -> PI05Policy:
         """The policy in LeRobot's own form, for saving: adapters are folded in for good, so train no more afterwards."""
         merge_adapters(self.policy)
+        _put_head_before_embedding(self.policy)
         return self.policy
 
     def _images(self, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -112,3 +113,12 @@ def load_pi05(spec: PolicySpec, binding: Binding, options: ModuleOptions) -> Pi0
         # As in `how_to_run`: nothing is random, and keeping the generator's state would wait for the device.
         tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     return Pi05Module(policy, spec, binding, options)
+
+
+def _put_head_before_embedding(policy: PI05Policy) -> None:
+    """LeRobot's loader copies the head over the token embedding where it meets it later in the file.
+
+    safetensors sorts by dtype, then by name: in one dtype the head comes first, and the embedding stays what it is.
+    """
+    paligemma = policy.model.paligemma_with_expert.paligemma
+    paligemma.lm_head.to(paligemma.model.language_model.embed_tokens.weight.dtype)

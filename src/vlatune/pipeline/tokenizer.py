@@ -1,0 +1,127 @@
+"""A tokenizer as transformers' `AutoTokenizer` makes it of a folder, by the `tokenizers` library alone.
+
+Readers import neither transformers nor torch, and no code that a repository could bring is run. tokenizer.json holds the
+tokenizer; tokenizer_config.json may add tokens, say on which side long prompts are cut and whether special tokens in a
+text are taken apart, and names a class. Gemma's class puts parts of its own in place of the file's; one that is not known
+here might do the same and is refused. `add_bos_token` there counts for nothing beside a tokenizer.json.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+CONFIG = "tokenizer_config.json"
+PLAIN = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
+GEMMA = ("GemmaTokenizer", "GemmaTokenizerFast")
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+GEMMA_PARTS = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    },
+}
+GEMMA_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": True,
+    "byte_fallback": True,
+    "ignore_merges": False,
+}
+GEMMA_TOKENS = {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(file: str, max_length: int) -> Any:
+    """Cuts at `max_length` tokens, and does not pad."""
+    import tokenizers
+
+    if not Path(file).exists():
+        raise ValueError(f"tokenizer file '{file}' is missing; it belongs to the policy's folder")
+    settings = read_settings(Path(file).parent)
+    if settings.get("tokenizer_class") in GEMMA:
+        content = as_gemma(json.loads(Path(file).read_bytes()), settings)
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    else:
+        tokenizer = tokenizers.Tokenizer.from_file(file)
+    _add_tokens(tokenizer, settings)
+    tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_length, direction=settings.get("truncation_side", "right"))
+    return tokenizer
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with what an older folder keeps in special_tokens_map.json."""
+    settings = _read_object(folder / CONFIG)
+    name = settings.get("tokenizer_class")
+    if name not in (*PLAIN, *GEMMA):
+        raise ValueError(
+            f"tokenizer '{folder}': {CONFIG} says tokenizer_class '{name}', of which it is not known what it makes of tokenizer.json; "
+            f"expected one of {', '.join(filter(None, (*PLAIN, *GEMMA)))}; where tokenizer.json is all of it, set PreTrainedTokenizerFast there"
+        )
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_object(folder / "special_tokens_map.json")
+    return (GEMMA_TOKENS if name in GEMMA else {}) | settings
+
+
+def as_gemma(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma's class takes of a tokenizer.json: vocabulary, merges, and what is put around a prompt."""
+    model = dict(content["model"]) | GEMMA_MODEL | {"unk_token": _text(settings["unk_token"])}
+    listed = [] if "added_tokens_decoder" in settings else content["added_tokens"]
+    return dict(content) | GEMMA_PARTS | {"model": model, "added_tokens": listed}
+
+
+def pad_token(settings: Mapping[str, Any]) -> str | None:
+    return _text(settings.get("pad_token"))
+
+
+def _add_tokens(tokenizer: Any, settings: Mapping[str, Any]) -> None:
+    """Those that are only named beside tokenizer.json, in transformers' order, which decides the ids of new ones."""
+    from tokenizers import AddedToken
+
+    decoder = settings.get("added_tokens_decoder") or {}
+    listed = [AddedToken(**_flags(decoder[key])) for key in sorted(decoder, key=int)]
+    there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    there |= {token.content for token in listed}
+    named = [text for text in _special_tokens(settings) if text not in there]
+    tokenizer.add_tokens([*listed, *(AddedToken(text, special=True) for text in dict.fromkeys(named))])
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The named ones, a model's own, and those without a name."""
+    extra = settings.get("extra_special_tokens", settings.get("additional_special_tokens")) or []
+    own = {name: value for name, value in settings.items() if name.endswith("_token") and isinstance(value, str)}
+    own |= extra if isinstance(extra, dict) else {}
+    named = [settings.get(name) for name in NAMED] + [value for name, value in own.items() if name not in NAMED]
+    unnamed = [] if isinstance(extra, dict) else extra
+    yield from (text for value in (*named, *unnamed) if (text := _text(value)) is not None)
+
+
+def _text(token: Any) -> str | None:
+    """A token is written as itself, or with its flags."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _flags(token: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: token[name] for name in FLAGS if name in token}
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"tokenizer '{file.parent}': {file.name} is not readable JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"tokenizer '{file.parent}': {file.name} holds a {type(value).__name__}, expected an object")
+    return value

@@ -1,0 +1,42 @@
+"""An export as a robot's program uses it: loaded by LeRobot's own classes, which know nothing of vlatune."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.pi05 import PI05Policy
+from torch import Tensor
+
+from vlatune.batch import STATE, TASK
+from vlatune.policies.base import Binding, PolicySpec
+from vlatune.policies.pi05_size import building_at, read_size
+
+
+def load_lerobot(folder: Path) -> PI05Policy:
+    """LeRobot's own loading; only the model's odd size is told to it."""
+    size = read_size(folder)
+    assert size is not None
+    with building_at(size):
+        return PI05Policy.from_pretrained(folder)
+
+
+def noise_for(spec: PolicySpec, rows: Mapping[str, np.ndarray]) -> Tensor:
+    shape = len(rows["index"]), spec.horizon, spec.max_action_dim
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def lerobot_actions(
+    folder: Path, policy: Any, rows: Mapping[str, np.ndarray], binding: Binding, noise: Tensor, **overrides: Any
+) -> np.ndarray:
+    """Observations under the robot's names, pictures in [0, 1] -> actions in the robot's units."""
+    config = PreTrainedConfig.from_pretrained(folder)
+    before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
+    cameras = {name: torch.from_numpy(rows[name]) / 255.0 for name, _ in binding.cameras}
+    observation = cameras | {STATE: torch.from_numpy(rows[STATE]), TASK: list(rows[TASK])}
+    with torch.no_grad():
+        chunk = policy.predict_action_chunk(before(observation), noise=noise)
+    return after(chunk).numpy()
