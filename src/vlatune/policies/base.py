@@ -119,7 +119,11 @@ class PolicyAdapter(Protocol):
         self, spec: PolicySpec, binding: Binding, stats: Mapping[str, Mapping[str, np.ndarray]], draw: Draw
     ) -> tuple[Transform, ...]: ...
 
-    def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module: ...
+    def load_module(
+        self, spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+    ) -> torch.nn.Module:
+        """Each weight goes to `device` by itself: the host holds one at a time."""
+        ...
 
 
 def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:

@@ -79,10 +79,12 @@ class Pi05Adapter:
             Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
         )
 
-    def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:
+    def load_module(
+        self, spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+    ) -> torch.nn.Module:
         from vlatune.policies.pi05_module import load_pi05
 
-        return load_pi05(spec, binding, options)
+        return load_pi05(spec, binding, options, device)
 
 
 def _make_spec(folder: Path, config: Mapping[str, Any], tokenizer_file: Path, pad_id: int) -> PolicySpec:

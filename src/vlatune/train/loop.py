@@ -79,7 +79,7 @@ class Worker:
         self.feed = Feed(plan, share, job.budget, first_step=first_step, last_step=self.config.steps)
         self.batches = device_batches(self.feed, self.device, depth=self.config.prefetch_batches)
         options = ModuleOptions.of(self.config.policy)
-        module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options).to(self.device)
+        module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options, self.device)
         module.train()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.trainable.values(), self.config.optimizer)
