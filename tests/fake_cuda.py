@@ -25,7 +25,7 @@ def fake_cuda() -> Iterator[None]:
     """Until the end of the block; files are read and LeRobot's classes are built outside of it."""
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(pi05_load, "build_policy", _outside(pi05_load.build_policy))
-        patch.setattr(pi05_load, "safe_open", _RealFile)
+        patch.setattr(pi05_load, "safe_open", RealFile)
         patch.setattr(nn.Module, "_apply", _apply)
         yield
 
@@ -34,20 +34,25 @@ def is_fake_cuda(tensor: torch.Tensor) -> bool:
     return isinstance(tensor.detach(), FakeTensor) and tensor.device == CUDA
 
 
-class _RealFile:
+class RealFile:
+    """`safe_open`, whose tensors are real ones until they are put somewhere."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._file = _SAFE_OPEN(*args, **kwargs)
 
-    def __enter__(self) -> "_RealFile":
+    def __enter__(self) -> "RealFile":
         self._stored = self._file.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._file.__exit__(*error)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
+
     def get_tensor(self, name: str) -> torch.Tensor:
         with unset_fake_temporarily():
-            return self._stored.get_tensor(name).clone()
+            return self._stored.get_tensor(name)
 
 
 _SAFE_OPEN = pi05_load.safe_open

@@ -32,11 +32,20 @@ def load_policy(
 ) -> PI05Policy:
     """With what `train` names trainable; adapters are not added here. The folder's files are checked first."""
     tensors = _find_tensors(folder)
+    policy = plan_policy(folder, train=train, dtype=dtype, lean=lean)
+    _fill(policy, tensors, torch.device(device))
+    return policy
+
+
+def plan_policy(folder: Path, *, train: str, dtype: str | None, lean: bool) -> PI05Policy:
+    """The policy before it is filled, on the meta device: which tensors, in which dtypes, and what of them trains."""
     policy = build_policy(folder, dtype)
     if lean:
         _make_lean(policy, train)
     set_trainable(policy, train)
-    _fill(policy, tensors, train, torch.device(device))
+    for name, parameter in list(policy.named_parameters()):
+        if is_float32(name, train):
+            _put(policy, name, parameter.detach().to(torch.float32))
     return policy
 
 
@@ -138,11 +147,10 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original
 
 
-def _fill(policy: PI05Policy, tensors: Mapping[str, StoredTensor], train: str, device: torch.device) -> None:
+def _fill(policy: PI05Policy, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
     for name, tensor in _read(tensors, [name for name, _ in policy.named_parameters()]):
-        dtype = torch.float32 if is_float32(name, train) else policy.get_parameter(name).dtype
         # A copy: the stored tensor is a window onto the file, which may change.
-        _put(policy, name, tensor.to(device=device, dtype=dtype, copy=True))
+        _put(policy, name, tensor.to(device=device, dtype=policy.get_parameter(name).dtype, copy=True))
         del tensor  # before the next is read
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):

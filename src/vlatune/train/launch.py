@@ -95,7 +95,7 @@ def _name(start: Start) -> str:
 def _run_group(
     config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", attempt: int
 ) -> None:
-    from vlatune.train.job import WorkerJob
+    from vlatune.train.job import DETERMINISTIC_ENVIRONMENT, WorkerJob
     from vlatune.train.loop import run_worker
     from vlatune.train.trainer import make_trainer
 
@@ -118,6 +118,7 @@ def _run_group(
         name=f"attempt-{os.getpid()}-{attempt}",
         storage_path=str((folder.logs / "ray_train").resolve()),
         own_cluster=cluster.ours,
+        environment=DETERMINISTIC_ENVIRONMENT if config.deterministic else {},
     )
     progress = Progress(folder.metrics, config.steps, from_step=start.step or 0)
     try:
