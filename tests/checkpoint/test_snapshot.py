@@ -166,3 +166,18 @@ def test_a_full_disk_ends_the_run_though_the_buffer_is_small(config, monkeypatch
             run.save()
         run.saving.finish = lambda: None  # the worker ends here
     assert "--keep_checkpoints" in str(raised.value)
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_arrive_as_they_were_though_they_change_at_once(tmp_path):
+    """Long kernels before and after the copies give one that came late every chance to do harm."""
+    files = {"all.safetensors": {str(number): torch.randn(10**6, device="cuda") for number in range(8)}}
+    before = {name: {key: value.cpu() for key, value in tensors.items()} for name, tensors in files.items()}
+    snapshot = Staging(TorchHost(torch.device("cuda")), most_bytes=8 * 10**6, chunk_bytes=10**6).begin(files)
+    thread = in_background(snapshot, tmp_path)
+    torch.cuda._sleep(10_000_000)
+    snapshot.copy()
+    for tensor in files["all.safetensors"].values():
+        tensor.zero_()
+    thread.join(timeout=60)
+    check(before, tmp_path)

@@ -27,6 +27,7 @@ from vlatune.bench.host_sync import HostSyncSpy
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_flow import encode_time
 from vlatune.policies.pi05_trainable import set_trainable
+from vlatune.train.device import deterministic_kernels
 
 
 def load(setup, train: str, **options: Any):
@@ -151,3 +152,13 @@ def test_a_step_on_cuda_never_waits(setup, batch, train):
     ours = {name: p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
     error, name = worst_distance(ours, reference)
     assert error <= 1e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", WAYS)
+def test_on_cuda_deterministic_kernels_give_the_same_bits_each_time(setup, batch, train):
+    module = load(setup, train).to("cuda")
+    there = {key: value.to("cuda") for key, value in batch.items()}
+    with deterministic_kernels():
+        first, second = (gradients(module, module(there)) for _ in range(2))
+    assert all(torch.equal(second[name], gradient) for name, gradient in first.items())
