@@ -17,34 +17,13 @@ from vlatune.train.transfer import HostTransfer, StreamTransfer, TorchMachine
 __all__ = ["DeviceBatch", "deterministic_kernels", "device_batches", "find_compute_threads", "set_performance_flags"]
 
 
-@contextmanager
-def deterministic_kernels() -> Iterator[None]:
-    """Operations give the same bits each time, or raise; afterwards all is as it was."""
-    missing = {name: value for name, value in DETERMINISTIC_ENVIRONMENT.items() if name not in os.environ}
-    kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn, fills = torch.backends.cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory
-    os.environ |= missing  # of a worker of a group it is there already, since before CUDA started
-    try:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic = True
-        # Nothing here reads memory before it was written, and a model is built in memory that is never touched.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-        yield
-    finally:
-        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
-        torch.backends.cudnn.deterministic = cudnn
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # pyright: ignore[reportAttributeAccessIssue]
-        for name in missing:
-            del os.environ[name]
-
-
-def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, object]:
+def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, bool | int | str]:
     """Flags for speed, set in the process that trains; returned as torch reports them, so that the run can say so."""
     torch.set_num_threads(num_threads)
-    flags: dict[str, object] = {"device": device.type, "threads": torch.get_num_threads()}
+    flags: dict[str, bool | int | str] = {"device": device.type, "threads": torch.get_num_threads()}
     flags["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if flags["deterministic"]:
-        flags |= {name.lower(): os.environ.get(name) for name in DETERMINISTIC_ENVIRONMENT}
+        flags |= {name.lower(): os.environ.get(name, "") for name in DETERMINISTIC_ENVIRONMENT}
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
         torch.backends.cudnn.allow_tf32 = True
@@ -69,3 +48,24 @@ def device_batches(batches: Iterator[Columns], device: torch.device, *, depth: i
         return Prefetcher(batches, HostTransfer(), depth=depth)
     # One set of page-locked buffers for each batch ahead, and one that is written meanwhile.
     return Prefetcher(batches, StreamTransfer(TorchMachine(device), slots=depth + 1), depth=depth)
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Operations give the same bits each time, or raise; afterwards all is as it was."""
+    missing = {name: value for name, value in DETERMINISTIC_ENVIRONMENT.items() if name not in os.environ}
+    kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn, fills = torch.backends.cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory
+    os.environ |= missing  # of a worker of a group it is there already, since before CUDA started
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        # Nothing here reads memory before it was written, and a model is built in memory that is never touched.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+    finally:
+        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+        torch.backends.cudnn.deterministic = cudnn
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # pyright: ignore[reportAttributeAccessIssue]
+        for name in missing:
+            del os.environ[name]
