@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import draccus
 import torch
@@ -72,7 +73,7 @@ def _make_lean(policy: PI05Policy, train: str) -> None:
             layer.register_forward_pre_hook(_round_input)
 
 
-def _round_input(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _round_input(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """As autocast does it: the layer's product in bfloat16, norms and the sum of the layers in float32."""
     first, *rest = inputs
     return (first.to(layer.weight.dtype), *rest)

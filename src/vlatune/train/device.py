@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -17,10 +18,10 @@ from vlatune.train.transfer import HostTransfer, StreamTransfer, TorchMachine
 __all__ = ["DeviceBatch", "deterministic_kernels", "device_batches", "find_compute_threads", "set_performance_flags"]
 
 
-def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, bool | int | str]:
+def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, object]:
     """Flags for speed, set in the process that trains; returned as torch reports them, so that the run can say so."""
     torch.set_num_threads(num_threads)
-    flags: dict[str, bool | int | str] = {"device": device.type, "threads": torch.get_num_threads()}
+    flags: dict[str, object] = {"device": device.type, "threads": torch.get_num_threads()}
     flags["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if flags["deterministic"]:
         flags |= {name.lower(): os.environ.get(name, "") for name in DETERMINISTIC_ENVIRONMENT}
@@ -55,17 +56,18 @@ def deterministic_kernels() -> Iterator[None]:
     """Operations give the same bits each time, or raise; afterwards all is as it was."""
     missing = {name: value for name, value in DETERMINISTIC_ENVIRONMENT.items() if name not in os.environ}
     kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn, fills = torch.backends.cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    cudnn, fills = torch.backends.cudnn.deterministic, memory.fill_uninitialized_memory
     os.environ |= missing  # of a worker of a group it is there already, since before CUDA started
     try:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
         # Nothing here reads memory before it was written, and a model is built in memory that is never touched.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        memory.fill_uninitialized_memory = False
         yield
     finally:
         torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
         torch.backends.cudnn.deterministic = cudnn
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # pyright: ignore[reportAttributeAccessIssue]
+        memory.fill_uninitialized_memory = fills
         for name in missing:
             del os.environ[name]
