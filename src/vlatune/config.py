@@ -132,12 +132,16 @@ class RunConfig:
     """Micro-batches that lie ready on the device while one computes."""
     seed: int = 1000
     """Decides the order of samples, the noise and the initial weights of what is new."""
+    deterministic: bool = False
+    """Only kernels that give the same numbers each time, which is slower on a GPU; on a CPU all of them do."""
     log_freq: int = 10
     """Optimizer steps between two lines of metrics.jsonl."""
     save_freq: int = 500
     """Optimizer steps between two checkpoints; 0 leaves it to save_every_s."""
     save_every_s: float = 600.0
     """Seconds after which the next step saves a checkpoint, if none was saved meanwhile; 0 leaves it to save_freq."""
+    save_buffer_bytes: int = 4 * 1024**3
+    """Memory of rank 0's machine that a save may take; of a larger checkpoint the loop waits until the rest is written."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
     keep_best: int = 0
@@ -209,6 +213,7 @@ def validate(config: RunConfig) -> None:
     """Refuse what cannot work, before anything is started or loaded."""
     at_least = {"steps": 1, "batch_size": 1, "grad_accum": 1, "num_workers": 1, "log_freq": 1, "save_freq": 0}
     at_least |= {"keep_checkpoints": 1, "max_restarts": 0, "max_spilled_bytes": 0, "seed": 0}
+    at_least |= {"save_buffer_bytes": 1024**2}
     at_least |= {"keep_best": 0, "save_every_s": 0, "prefetch_batches": 1, "hang_timeout_s": 0, "grace_s": 0}
     for name, least in at_least.items():
         _require(getattr(config, name) >= least, f"--{name}={getattr(config, name)}: must be {least} or more")

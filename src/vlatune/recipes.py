@@ -25,8 +25,9 @@ class Recipe:
     values: Mapping[str, Any]
 
 
-def _pi05(train: str, **values: Any) -> dict[str, Any]:
-    return PI05 | {"policy": PI05["policy"] | {"train": train}} | values
+def _pi05(train: str, *, gradient_checkpointing: bool = False, **values: Any) -> dict[str, Any]:
+    policy = PI05["policy"] | {"train": train, "gradient_checkpointing": gradient_checkpointing}
+    return PI05 | {"policy": policy} | values
 
 
 RECIPES = {
@@ -53,8 +54,8 @@ RECIPES = {
         _pi05("lora", batch_size=4),
     ),
     "pi05-full": Recipe(
-        "PI0.5, every weight: the most memory",
-        _pi05("full", batch_size=4),
+        "PI0.5, every weight: 80 GB of GPU memory; layers are computed again in the backward pass",
+        _pi05("full", gradient_checkpointing=True, batch_size=4),
     ),
 }
 

@@ -11,7 +11,6 @@ from small_run import SmallRun, make_finished, running, small_config
 from torch import nn
 
 from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng
-from vlatune.checkpoint.snapshot import Snapshots
 from vlatune.checkpoint.state import EMA, OPTIMIZER, TRAINABLE, load_ema, load_optimizer, load_result, load_trainable
 from vlatune.checkpoint.state_file import TrainState, parse_state, read_state, state_bytes
 from vlatune.checkpoint.store import list_checkpoints
@@ -114,8 +113,8 @@ def test_moments_find_their_parameters_in_any_grouping(tmp_path):
     model, optimizer = make_model()
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
-    snapshot = Snapshots().take(tensors_to_save(dict(model.named_parameters()), optimizer))
-    save_file(dict(snapshot.files[OPTIMIZER]), tmp_path / OPTIMIZER)
+    files = tensors_to_save(dict(model.named_parameters()), optimizer)
+    save_file(dict(files[OPTIMIZER]), tmp_path / OPTIMIZER)
     other, fresh = make_model()
     load_optimizer(tmp_path, dict(other.named_parameters()), fresh)
     for name, parameter in model.named_parameters():

@@ -44,6 +44,9 @@ def with_peft(parity_base: Path, module: Pi05Module) -> PI05Policy:
     wrapped = peft.get_peft_model(theirs, config).get_base_model()
     ours = dict(module.policy.named_parameters())
     for name, parameter in wrapped.named_parameters():
+        if "lm_head" in name:  # ours has none: no forward uses it
+            parameter.requires_grad_(False)
+            continue
         parameter.data.copy_(ours[name].data)
         parameter.requires_grad_(ours[name].requires_grad)
     return wrapped

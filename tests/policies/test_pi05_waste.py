@@ -28,6 +28,7 @@ from vlatune.bench.host_sync import HostSyncSpy
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_flow import encode_time
 from vlatune.policies.pi05_trainable import set_trainable
+from vlatune.train.device import deterministic_kernels
 
 
 def load(setup, train: str, **options: Any):
@@ -164,3 +165,13 @@ def test_a_step_costs_about_what_the_adapter_says(setup, batch, draws, train, fl
         module(batch if flow_samples == 1 else draws).backward()
     counted = counter.get_total_flops() / len(batch[TIME])
     assert 0.5 < setup.adapter.step_flops(setup.policy, setup.binding, options) / counted < 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", WAYS)
+def test_on_cuda_deterministic_kernels_give_the_same_bits_each_time(setup, batch, train):
+    module = load(setup, train).to("cuda")
+    there = {key: value.to("cuda") for key, value in batch.items()}
+    with deterministic_kernels():
+        first, second = (gradients(module, module(there)) for _ in range(2))
+    assert all(torch.equal(second[name], gradient) for name, gradient in first.items())

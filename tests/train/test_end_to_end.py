@@ -103,14 +103,21 @@ def test_the_shuffle_in_the_summary_is_that_of_the_samples_that_were_used(first_
 
 
 def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others(base_config, first_run, tmp_path):
-    """As a process of its own, which RAY_ADDRESS leads to a cluster that it has not started and must not end."""
+    """As a process of its own, which RAY_ADDRESS leads to a cluster that it has not started and must not end.
+
+    With --deterministic=true, which changes nothing on a CPU; the worker's own process tells that it is on there.
+    """
     second, file = tmp_path / "second", tmp_path / "run.json"
     file.write_text(json.dumps(to_json(replace(base_config, output_dir=str(second)))))
     env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-m", "vlatune.cli", "train", f"--config_path={file}"]
+    command = [sys.executable, "-m", "vlatune.cli", "train", f"--config_path={file}", "--deterministic=true"]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert losses(second) == losses(first_run)
+    assert json.loads((second / "config.json").read_text())["deterministic"] is True
+    by_run = [json.loads((one / "summary.json").read_text())["performance_flags"] for one in (first_run, second)]
+    assert [flags["deterministic"] for flags in by_run] == [False, True]
+    assert by_run[1]["cublas_workspace_config"] == ":4096:8"
     assert (second / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
 
 

@@ -77,8 +77,9 @@ def lerobot_policy(base: Base, train: str) -> PI05Policy:
     assert size is not None
     with building_at(size):
         policy = PI05Policy.from_pretrained(base.folder).train()
+    trained = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
     for name, parameter in policy.named_parameters():
-        parameter.requires_grad_(ours.get_parameter(name).requires_grad)
+        parameter.requires_grad_(name in trained)
     return policy
 
 

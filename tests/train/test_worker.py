@@ -1,7 +1,7 @@
 """A worker's loop without Ray: real model, real optimizer, real checkpoints; only the feed hands out ready batches."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,7 @@ class ReadyBatches:
     """Neighbouring frames of episode 1, batch by batch; those in `poison` are NaN in one action."""
 
     poison: tuple[int, ...] = ()
+    on_batch: Callable[[], object]
 
     def __init__(self, plan, share, budget, *, first_step: int, last_step: int) -> None:
         self.wait_s = 0.0
@@ -46,6 +47,7 @@ class ReadyBatches:
 
     def _make(self, plan, numbers: range) -> Iterator[Columns]:
         for number in numbers:
+            self.on_batch()
             frames = frames_of(number)
             rows = read_unit(plan.specs[0], make_unit(plan.metas[0], plan.specs[0], 1, frames, frames))
             columns = apply_all(plan.transforms, rows)
@@ -107,8 +109,14 @@ def run(monkeypatch):
     monkeypatch.setattr(loop, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(recorder, "SpillMeter", NoSpills)
 
-    def run(config: RunConfig, poison: tuple[int, ...] = (), wishes: dict[int, Wish] | None = None) -> Path:
-        monkeypatch.setattr(loop, "Feed", type("Feed", (ReadyBatches,), {"poison": poison}))
+    def run(
+        config: RunConfig,
+        poison: tuple[int, ...] = (),
+        wishes: dict[int, Wish] | None = None,
+        on_batch: Callable[[], object] = lambda: None,
+    ) -> Path:
+        feed = type("Feed", (ReadyBatches,), {"poison": poison, "on_batch": staticmethod(on_batch)})
+        monkeypatch.setattr(loop, "Feed", feed)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         start = find_start(config, say=lambda _: None)
         job = WorkerJob(
@@ -166,6 +174,19 @@ def test_a_good_run_averages_its_weights_and_says_how_it_was_set_up(config, run)
         for name, average in new.items():
             torch.testing.assert_close(average, old[name].lerp(trained[name], 1 - EMA_DECAY), rtol=1e-6, atol=1e-7)
             assert not torch.equal(average, trained[name])
+
+
+def test_a_deterministic_run_says_so_and_leaves_the_process_as_it_was(config, run, tmp_path):
+    during = []
+    plain = run(config)
+    chosen = replace(config, deterministic=True, output_dir=str(tmp_path / "deterministic"))
+    run_dir = run(chosen, on_batch=lambda: during.append(torch.are_deterministic_algorithms_enabled()))
+    assert set(during) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert json.loads((run_dir / "summary.json").read_text())["performance_flags"]["deterministic"] is True
+    assert tensors(checkpoints(run_dir)[STEPS]).keys() == tensors(checkpoints(plain)[STEPS]).keys()
+    for name, tensor in tensors(checkpoints(run_dir)[STEPS]).items():
+        assert torch.equal(tensor, tensors(checkpoints(plain)[STEPS])[name]), name  # a CPU needs no flag
 
 
 def test_averages_survive_a_restart(config, run, tmp_path):

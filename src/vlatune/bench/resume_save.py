@@ -9,6 +9,7 @@ The template's grows with the depth. Frozen weights have two bytes each, in both
 """
 
 import gc
+import json
 import pickle
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 from pyarrow import fs
+from torch import Tensor
 
 from vlatune.bench.harness import alternate
 from vlatune.bench.options import ResumeBench, StepBench
@@ -30,6 +32,7 @@ from vlatune.config import OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.dataset.order import OrderSpec
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
+from vlatune.policies.pi05_weights import expected_shapes
 from vlatune.train.device import device_batches
 from vlatune.train.optim import make_optimizer
 from vlatune.train.resume import CheckpointPlan
@@ -62,9 +65,9 @@ class Learner:
 
     def __init__(self, base: Base, train: str, *, dtype: str = "bfloat16", seed: int = 0) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.module: Pi05Module = (
-            load_pi05(base.spec, base.binding, ModuleOptions(train, dtype)).to(self.device).train()
-        )
+        options = ModuleOptions(train, dtype)
+        self.module: Pi05Module = load_pi05(base.spec, base.binding, options, self.device).train()
+        self.left_out = _left_out(base.folder, self.module)
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         config = OptimizerConfig()
         self.optimizer = make_optimizer(self.trainable.values(), config)
@@ -72,6 +75,13 @@ class Learner:
         batches = device_batches(iter([base.columns(make_rows(base, 1, seed), flow_samples=1)]), self.device)
         updater.update([next(batches).tensors], 1)
         batches.close()
+
+
+def _left_out(folder: Path, module: Pi05Module) -> dict[str, Tensor]:
+    """What the template's model has, and saves, and ours does not load: the output heads over the vocabulary."""
+    shapes = expected_shapes(folder, json.loads((folder / "config.json").read_bytes()))
+    there = module.policy.state_dict().keys()
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items() if name not in there}
 
 
 class OurSaves:
@@ -105,7 +115,7 @@ def save_template(learner: Learner, scratch: Path) -> Save:
     begin_s = time.perf_counter()
     local = Path(tempfile.mkdtemp(dir=scratch))
     state = {
-        "model": learner.module.policy.state_dict(),
+        "model": learner.module.policy.state_dict() | learner.left_out,
         "optim": learner.optimizer.state_dict(),
         "epoch": 0,
         "step": 1,

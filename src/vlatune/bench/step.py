@@ -53,7 +53,7 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
     """All figures of one way to train. What it loads is let go with its return: a model takes gigabytes."""
     gc.collect()
     rows = make_rows(base, options.batch_size, options.seed)
-    module = load_pi05(base.spec, base.binding, ModuleOptions(train, "float32")).to(device).train()
+    module = load_pi05(base.spec, base.binding, ModuleOptions(train, "float32"), device).train()
     lerobot = LeRobotWay(module.policy, base, rows, make_accelerator(device))
     columns = base.columns(rows, flow_samples=1)
     ours = OurWay(module, columns, device)
@@ -75,7 +75,7 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
 def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFigures:
     """Ours on the small model: the device has little to do, so the host's share is at its largest."""
     rows = make_rows(base, options.small_batch_size, options.seed)
-    module = load_pi05(base.spec, base.binding, ModuleOptions("expert", "float32")).to(device).train()
+    module = load_pi05(base.spec, base.binding, ModuleOptions("expert", "float32"), device).train()
     ours = OurWay(module, base.columns(rows, flow_samples=1), device)
     _say(f"the host's own time on the small model: {options.small_steps} micro-steps")
     (figures,) = _time({"small model: vlatune": ours}, options.small_steps, say=lambda _: None)

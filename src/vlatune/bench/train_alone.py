@@ -52,7 +52,8 @@ def step_alone(config: RunConfig, setup: Setup, plan: DataPlan) -> Callable[[], 
     """An optimizer step on the first batch of the run."""
     device = torch.device("cpu")
     set_performance_flags(device, size_for_this_host(config, run_shape(config, setup)).torch_threads)
-    module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy)).to(device).train()
+    options = ModuleOptions.of(config.policy)
+    module = setup.adapter.load_module(setup.policy, setup.binding, options, device).train()
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trainable, config.optimizer)
     updater = Updater(module, trainable, optimizer, clip_norm=config.optimizer.grad_clip_norm)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 TRAINABLE = "trainable.safetensors"
@@ -51,33 +51,43 @@ def has_ema(folder: Path) -> bool:
 
 
 def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer its stored moments and step counts, parameter by parameter."""
-    stored = load_file(folder / OPTIMIZER)
+    """Give the optimizer its stored moments and step counts, each put on its parameter's device by itself."""
     per_parameter: dict[int, dict[str, Tensor]] = {}
-    for position, name in enumerate(_names_in_order(trainable, optimizer)):
-        prefix = f"{name}|"
-        per_parameter[position] = {key.removeprefix(prefix): v for key, v in stored.items() if key.startswith(prefix)}
+    with safe_open(folder / OPTIMIZER, framework="pt") as stored:
+        keys_of: dict[str, list[str]] = {}
+        for key in stored.keys():  # noqa: SIM118  (it is no dict)
+            keys_of.setdefault(key.rpartition("|")[0], []).append(key)
+        for position, name in enumerate(_names_in_order(trainable, optimizer)):
+            per_parameter[position] = {
+                key.rpartition("|")[2]: stored.get_tensor(key).to(trainable[name].device, copy=True)
+                for key in keys_of.get(name, [])
+            }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 
 
 def _copy(file: Path, into: Tensors) -> None:
-    stored = load_file(file)
-    if stored.keys() != into.keys():
-        odd = sorted(stored.keys() ^ into.keys())
+    """One tensor at a time: what is stored may be larger than the host's memory."""
+    with safe_open(file, framework="pt") as stored:
+        _check_same(file, {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}, into)  # noqa: SIM118
+        with torch.no_grad():
+            for name, tensor in into.items():
+                tensor.copy_(stored.get_tensor(name))
+
+
+def _check_same(file: Path, shapes: Mapping[str, tuple[int, ...]], into: Tensors) -> None:
+    if shapes.keys() != into.keys():
+        odd = sorted(shapes.keys() ^ into.keys())
         more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
         raise ValueError(
             f"checkpoint {file.parent}: {file.name} has other parameters than this run ({odd[0]}{more}); is --policy.train another?"
         )
-    for name, value in stored.items():
-        if value.shape != into[name].shape:
+    for name, shape in shapes.items():
+        if shape != tuple(into[name].shape):
             raise ValueError(
-                f"checkpoint {file.parent}: '{name}' has shape {tuple(value.shape)}, here it is {tuple(into[name].shape)}; "
+                f"checkpoint {file.parent}: '{name}' has shape {shape}, here it is {tuple(into[name].shape)}; "
                 f"is the base model another?"
             )
-    with torch.no_grad():
-        for name, value in stored.items():
-            into[name].copy_(value)
 
 
 def _optimizer_tensors(trainable: Tensors, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -57,12 +57,22 @@ class BackgroundWriter:
         """Has `every_s` passed since the last save began?"""
         return self._every_s > 0 and self._clock() - self._last_s >= self._every_s
 
-    def save(self, optimizer_step: int, files: Mapping[str, WriteFile], *, loss: float | None) -> None:
-        """Write a checkpoint on the thread; waits first for the one that is under way."""
+    def save(
+        self,
+        optimizer_step: int,
+        files: Mapping[str, WriteFile],
+        *,
+        loss: float | None,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint on the thread; waits first for the one that is under way.
+
+        `on_failure` is called there, once what went wrong can be asked for with `check`.
+        """
         self.wait()
         self._last_s = self._clock()
         self._thread = threading.Thread(
-            target=self._write, args=(optimizer_step, files, loss), name="checkpoint", daemon=True
+            target=self._write, args=(optimizer_step, files, loss, on_failure), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -82,7 +92,13 @@ class BackgroundWriter:
         self.join()
         self.check()
 
-    def _write(self, optimizer_step: int, files: Mapping[str, WriteFile], loss: float | None) -> None:
+    def _write(
+        self,
+        optimizer_step: int,
+        files: Mapping[str, WriteFile],
+        loss: float | None,
+        on_failure: Callable[[], None] | None,
+    ) -> None:
         doing = f"checkpoint {self._store.where(optimizer_step)} could not be written"
         try:
             write_checkpoint(self._store, optimizer_step, files, loss=loss, on_phase=self._on_phase)
@@ -92,6 +108,8 @@ class BackgroundWriter:
             self._error = self._explain(doing, error)
             # A note, not a cause: whoever looks for the root of a failure shall find this error, which ends the run.
             self._error.add_note("".join(traceback.format_exception(error)))
+            if on_failure is not None:
+                on_failure()
 
     def _explain(self, doing: str, error: Exception) -> RunStoppedError:
         number = error_number(error)

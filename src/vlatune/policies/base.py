@@ -123,7 +123,11 @@ class PolicyAdapter(Protocol):
         """Floating-point operations of a training step per sample, roughly: cores are shared out by it."""
         ...
 
-    def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module: ...
+    def load_module(
+        self, spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+    ) -> torch.nn.Module:
+        """Each weight goes to `device` by itself: the host holds one at a time."""
+        ...
 
 
 def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:

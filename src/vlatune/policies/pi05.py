@@ -94,10 +94,12 @@ class Pi05Adapter:
             + both * size.expert_weights * spec.horizon * options.flow_samples
         )
 
-    def load_module(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:
+    def load_module(
+        self, spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+    ) -> torch.nn.Module:
         from vlatune.policies.pi05_module import load_pi05
 
-        return load_pi05(spec, binding, options)
+        return load_pi05(spec, binding, options, device)
 
 
 def _make_spec(

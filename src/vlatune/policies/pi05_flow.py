@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lerobot.policies.pi05 import PI05Config
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from vlatune.policies.pi05_layers import KeyValue, Rope, expert_layer, make_rope
@@ -65,8 +65,8 @@ def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
     return torch.cat([torch.sin(angle_BD), torch.cos(angle_BD)], dim=1).to(time_B.dtype)
 
 
-def make_time_scale(config: PI05Config, width: int) -> Tensor:
+def make_time_scale(config: PI05Config, action_in: nn.Linear) -> Tensor:
     """Radians per unit of flow time, slow to fast; float64, made once: LeRobot makes it in every step."""
-    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64)
+    fraction = torch.linspace(0.0, 1.0, action_in.out_features // 2, dtype=torch.float64)
     period = config.min_period * (config.max_period / config.min_period) ** fraction
-    return 1.0 / period * 2 * math.pi
+    return (1.0 / period * 2 * math.pi).to(action_in.weight.device)

@@ -15,9 +15,9 @@ from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.pi05_flow import flow_losses, make_time_scale
 from vlatune.policies.pi05_layers import expert_layer, how_to_run, prefix_layer
-from vlatune.policies.pi05_load import load_policy
+from vlatune.policies.pi05_load import load_policy, make_whole
 from vlatune.policies.pi05_prefix import compute_prefix
-from vlatune.policies.pi05_trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable
+from vlatune.policies.pi05_trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable, trains_tower
 
 
 class Pi05Module(nn.Module):
@@ -28,6 +28,7 @@ class Pi05Module(nn.Module):
     def __init__(self, policy: PI05Policy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
         self.policy = policy
+        self.base = Path(spec.folder)
         delivered = {target for _, target in binding.cameras}
         self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
         self.missing_cameras = len(binding.missing_cameras)
@@ -36,7 +37,7 @@ class Pi05Module(nn.Module):
         self.dtype = torch.bfloat16 if policy.config.dtype == "bfloat16" else torch.float32
         self.train_prefix = options.train in TRAIN_PREFIX
         self.register_buffer(
-            "time_scale", make_time_scale(policy.config, policy.model.action_in_proj.out_features), persistent=False
+            "time_scale", make_time_scale(policy.config, policy.model.action_in_proj), persistent=False
         )
         again = options.gradient_checkpointing
         self._prefix_layer = how_to_run(
@@ -77,8 +78,12 @@ class Pi05Module(nn.Module):
         return actions_BTP[:, :, : self.action_dim]
 
     def as_lerobot(self) -> PI05Policy:
-        """The policy in LeRobot's own form, for saving: adapters are folded in for good, so train no more afterwards."""
+        """The policy in LeRobot's own form, for saving: adapters are folded in for good, so train no more afterwards.
+
+        What no step uses is read from the base's files again.
+        """
         merge_adapters(self.policy)
+        make_whole(self.policy, self.base)
         _put_head_before_embedding(self.policy)
         return self.policy
 
@@ -102,13 +107,15 @@ class Pi05Module(nn.Module):
             )
 
 
-def load_pi05(spec: PolicySpec, binding: Binding, options: ModuleOptions) -> Pi05Module:
-    """The policy of a pretrained_model folder, on the CPU, with what `options.train` names trainable, the rest frozen."""
-    policy = load_policy(Path(spec.folder), train=options.train, dtype=options.dtype)
+def load_pi05(
+    spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+) -> Pi05Module:
+    """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen."""
+    policy = load_policy(Path(spec.folder), train=options.train, dtype=options.dtype, device=device, lean=True)
     if options.train == "lora":
         add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
         set_trainable(policy, options.train)
-    if options.gradient_checkpointing and options.train == "full":
+    if options.gradient_checkpointing and trains_tower(options.train):
         tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower
         # As in `how_to_run`: nothing is random, and keeping the generator's state would wait for the device.
         tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

@@ -39,6 +39,11 @@ def is_float32(name: str, train: str) -> bool:
     return bool(re.match(TRAINED[train], name)) and "lm_head." not in name
 
 
+def trains_tower(train: str) -> bool:
+    """Does anything of the vision tower train?"""
+    return train == "full"
+
+
 def add_adapters(policy: nn.Module, *, rank: int, alpha: float) -> None:
     """LoRA of the peft library on every linear layer of language model and expert whose output is used.
 

@@ -35,6 +35,7 @@ FREE = {
     "log_samples": "what is written down",
     "save_freq": "when it is saved",
     "save_every_s": "when it is saved",
+    "save_buffer_bytes": "how much of a checkpoint is in memory at once",
     "keep_checkpoints": "what is kept",
     "keep_best": "what is kept",
     "max_restarts": "when it is stopped",

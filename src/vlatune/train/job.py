@@ -8,6 +8,9 @@ from vlatune.pipeline.memory import Budget
 from vlatune.train.resume import CheckpointPlan
 from vlatune.train.setup import Setup
 
+DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Of a worker with --deterministic=true. cuBLAS reads it when it starts: with memory set aside, its sums have one order."""
+
 
 @dataclass(frozen=True)
 class WorkerJob:

@@ -134,6 +134,7 @@ def _start_reading(config: RunConfig, start: Start, cluster: Cluster, first_step
 def _fit(
     config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", job: "WorkerJob"
 ) -> None:
+    from vlatune.train.job import DETERMINISTIC_ENVIRONMENT
     from vlatune.train.loop import run_worker
     from vlatune.train.trainer import make_trainer
 
@@ -145,6 +146,7 @@ def _fit(
         name=f"attempt-{os.getpid()}-{job.restarts}",
         storage_path=str((folder.logs / "ray_train").resolve()),
         own_cluster=cluster.ours,
+        environment=DETERMINISTIC_ENVIRONMENT if config.deterministic else {},
     )
     progress = Progress(folder.metrics, config.steps, from_step=start.step or 0)
     try:

@@ -6,6 +6,7 @@ except at log steps and checkpoints, where one transfer brings the numbers over.
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +25,12 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.report.cpu_clocks import CpuClocks
 from vlatune.report.meters import STAGES, StepMeter
 from vlatune.train.agreement import Agreement
-from vlatune.train.device import device_batches, find_compute_threads, set_performance_flags
+from vlatune.train.device import (
+    deterministic_kernels,
+    device_batches,
+    find_compute_threads,
+    set_performance_flags,
+)
 from vlatune.train.ema import Ema
 from vlatune.train.exchange import mean_and_each
 from vlatune.train.finite import FiniteWatch
@@ -71,6 +77,9 @@ class Worker:
         self.agreement = Agreement(share)
         self.run_dir = Path(job.run_dir)
         self.device = get_device()
+        self.while_running = ExitStack()
+        if self.config.deterministic:
+            self.while_running.enter_context(deterministic_kernels())
         flags = set_performance_flags(self.device, job.torch_threads)
         self.meter.watch_cpu(CpuClocks(find_compute_threads(self.device)))
         seed_all(self.config.seed)
@@ -86,7 +95,7 @@ class Worker:
         )
         self.batches = device_batches(self.feed, self.device, depth=self.config.prefetch_batches)
         options = ModuleOptions.of(self.config.policy)
-        module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options).to(self.device)
+        module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options, self.device)
         module.train()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.trainable.values(), self.config.optimizer)
@@ -129,6 +138,7 @@ class Worker:
         self.saving.close()
         if self.recorder:
             self.recorder.close()
+        self.while_running.close()
 
     def _note(self, result: StepResult) -> None:
         """An update is made: count it, on the host and on the device."""

@@ -1,7 +1,8 @@
 """A rank's side of checkpoints: goes on from one, hands over the next. No Ray.
 
 Rank 0 writes; the others give it their random states and losses. On the hot path are one gather of a few KB and the
-copy of the tensors to the host; everything else is `checkpoint/writer.py`'s thread.
+copy of the tensors to the host, through a bounded buffer (`checkpoint/snapshot.py`); everything else is
+`checkpoint/writer.py`'s thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +13,12 @@ from typing import Any
 
 import torch
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vlatune.checkpoint.phases import OnPhase, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng, stack_rng
-from vlatune.checkpoint.snapshot import Snapshot, Snapshots
+from vlatune.checkpoint.snapshot import Snapshot, Staging, TorchHost
 from vlatune.checkpoint.state import Tensors, load_ema, load_optimizer, load_trainable, tensors_to_save
 from vlatune.checkpoint.state_file import STATE, TrainState, read_state, state_bytes
 from vlatune.checkpoint.store import WriteFile, open_store
@@ -55,7 +55,7 @@ class Saving:
         self._plan, self._config, self._order, self._binding = plan, config, order, binding
         self._learning, self._rank, self._device = learning, rank, device
         self._store = open_store(Path(plan.run_dir), plan.storage_path)
-        self._snapshots = Snapshots()
+        self._staging = Staging(TorchHost(device), most_bytes=config.save_buffer_bytes)
         self._writer: BackgroundWriter | None = None
         self._rng: dict[str, Any] | None = None
         self._loss_sum, self._loss_count = torch.zeros((), device=device), 0
@@ -95,17 +95,19 @@ class Saving:
         return self._writer is not None and self._writer.is_due()
 
     def save(self, done: int, loss_sum: Tensor, loss_count: int, gather: Callable[[Any], list[Any]]) -> None:
-        """Snapshot now, write later; all ranks call it at the same step."""
+        """Copy now, write meanwhile and later; all ranks call it at the same step."""
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync
         everyone = gather((*sums, get_rng(self._device)))
         if self._writer:
-            self._writer.wait()  # its snapshot's buffers are about to be overwritten
+            self._writer.wait()  # the buffer is for one save at a time
             tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
-            snapshot = self._snapshots.take(tensors)
+            snapshot = self._staging.begin(tensors)
             state = self._state(done, tuple(one[0] for one in everyone), loss_count)
             mean_loss = sum(one[1] for one in everyone) / len(everyone) / max(1, self._loss_count)
             files = self._files(snapshot, state, stack_rng([one[2] for one in everyone]))
-            self._writer.save(done, files, loss=mean_loss)
+            self._writer.save(done, files, loss=mean_loss, on_failure=snapshot.break_off)
+            snapshot.copy()
+            self._writer.check()
         self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0
 
     def finish(self) -> None:
@@ -134,18 +136,13 @@ class Saving:
         )
 
     def _files(self, snapshot: Snapshot, state: TrainState, rng: Mapping[str, Any]) -> dict[str, WriteFile]:
-        """Name -> what writes it, on the writer's thread."""
-        files: dict[str, WriteFile] = {name: partial(_write_tensors, snapshot, name) for name in snapshot.files}
+        """Name -> what writes it, on the writer's thread; tensors first, in the order in which they are copied."""
+        files: dict[str, WriteFile] = {name: partial(snapshot.write, name) for name in snapshot.layouts}
         files[RNG] = partial(save_arrays, dict(rng))
         files[STATE] = partial(_write_bytes, state_bytes(state))
         for name, data in self._plan.policy_files.items():
             files[f"{POLICY_FOLDER}/{name}"] = partial(_write_bytes, data)
         return files
-
-
-def _write_tensors(snapshot: Snapshot, name: str, path: Path) -> None:
-    snapshot.wait()
-    save_file(dict(snapshot.files[name]), path)
 
 
 def _write_bytes(data: bytes, path: Path) -> None:

@@ -10,8 +10,8 @@ placement groups. Only the workers import torch; what joins them to a process gr
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -47,15 +47,19 @@ def make_trainer(
     name: str,
     storage_path: str,
     own_cluster: bool,
+    environment: Mapping[str, str] | None = None,
 ) -> DataParallelTrainer:
-    """What runs `work({"job": job})` in so many processes of one process group, once."""
+    """What runs `work({"job": job})` in so many processes of one process group, once.
+
+    `environment` is set in them before anything starts CUDA, but for what they have already.
+    """
     for setting, value in SETTINGS.items():
         os.environ.setdefault(setting, value)
     use_gpu = "GPU" in resources
     return LeanTrainer(
         work,
         train_loop_config={"job": job},
-        backend_config=TorchGroup("nccl" if use_gpu else "gloo"),
+        backend_config=TorchGroup("nccl" if use_gpu else "gloo", dict(environment or {})),
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(name=name, storage_path=storage_path, failure_config=FailureConfig(max_failures=0)),
         unused=UNUSED_ON_OUR_OWN if own_cluster else UNUSED,
@@ -109,6 +113,7 @@ class TorchGroup(BackendConfig):
 
     backend: str
     """nccl or gloo."""
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -131,7 +136,7 @@ class TorchGroupBackend(Backend):
         address, port = worker_group.execute_single(0, get_address_and_port)
         size = len(worker_group)
         joins: Any = [
-            worker_group.execute_single_async(rank, _join, address, port, backend_config.backend, rank, size)
+            worker_group.execute_single_async(rank, _join, address, port, backend_config, rank, size)
             for rank in range(size)
         ]
         ray.get(joins)
@@ -142,12 +147,14 @@ class TorchGroupBackend(Backend):
             ray.get(leaving, timeout=LEAVE_S)
 
 
-def _join(address: str, port: int, backend: str, rank: int, size: int) -> None:
+def _join(address: str, port: int, group: TorchGroup, rank: int, size: int) -> None:
+    for name, value in group.environment.items():
+        os.environ.setdefault(name, value)
     from ray.train.torch import config
 
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     config._set_torch_distributed_env_vars()
-    config._setup_torch_process_group(backend, rank, size, "env://")
+    config._setup_torch_process_group(group.backend, rank, size, "env://")
 
 
 def _leave() -> None:
