@@ -29,11 +29,19 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     found["dataset.selection"] = short_hash(
         np.asarray(one, dtype=np.int64).tobytes() for one in (training.dataset, training.position, training.length)
     )
+    found["dataset.statistics"] = short_hash(_stats_parts(setup))
     found["base.weights"] = base_weights(Path(setup.policy.folder))
     found["base.config"] = short_hash([(Path(setup.policy.folder) / "config.json").read_bytes()])
     found["base.tokenizer"] = short_hash([Path(setup.policy.tokenizer_file).read_bytes()])
     found["versions.order"] = str(ORDER_VERSION)
     return found | {f"versions.{name}": version(name) for name in PACKAGES}
+
+
+def _stats_parts(setup: Setup) -> Iterator[bytes]:
+    """The numbers that normalise, wherever they come from."""
+    for key, stats in setup.stats.items():
+        for name, values in stats.items():
+            yield f"{key} {name}".encode() + np.asarray(values, dtype=np.float64).tobytes()
 
 
 def _meta_parts(meta: DatasetMeta) -> Iterator[bytes]:
