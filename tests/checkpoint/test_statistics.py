@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
-from small_run import make_finished, small_config
+from small_run import SmallRun, make_finished, small_config
 
 from vlatune import cli
 from vlatune.config import RunConfig
 from vlatune.train.changes import _made_of
-from vlatune.train.resume import find_start
+from vlatune.train.fingerprint import fingerprints
 from vlatune.train.setup import make_setup
 
 
@@ -64,14 +64,14 @@ def test_computed_statistics_are_those_of_the_rows_and_are_exported(narrow, tmp_
             expected = np.quantile(rows_of(Path(config.dataset.root[0]), key).astype(np.float64), [0.01, 0.99], axis=0)
             assert np.array_equal([stats[f"{key}.q01"], stats[f"{key}.q99"]], expected.astype(np.float32))
     with pytest.raises(ValueError, match=r"--dataset.stats was 'computed', now 'dataset'"):
-        find_start(narrow, say=print)
+        SmallRun(narrow)
     accepted = replace(narrow, allow_changed=("config",))
     with pytest.raises(ValueError, match="the statistics that normalise are others"):
-        find_start(accepted, say=print)
+        SmallRun(accepted)
 
 
 def test_a_checkpoint_from_before_statistics_were_recorded_goes_on(narrow):
-    made_of = find_start(narrow, say=print).fingerprints
+    made_of = fingerprints(make_setup(narrow))
     older = {key: value for key, value in made_of.items() if key != "dataset.statistics"}
     assert "dataset.statistics" in made_of
     assert list(_made_of(made_of, older)) == []

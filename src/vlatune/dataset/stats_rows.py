@@ -41,14 +41,13 @@ class RowsSeen:
 
 def look_at_rows(
     meta: DatasetMeta,
-    key: str,
+    own: str,
     stats: Mapping[str, np.ndarray],
     *,
     max_files: int = MAX_FILES,
     max_rows: int = MAX_ROWS,
 ) -> RowsSeen | None:
-    """Hold the rows against those pairs of `stats` that are whole; None where there are no rows to look at."""
-    own = meta.own(key)
+    """Hold the rows of a feature (by its own name) against those pairs of `stats` that are whole; None without rows."""
     files, is_all = _spread_files(meta, max_files, max_rows)
     width = int(np.prod(meta.features[own].shape))
     pairs = [pair for pair in OUTSIDE if all(name in stats and stats[name].size == width for name in pair)]

@@ -5,7 +5,6 @@
 bytes, but for the tokenizer's absolute path in policy_preprocessor.json.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,6 @@ from transformers import PreTrainedTokenizerFast
 from vlatune.policies.pi05_size import Pi05Size, building_at, write_size
 
 TOKENIZER_FOLDER = "tokenizer"
-PREPROCESSOR = "policy_preprocessor.json"
 NUM_WAVES = 3  # cosines per axis that a patch filter is mixed from
 ATTENTION_GAIN = 1.25  # of queries and keys each: a head looks at a few tokens, not at all of them alike
 OUT_GAIN = 1.06  # undoes the expert's last norm, so that the first guess of the flow is the noise itself
@@ -68,12 +66,8 @@ def make_small_pi05(
     image_size: int,
     tasks: Sequence[str],
     seed: int = 0,
-    home: Path | None = None,
 ) -> Path:
-    """Write the base model's folder and return it; `cameras` are feature names such as observation.images.top.
-
-    `home` is the folder's name to be, where the caller will rename it: the tokenizer's path is written down.
-    """
+    """Write the base model's folder and return it; `cameras` are feature names such as observation.images.top."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(tasks)
     tokenizer_folder = folder.resolve() / TOKENIZER_FOLDER
@@ -98,17 +92,7 @@ def make_small_pi05(
     write_size(folder, size)
     for pipeline in _make_processors(config, tokenizer_folder):
         pipeline.save_pretrained(folder)
-    if home is not None:
-        _name_tokenizer(folder / PREPROCESSOR, str(tokenizer_folder), str(home.resolve() / TOKENIZER_FOLDER))
     return folder
-
-
-def _name_tokenizer(file: Path, there: str, home: str) -> None:
-    content = json.loads(file.read_bytes())
-    for step in content["steps"]:
-        if step.get("config", {}).get("tokenizer_name") == there:
-            step["config"]["tokenizer_name"] = home
-    file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def make_prompt(task: str, state_bins: Sequence[int]) -> str:

@@ -127,5 +127,5 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 
 def _only_ours(folder: Path) -> bool:
-    """Nothing in it but what a start that was broken off leaves, the run's own base model, or what the demo puts there."""
-    return all(entry.name in (".lock", ".pen", "logs", "base", ".base.making", "dataset") for entry in folder.iterdir())
+    """Nothing in it but what a start that was broken off leaves, or what the demo puts beside a run."""
+    return all(entry.name in (".lock", ".pen", "logs", "base", "dataset") for entry in folder.iterdir())

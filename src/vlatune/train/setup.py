@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,9 +32,6 @@ from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind
 from vlatune.policies.hub import resolve_folder
 from vlatune.policies.registry import get_adapter
 from vlatune.train.skipping import bad_episodes
-
-_computed: dict[tuple[Any, ...], Mapping[str, np.ndarray]] = {}
-"""What this process computed: a start makes its set-up several times, and the rows need not be read each time."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +94,8 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
         drop_last=config.dataset.drop_last,
     )
     check_order(order)
-    stats = {
-        key: _stats(config, metas, key, tuple(names), anew=preflight) for key, names in stats_needed(policy).items()
-    }
+    computed = config.dataset.stats == "computed"
+    stats = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
     warnings = _check_stats(metas, stats)
     if preflight:  # said once, though a run is set up several times
         warnings += _hold_against_rows(config, metas, stats)
@@ -128,19 +123,6 @@ def _base_path(config: RunConfig) -> str:
     return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
 
 
-def _stats(
-    config: RunConfig, metas: tuple[DatasetMeta, ...], key: str, names: tuple[str, ...], *, anew: bool
-) -> Mapping[str, np.ndarray]:
-    """The dataset's own, or computed ones; `anew` trusts no earlier reading of the rows."""
-    computed = config.dataset.stats == "computed"
-    if not computed and has_stats(metas, key, names):
-        return feature_stats(metas, key, names)
-    which = (tuple((meta.root.url, meta.own(key), meta.left_out) for meta in metas), names)
-    if anew or which not in _computed:
-        _computed[which] = feature_stats(metas, key, names, computed=computed)
-    return _computed[which]
-
-
 def _check_stats(metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[str, ...]:
     where = " and ".join(f"dataset '{meta.root.url}'" for meta in metas)
     checked = (
@@ -157,8 +139,8 @@ def _hold_against_rows(
         return ()
     texts = []
     for key in (key for key, values in stats.items() if has_stats(metas, key, tuple(values))):
-        seen = look_at_rows(metas[0], key, stats[key])
-        names = metas[0].features[metas[0].own(key)].names
+        own = metas[0].own(key)
+        seen, names = look_at_rows(metas[0], own, stats[key]), metas[0].features[own].names
         for what, dims in doubts(stats[key], seen, names) if seen else ():
             texts.append(
                 f"dataset '{metas[0].root.url}': {key}: {what}: {', '.join(dims)}; take statistics of all rows with "

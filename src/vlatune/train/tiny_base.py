@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vlatune.batch import ACTION, STATE
-from vlatune.checkpoint.manifest import sync
+from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
 from vlatune.config import RunConfig, makes_base
 from vlatune.dataset.feature_map import as_flag, likely_name
 from vlatune.dataset.meta import DatasetMeta
@@ -49,11 +49,12 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
         return config
     folder = RunFolder(config.run_dir)
     config = replace(config, policy=replace(config.policy, path=str((folder.path / BASE).resolve())))
-    if folder.stored_config() is not None and (folder.path / BASE).is_dir():
+    if (folder.path / "config.json").exists() and (folder.path / BASE).is_dir():
         return config  # the run has begun with it
     fit = fit_datasets(load_metas(config), seed=config.seed)
-    check_run(config)
     with only_one(folder):
+        shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
+        check_run(config)
         _ensure(folder.path, fit, say)
     return config
 
@@ -111,7 +112,6 @@ def _ensure(run_dir: Path, fit: Fit, say: Callable[[str], None]) -> None:
             raise ValueError(f"'{base}' is in the way of the run's own base model; take it with --policy.path={base}")
         if json.loads((base / MADE_FOR).read_bytes()) == made_for:
             return
-    shutil.rmtree(aside, ignore_errors=True)
     say(
         f"no --policy.path: making a small PI0.5 with random weights for {', '.join(fit.cameras)}, {fit.state_dim} state and "
         f"{fit.action_dim} action dims, {len(fit.tasks)} sentences in {base}"
@@ -127,10 +127,17 @@ def _ensure(run_dir: Path, fit: Fit, say: Callable[[str], None]) -> None:
         image_size=fit.image_size,
         tasks=fit.tasks,
         seed=fit.seed,
-        home=base,
     )
+    _name_tokenizer(aside / PREPROCESSOR, str(base.resolve() / TOKENIZER_FOLDER))
     write_json(aside / MADE_FOR, made_for)
     shutil.rmtree(base, ignore_errors=True)  # of a start with other flags, which never became a run
-    for path in (*aside.rglob("*"), aside):
-        sync(path)
     aside.rename(base)
+
+
+def _name_tokenizer(file: Path, name: str) -> None:
+    """LeRobot's processor has the tokenizer's place, which is another after the folder was renamed."""
+    content = json.loads(file.read_bytes())
+    for step in content["steps"]:
+        if step.get("registry_name") == "tokenizer_processor":
+            step["config"]["tokenizer_name"] = name
+    write_json(file, content)
