@@ -335,10 +335,29 @@ def test_episodes_that_overlap_in_a_file(copy_of):
 
 def test_an_episode_with_less_time_than_frames(copy_of):
     folder = copy_of()
-    change_times(folder, "to", lambda values: values.__setitem__(6, values[6] - 0.1))
+    change_times(folder, "to", lambda values: values.__setitem__(6, values[6] - 0.2))
     problem = only_problem(folder)
     assert (problem.severity, problem.count) == ("error", 1)
     assert problem.examples[0].startswith("episode 6: ")
+
+
+def test_an_end_at_the_last_frame_is_a_convention_where_nothing_follows_in_the_file(copy_of):
+    """Reading takes from_timestamp and the rows' times; an end one frame early moves no picture."""
+    folder = copy_of()
+    change_times(folder, "to", lambda values: values.__setitem__(6, values[6] - 0.1))
+    problem = only_problem(folder)
+    assert (problem.severity, problem.count) == ("warning", 1)
+    assert "(length - 1) / fps" in problem.found
+    assert "nothing" in problem.fix
+
+
+def test_an_episode_whose_last_frame_is_the_next_ones_first_is_an_error(copy_of):
+    folder = copy_of()
+    change_times(folder, "to", lambda values: values.__setitem__(0, values[0] - 0.1))
+    change_times(folder, "from", lambda values: values.__setitem__(1, values[1] - 0.1))
+    problems = inspect_dataset(str(folder)).problems
+    assert any(one.severity == "error" and "another episode" in one.fix for one in problems)
+    assert all("(length - 1)" not in one.found for one in problems)
 
 
 def test_episodes_out_of_order_in_a_file_are_a_warning_when_they_do_not_overlap(copy_of):
