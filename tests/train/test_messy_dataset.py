@@ -179,7 +179,7 @@ def test_inspect_takes_the_map_and_then_has_nothing_against_the_names(roots, cap
 
 def test_a_guess_about_cameras_is_named(roots, capsys):
     _, text = inspected(capsys, *map(str, roots))
-    assert "a guess: 'observation.images.front' of" in text
+    assert 'a guess: "observation.images.front" of' in text
 
 
 def test_maps_of_one_root_each(roots, tmp_path):

@@ -3,6 +3,7 @@
 Names of cameras that differ between datasets are paired in their order, which is a guess that the text names.
 """
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -109,7 +110,8 @@ def _guesses(names: Names, one: Inspection, first: Inspection, rename_map: Mappi
     if one is first:
         return []
     return [
-        f"  a guess: '{own}' of {one.dataset} shows what '{name}' of {first.dataset} does; correct the map if not"
+        f"  a guess: {json.dumps(own)} of {shlex.quote(one.dataset)} shows what {json.dumps(name)} of "
+        f"{shlex.quote(first.dataset)} does; correct the map if not"
         for own, name in _cameras(one, names).items()
         if own not in rename_map and name != camera_name(own)
     ]
