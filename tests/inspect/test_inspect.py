@@ -1,6 +1,7 @@
 """`vlatune inspect`: the facts of whole datasets, and each kind of damage with its place, count and remedy."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,12 @@ def change_column(path: Path, column: str, change: Callable[[list[Any]], object]
     change(values)
     new = pa.array(values, table.schema.field(column).type)
     pq.write_table(table.set_column(table.column_names.index(column), column, new), path)
+
+
+def change_rows(folder: Path, column: str, change: Callable[[list[float]], list[float]]) -> None:
+    """Every row of a feature, in all data files."""
+    for path in (folder / "data").rglob("*.parquet"):
+        change_column(path, column, lambda rows: rows.__setitem__(slice(None), [change(row) for row in rows]))
 
 
 def rename_feature(info: dict[str, Any], old: str, new: str) -> None:
@@ -290,6 +297,34 @@ def test_statistics_that_are_nan_or_flat_name_their_dims(copy_of):
     facts = {one.feature: one for one in found.stats}
     assert facts["action"].nan_dims == ("1 (velocity_y)",)
     assert facts["observation.state"].degenerate_dims == ("2 (gripper_open)",)
+
+
+def test_a_dim_that_never_changes_is_seen_through_rounding(copy_of):
+    """As estimates of quantiles leave it: q01 and q99 differ in the last digits."""
+    folder = copy_of()
+    change_rows(folder, "action", lambda row: [*row[:-1], 0.5])
+    change_stats(folder, lambda stats: [stats["action"][name].__setitem__(-1, 0.5) for name in ("min", "max", "mean")])
+    change_stats(folder, lambda stats: stats["action"]["q01"].__setitem__(-1, 0.5))
+    change_stats(folder, lambda stats: stats["action"]["q99"].__setitem__(-1, 0.5 + 1e-9))
+    problem = only_problem(folder)
+    assert (problem.severity, problem.examples) == ("warning", ("action: 2 (close)",))
+    assert "never change" in problem.found
+
+
+def test_a_dim_that_never_changes_though_the_statistics_say_so(copy_of):
+    folder = copy_of()
+    change_rows(folder, "action", lambda row: [*row[:-1], 0.5])
+    found = [one for one in inspect_dataset(str(folder)).problems if "never change" in one.found]
+    assert [(one.severity, one.examples) for one in found] == [("warning", ("2 (close)",))]
+    assert re.search(r"in all \d+ rows", found[0].found)
+
+
+def test_rows_that_are_no_numbers_are_an_error(copy_of):
+    folder = copy_of()
+    change_rows(folder, "observation.state", lambda row: [float("nan"), *row[1:]])
+    (error,) = [one for one in inspect_dataset(str(folder)).problems if one.severity == "error"]
+    assert error.place == "data files, feature 'observation.state'"
+    assert error.examples[0].startswith("0 (")
 
 
 def test_a_task_index_without_a_sentence(copy_of):

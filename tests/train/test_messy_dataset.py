@@ -22,7 +22,7 @@ from vlatune.flags import config_from_dict, parse_flags
 from vlatune.pipeline.transforms import apply_all
 from vlatune.train.launch import train
 from vlatune.train.setup import Setup, load_metas, make_setup
-from vlatune.train.tiny_base import fit_datasets
+from vlatune.train.tiny_base import fit_datasets, with_base
 
 RED, BLUE = (200, 30, 30), (30, 30, 200)
 FEW = ("--steps=2", "--batch_size=4", "--log_freq=1", "--dataset.eval_split=0.3", "--max_restarts=0")
@@ -219,6 +219,23 @@ def test_a_wrong_map_is_refused_before_anything_is_made(flags, words, roots, tmp
     assert code == cli.MISUSED
     assert re.search(words, capsys.readouterr().err)
     assert not run_dir.exists()
+
+
+def test_a_base_of_a_start_that_never_became_a_run_is_taken_only_if_it_fits(roots, tmp_path):
+    run_dir, said = tmp_path / "run", []
+    config = RunConfig(recipe="tiny", dataset=DatasetConfig(root=(str(roots[1]),)), output_dir=str(run_dir))
+    (run_dir / ".base.making").mkdir(parents=True)  # as a kill leaves it
+    assert with_base(config, say=said.append).policy.path == str(run_dir / "base")
+    assert sorted(path.name for path in run_dir.iterdir()) == [".lock", "base"]
+    made = (run_dir / "base/model.safetensors").stat().st_ino
+    with_base(config, say=said.append)
+    assert (run_dir / "base/model.safetensors").stat().st_ino == made
+    assert len(said) == 1
+    with_base(replace(config, rename_map={"observation.images.front": "observation.images.top"}), say=said.append)
+    assert "observation.images.top" in json.loads((run_dir / "base/config.json").read_text())["input_features"]
+    (run_dir / "base/made_for.json").unlink()
+    with pytest.raises(ValueError, match="is in the way of the run's own base model; take it with --policy.path="):
+        with_base(config, say=said.append)
 
 
 def test_without_a_recipe_the_error_names_what_makes_a_base(roots, capsys):
