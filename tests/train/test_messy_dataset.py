@@ -234,7 +234,7 @@ def test_a_base_of_a_start_that_never_became_a_run_is_taken_only_if_it_fits(root
     with_base(replace(config, rename_map={"observation.images.front": "observation.images.top"}), say=said.append)
     assert "observation.images.top" in json.loads((run_dir / "base/config.json").read_text())["input_features"]
     (run_dir / "base/made_for.json").unlink()
-    with pytest.raises(ValueError, match="is in the way of the run's own base model; take it with --policy.path="):
+    with pytest.raises(ValueError, match=r"is in the way of the run's own base model; take it with --policy.path="):
         with_base(config, say=said.append)
 
 
