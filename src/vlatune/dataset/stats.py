@@ -6,7 +6,7 @@ be joined), and where the user asks for it (`--dataset.stats=computed`).
 
 Computed ones are exact: quantiles are numpy's of all rows as float32, the type that is trained on, whatever the files
 they lie in; rows of all datasets count alike. Memory is bounded: rows that take more than KEPT_BYTES are read three
-times instead of being kept. Measured on two cores: 0.1 s for 10^5 rows of 14 values, 5 s for 3 * 10^6.
+times instead of being kept. Measured on one core: 0.1 s for 10^5 rows of 14 values, 0.2 s where they are not kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,7 +109,8 @@ def measure_rows(read: Callable[[], Iterable[np.ndarray]]) -> dict[str, np.ndarr
     wanted = np.array(list(QUANTILES.values())) * last
     ranks = np.concatenate([np.floor(wanted), np.ceil(wanted)]).astype(np.int64)
     low_QD, high_QD = np.split(_values_at(lambda: _joined(read()), ranks, moments.num_dims), 2)
-    between_QD = _between(low_QD, high_QD, (wanted - np.floor(wanted))[:, None])
+    with np.errstate(invalid="ignore"):  # of dims that have no statistics
+        between_QD = _between(low_QD, high_QD, (wanted - np.floor(wanted))[:, None])
     found = moments.stats() | dict(zip(QUANTILES, between_QD, strict=True))
     return {name: np.where(moments.is_finite_D, values, np.nan) for name, values in found.items()}
 
