@@ -139,7 +139,7 @@ class Moments:
         self.squares_D = self.squares_D + apart**2 * self.num_rows * len(part) / total
         self.mean_D = self.mean_D + apart * len(part) / total
         self.min_D, self.max_D = np.minimum(self.min_D, part.min(axis=0)), np.maximum(self.max_D, part.max(axis=0))
-        self.is_finite_D = self.is_finite_D & finite.all(axis=0)
+        self.is_finite_D = np.logical_and(self.is_finite_D, finite.all(axis=0))
         self.num_rows, self.num_dims = total, part.shape[1]
 
     def stats(self) -> dict[str, np.ndarray]:

@@ -29,7 +29,8 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     found["dataset.selection"] = short_hash(
         np.asarray(one, dtype=np.int64).tobytes() for one in (training.dataset, training.position, training.length)
     )
-    found["dataset.statistics"] = short_hash(_stats_parts(setup))
+    if computed := list(_computed_stats(setup)):
+        found["dataset.statistics"] = short_hash(computed)
     found["base.weights"] = base_weights(Path(setup.policy.folder))
     found["base.config"] = short_hash([(Path(setup.policy.folder) / "config.json").read_bytes()])
     found["base.tokenizer"] = short_hash([Path(setup.policy.tokenizer_file).read_bytes()])
@@ -37,11 +38,14 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     return found | {f"versions.{name}": version(name) for name in PACKAGES}
 
 
-def _stats_parts(setup: Setup) -> Iterator[bytes]:
-    """The numbers that normalise, wherever they come from."""
+def _computed_stats(setup: Setup) -> Iterator[bytes]:
+    """Numbers that normalise and are not the dataset's own, which are part of its meta/."""
+    meta = setup.metas[0]
     for key, stats in setup.stats.items():
+        own = meta.stats.get(meta.own(key), {})
         for name, values in stats.items():
-            yield f"{key} {name}".encode() + np.asarray(values, dtype=np.float64).tobytes()
+            if values is not own.get(name):
+                yield f"{key} {name}".encode() + np.asarray(values, dtype=np.float64).tobytes()
 
 
 def _meta_parts(meta: DatasetMeta) -> Iterator[bytes]:
