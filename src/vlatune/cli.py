@@ -65,7 +65,8 @@ def make_dataset(spec: Any, folder: str) -> None:
     print(f"{folder}: {spec.episodes} episodes")
 
 
-def inspect(options: Any, dataset: str) -> int:
+def inspect(options: Any, *datasets: str) -> int:
+    from vlatune.inspect.command import check_names, command_text, train_command
     from vlatune.inspect.inspection import inspect_dataset
 
     def show(done: int, total: int) -> None:
@@ -73,14 +74,20 @@ def inspect(options: Any, dataset: str) -> int:
             end = "\n" if done == total else ""
             print(f"\rvlatune: video {done} of {total}", end=end, file=sys.stderr, flush=True)
 
-    found = inspect_dataset(dataset, videos=options.videos, on_video=show)
+    names = options.rename_map
+    found = [inspect_dataset(one, videos=options.videos, rename_map=names, on_video=show) for one in datasets]
+    check_names(found, names)
     if options.json:
-        print(json.dumps(asdict(found)), flush=True)
+        each = [asdict(one) for one in found]
+        whole = each[0] if len(each) == 1 else {"datasets": each}
+        print(json.dumps(whole | {"command": train_command(found, names)}), flush=True)
     else:
         from vlatune.inspect.text import inspection_text
 
-        print(inspection_text(found, width=shutil.get_terminal_size().columns), flush=True)
-    return FAILED if found.has_errors else OK
+        width = shutil.get_terminal_size().columns
+        texts = [*(inspection_text(one, width=width) for one in found), command_text(found, names)]
+        print("\n\n".join(text for text in texts if text), flush=True)
+    return FAILED if any(one.has_errors for one in found) else OK
 
 
 def train(config: RunConfig) -> None:
@@ -200,10 +207,10 @@ COMMANDS = {
         operands=("DIR",),
     ),
     "inspect": Command(
-        "features, episodes, tasks, cameras, statistics and sizes of a dataset, and what is wrong with it",
+        "features, episodes, tasks, cameras, statistics and sizes of datasets, what is wrong with them, and how to train on them",
         flags=_inspect_options,
         call=inspect,
-        operands=("DATASET",),
+        operands=("DATASET...",),
     ),
     "train": Command(
         "fine-tune a policy on a dataset",

@@ -23,6 +23,10 @@ class DatasetConfig:
     """Folder or URL of a LeRobot dataset; give the flag again for several."""
     weight: tuple[float, ...] = ()
     """Share of the samples that each root gives, in the order of the roots; by its number of frames when left out."""
+    rename_map: tuple[dict[str, str], ...] = ()
+    """A map as --rename_map for each root, in the order of the roots, where one for all does not do."""
+    stats: Literal["dataset", "computed"] = "dataset"
+    """Statistics that normalise: the dataset's own (computed where it lacks them and for several roots), or always computed from all rows."""
     repo_id: str | None = None
     """Hub repository of the dataset, used when no root is given."""
     revision: str | None = None
@@ -48,7 +52,7 @@ class DatasetConfig:
 @dataclass(frozen=True)
 class PolicyConfig:
     path: str | None = None
-    """Folder or hub repository of the base model, in LeRobot's pretrained_model layout."""
+    """Folder or hub repository of the base model, in LeRobot's pretrained_model layout; --recipe=tiny makes one when left out."""
     type: str = "pi05"
     """Kind of policy: pi05."""
     revision: str | None = None
@@ -113,7 +117,7 @@ class RunConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     rename_map: dict[str, str] = field(default_factory=dict)
-    """Dataset's feature name -> policy's feature name, as {"observation.images.top": "observation.images.base_0_rgb"}."""
+    """Dataset's name of any feature -> policy's, as {"state": "observation.state"}; for every root that has the name."""
     output_dir: str | None = None
     """Run folder; runs/<job_name> when left out."""
     job_name: str = "train"
@@ -230,8 +234,9 @@ def validate(config: RunConfig) -> None:
     )
     _check_weights(config.dataset)
     _require(
-        config.policy.path is not None,
-        "no base model: name one with --policy.path=FOLDER_OR_REPO, e.g. --policy.path=lerobot/pi05_base",
+        config.policy.path is not None or makes_base(config),
+        "no base model: name one with --policy.path=FOLDER_OR_REPO, e.g. --policy.path=lerobot/pi05_base, or let "
+        "--recipe=tiny make a small one for the dataset",
     )
     for group in config.allow_changed:
         _one_of("--allow_changed", group, CHANGEABLE)
@@ -254,8 +259,19 @@ def _check_ray(ray: RayConfig) -> None:
         _require(value is None or value >= least, f"--ray.{name}={value}: must be {least} or more")
 
 
+def makes_base(config: RunConfig) -> bool:
+    """Whether the run begins with a small model of its own, made for the dataset."""
+    return config.recipe == "tiny" and config.policy.type == "pi05" and config.policy.path is None
+
+
 def _check_weights(dataset: DatasetConfig) -> None:
     roots, weights = max(1, len(dataset.root)), dataset.weight
+    maps = len(dataset.rename_map)
+    _require(
+        maps in (0, roots),
+        f"--dataset.rename_map: {maps} maps for {roots} datasets; give one for each --dataset.root, {{}} for a root that "
+        f"needs none, or one for all with --rename_map",
+    )
     _require(
         len(weights) in (0, roots),
         f"--dataset.weight: {len(weights)} weights for {roots} datasets; give one for each --dataset.root, or none",

@@ -39,11 +39,14 @@ def parse_flags[T](argv: Sequence[str], cls: type[T]) -> T:
 
 
 def parse_command[T](argv: Sequence[str], cls: type[T], *, operands: Sequence[str] = ()) -> tuple[T, list[str]]:
-    """The config, and the values of a command's operands: `eval RUN --seed=1` has the operand RUN."""
+    """The config, and the values of a command's operands: `eval RUN --seed=1` has the operand RUN.
+
+    The last operand may be given several times if its name ends with dots.
+    """
     flags, values = _split_argv(argv, cls)
     if len(values) < len(operands):
-        raise MissingOperandError(f"{operands[len(values)]} is missing")
-    if len(values) > len(operands):
+        raise MissingOperandError(f"{operands[len(values)].removesuffix('...')} is missing")
+    if len(values) > len(operands) and not (operands and operands[-1].endswith("...")):
         raise ValueError(f"'{values[len(operands)]}' is not expected here; flags are written --name=value")
     path = flags.pop("config_path", None)
     file_layer = _read_file(Path(path.value), cls) if path else {}

@@ -11,10 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from vlatune.dataset import meta_v21
+from vlatune.dataset import stats as stats_module
 from vlatune.dataset.meta import load_meta
-from vlatune.dataset.stats import QUANTILES, compute_stats, feature_stats, read_feature
+from vlatune.dataset.stats import QUANTILES, compute_stats, feature_stats, measure, measure_rows, read_feature
 from vlatune.dataset.storage import Root
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 
@@ -162,3 +164,48 @@ def test_episodes_that_are_left_out_are_not_read(dataset_v3, tmp_path):
     whole, begin, length = rows_of(dataset_v3, "action"), meta.episodes.from_row, meta.episodes.length
     expected = np.concatenate([whole[begin[one] : begin[one] + length[one]] for one in (0, 2, 3, 4)])
     assert np.array_equal(kept, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    hnp.arrays(
+        np.float32, st.tuples(st.integers(1, 40), st.integers(1, 3)), elements=st.floats(-(2.0**90), 2.0**90, width=32)
+    ),
+    st.integers(1, 5),
+)
+def test_statistics_of_rows_that_are_read_in_parts_are_numpys(values, num_parts):
+    parts = np.array_split(values, num_parts)
+    measured, expected = measure_rows(lambda: iter(parts)), compute_stats(values)
+    for name in ("min", "max", *QUANTILES):
+        assert np.array_equal(measured[name], expected[name]), name
+    scale = np.abs(values).max() + 1
+    for name in ("mean", "std"):
+        np.testing.assert_allclose(measured[name], expected[name], rtol=1e-9, atol=1e-9 * scale)
+
+
+def test_a_value_that_is_no_number_leaves_its_dim_without_statistics():
+    values = np.array([[1, 2, 3], [4, np.nan, 6], [7, 8, np.inf]], np.float32)
+    for stat in measure_rows(lambda: iter([values])).values():
+        assert np.isfinite(stat).tolist() == [True, False, False]
+
+
+def test_rows_that_are_too_many_to_keep_are_read_again(dataset_v3, monkeypatch):
+    metas = [load_meta(str(dataset_v3))]
+    kept = measure(metas, "action")
+    monkeypatch.setattr(stats_module, "KEPT_BYTES", 0)
+    monkeypatch.setattr(stats_module, "COUNTED_ROWS", 5)
+    again = measure(metas, "action")
+    for name in QUANTILES:
+        assert np.array_equal(kept[name], again[name])
+
+
+def test_the_memory_does_not_grow_with_the_rows():
+    """48 MB of rows, two at a time: what is kept is counts."""
+    part = np.random.default_rng(0).normal(size=(20_000, 6)).astype(np.float32)
+    tracemalloc.start()
+    try:
+        measure_rows(lambda: (part * (1 + n) for n in range(100)))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 30e6

@@ -1,6 +1,7 @@
 """`vlatune inspect`: the facts of whole datasets, and each kind of damage with its place, count and remedy."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,12 @@ def change_column(path: Path, column: str, change: Callable[[list[Any]], object]
     change(values)
     new = pa.array(values, table.schema.field(column).type)
     pq.write_table(table.set_column(table.column_names.index(column), column, new), path)
+
+
+def change_rows(folder: Path, column: str, change: Callable[[list[float]], list[float]]) -> None:
+    """Every row of a feature, in all data files."""
+    for path in (folder / "data").rglob("*.parquet"):
+        change_column(path, column, lambda rows: rows.__setitem__(slice(None), [change(row) for row in rows]))
 
 
 def rename_feature(info: dict[str, Any], old: str, new: str) -> None:
@@ -292,6 +299,34 @@ def test_statistics_that_are_nan_or_flat_name_their_dims(copy_of):
     assert facts["observation.state"].degenerate_dims == ("2 (gripper_open)",)
 
 
+def test_a_dim_that_never_changes_is_seen_through_rounding(copy_of):
+    """As estimates of quantiles leave it: q01 and q99 differ in the last digits."""
+    folder = copy_of()
+    change_rows(folder, "action", lambda row: [*row[:-1], 0.5])
+    change_stats(folder, lambda stats: [stats["action"][name].__setitem__(-1, 0.5) for name in ("min", "max", "mean")])
+    change_stats(folder, lambda stats: stats["action"]["q01"].__setitem__(-1, 0.5))
+    change_stats(folder, lambda stats: stats["action"]["q99"].__setitem__(-1, 0.5 + 1e-9))
+    problem = only_problem(folder)
+    assert (problem.severity, problem.examples) == ("warning", ("action: 2 (close)",))
+    assert "never change" in problem.found
+
+
+def test_a_dim_that_never_changes_though_the_statistics_say_so(copy_of):
+    folder = copy_of()
+    change_rows(folder, "action", lambda row: [*row[:-1], 0.5])
+    found = [one for one in inspect_dataset(str(folder)).problems if "never change" in one.found]
+    assert [(one.severity, one.examples) for one in found] == [("warning", ("2 (close)",))]
+    assert re.search(r"in all \d+ rows", found[0].found)
+
+
+def test_rows_that_are_no_numbers_are_an_error(copy_of):
+    folder = copy_of()
+    change_rows(folder, "observation.state", lambda row: [float("nan"), *row[1:]])
+    (error,) = [one for one in inspect_dataset(str(folder)).problems if one.severity == "error"]
+    assert error.place == "data files, feature 'observation.state'"
+    assert error.examples[0].startswith("0 (")
+
+
 def test_a_task_index_without_a_sentence(copy_of):
     folder = copy_of()
     change_column(folder / "data/chunk-000/file-000.parquet", "task_index", lambda values: values.__setitem__(0, 99))
@@ -335,10 +370,29 @@ def test_episodes_that_overlap_in_a_file(copy_of):
 
 def test_an_episode_with_less_time_than_frames(copy_of):
     folder = copy_of()
-    change_times(folder, "to", lambda values: values.__setitem__(6, values[6] - 0.1))
+    change_times(folder, "to", lambda values: values.__setitem__(6, values[6] - 0.2))
     problem = only_problem(folder)
     assert (problem.severity, problem.count) == ("error", 1)
     assert problem.examples[0].startswith("episode 6: ")
+
+
+def test_an_end_at_the_last_frame_is_a_convention_where_nothing_follows_in_the_file(copy_of):
+    """Reading takes from_timestamp and the rows' times; an end one frame early moves no picture."""
+    folder = copy_of()
+    change_times(folder, "to", lambda values: values.__setitem__(6, values[6] - 0.1))
+    problem = only_problem(folder)
+    assert (problem.severity, problem.count) == ("warning", 1)
+    assert "(length - 1) / fps" in problem.found
+    assert "nothing" in problem.fix
+
+
+def test_an_episode_whose_last_frame_is_the_next_ones_first_is_an_error(copy_of):
+    folder = copy_of()
+    change_times(folder, "to", lambda values: values.__setitem__(0, values[0] - 0.1))
+    change_times(folder, "from", lambda values: values.__setitem__(1, values[1] - 0.1))
+    problems = inspect_dataset(str(folder)).problems
+    assert any(one.severity == "error" and "another episode" in one.fix for one in problems)
+    assert all("(length - 1)" not in one.found for one in problems)
 
 
 def test_episodes_out_of_order_in_a_file_are_a_warning_when_they_do_not_overlap(copy_of):

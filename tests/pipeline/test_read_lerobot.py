@@ -461,7 +461,7 @@ def test_large_data_files_are_read_by_episode(dataset_v3, monkeypatch):
         ({"delta_timestamps": {"action": [0.05]}}, r"0.05 s is not a multiple of 1/10"),
         (
             {"rename_map": {"observation.images.tip": "x"}},
-            r"no dataset has a feature 'observation.images.tip'; did you mean",
+            r"has no feature 'observation.images.tip'; did you mean",
         ),
         ({"rename_map": {TOP: WRIST}}, rf"'{WRIST}' cannot be called '{WRIST}', as '{TOP}' is called that"),
         ({"feature_map": {"index": "row"}}, r"'index' keeps its name"),

@@ -109,7 +109,7 @@ def export_text(done: Exported) -> str:
     lines = [f"{done.folder}: optimizer step {done.optimizer_step}, {done.weights} weights"]
     if done.rename_map:
         lines.append(
-            f"cameras are renamed by its preprocessor; LeRobot's own programs put their flag in that place: --rename_map='{json.dumps(done.rename_map)}'"
+            f"observations are renamed by its preprocessor; LeRobot's own programs put their flag in that place: --rename_map='{json.dumps(done.rename_map)}'"
         )
     if done.has_tokenizer:
         lines.append(
@@ -141,7 +141,7 @@ def find_base(config: RunConfig, given: str | None, state: TrainState) -> Path:
 
 def make_binding(stored: Mapping[str, Any]) -> Binding:
     raw = dict(stored)
-    raw["cameras"] = tuple((ours, theirs) for ours, theirs in raw["cameras"])
+    raw |= {key: tuple((ours, theirs) for ours, theirs in raw.get(key, ())) for key in ("cameras", "also")}
     raw |= {key: tuple(raw[key]) for key in ("missing_cameras", "action_names")}
     return Binding(**raw)
 

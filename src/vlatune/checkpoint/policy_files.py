@@ -93,8 +93,11 @@ def _put_stats(spec: PolicySpec, file: str, steps: list[dict[str, Any]], stats: 
 
 
 def rename_map(binding: Binding) -> dict[str, str]:
-    """The robot's camera names -> the policy's, where they differ."""
-    return {ours: theirs for ours, theirs in binding.cameras if ours != theirs}
+    """Datasets' and robots' names of observations -> the policy's, where they differ; the first dataset's go first."""
+    names: dict[str, str] = {}
+    for ours, theirs in (*binding.cameras, *binding.also):
+        names.setdefault(ours, theirs)
+    return {ours: theirs for ours, theirs in names.items() if ours != theirs}
 
 
 def _require_step(spec: PolicySpec, file: str, name: str) -> int:

@@ -8,24 +8,34 @@ from vlatune.dataset.recorded import recorded_camera
 
 
 def camera_spec(
-    meta: DatasetMeta, name: str, resize: tuple[int, int] | None, offsets: tuple[int, ...] | None = None
+    meta: DatasetMeta,
+    name: str,
+    resize: tuple[int, int] | None,
+    offsets: tuple[int, ...] | None = None,
+    *,
+    called: str | None = None,
 ) -> CameraSpec:
     """A camera at this (height, width), or at the recorded size; files that differ from info.json will be refused."""
     feature = meta.features[name]
     height, width = resize or feature.height_width
-    return CameraSpec(name, feature.dtype, height, width, offsets, recorded_camera(meta, name))
+    return CameraSpec(name, feature.dtype, height, width, offsets, recorded_camera(meta, name), called)
 
 
 def vector_spec(
-    meta: DatasetMeta, name: str, *, is_float32: bool, offsets: tuple[int, ...] | None = None
+    meta: DatasetMeta,
+    name: str,
+    *,
+    is_float32: bool,
+    offsets: tuple[int, ...] | None = None,
+    called: str | None = None,
 ) -> VectorSpec:
     """A float32 vector, or values as recorded: a single one without an axis of its own."""
     feature = meta.features[name]
     dtype = numpy_type(feature)
     assert dtype is not None
     if is_float32 and dtype != "object":
-        return VectorSpec(name, "float32", feature.shape, offsets, dtype)
-    return VectorSpec(name, dtype, () if feature.shape == (1,) else feature.shape, offsets, dtype)
+        return VectorSpec(name, "float32", feature.shape, offsets, dtype, called)
+    return VectorSpec(name, dtype, () if feature.shape == (1,) else feature.shape, offsets, dtype, called)
 
 
 def numpy_type(feature: Feature) -> str | None:

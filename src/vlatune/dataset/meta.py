@@ -7,7 +7,7 @@ wrong that can be seen without opening data or video files is refused here, with
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,6 +35,8 @@ class DatasetMeta:
     """What info.json promises; None where it does not."""
     left_out: frozenset[int] = frozenset()
     """Positions of episodes that cannot be read; statistics are computed without them."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Own name of a feature -> the one it goes by (feature_map.py), where they differ. All else here has own names."""
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -43,6 +45,10 @@ class DatasetMeta:
     @property
     def num_frames(self) -> int:
         return int(self.episodes.length.sum())
+
+    def own(self, name: str) -> str:
+        """The dataset's own name of the feature that goes by `name`."""
+        return next((own for own, other in self.names.items() if other == name), name)
 
     def data_path(self, position: int) -> str:
         """Name of the parquet file of the episode at `position` of the table."""

@@ -36,6 +36,12 @@ class CameraSpec:
     """Frames around each row to deliver, as a second axis; only the row's own when None."""
     recorded: Recorded | None = None
     """What info.json says of the pictures; not checked when None."""
+    called: str | None = None
+    """Name of the delivered column; the dataset's own when None."""
+
+    @property
+    def column(self) -> str:
+        return self.called or self.name
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,12 @@ class VectorSpec:
     offsets: tuple[int, ...] | None = None
     recorded_dtype: str | None = None
     """The dtype in info.json; not checked when None."""
+    called: str | None = None
+    """Name of the delivered column; the dataset's own when None."""
+
+    @property
+    def column(self) -> str:
+        return self.called or self.name
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,14 @@ def allocate(spec: ReadSpec, rows: int) -> Columns:
     columns: Columns = {}
     for camera in spec.cameras:
         window = () if camera.offsets is None else (len(camera.offsets),)
-        columns[camera.name] = np.empty((rows, *window, 3, camera.height, camera.width), dtype=np.uint8)
+        columns[camera.column] = np.empty((rows, *window, 3, camera.height, camera.width), dtype=np.uint8)
         if camera.offsets is not None:
-            columns[f"{camera.name}_is_pad"] = np.empty((rows, len(camera.offsets)), dtype=bool)
+            columns[f"{camera.column}_is_pad"] = np.empty((rows, len(camera.offsets)), dtype=bool)
     for vector in spec.vectors:
         window = () if vector.offsets is None else (len(vector.offsets),)
-        columns[vector.name] = np.empty((rows, *window, *vector.shape), dtype=vector.dtype)
+        columns[vector.column] = np.empty((rows, *window, *vector.shape), dtype=vector.dtype)
         if vector.offsets is not None:
-            columns[f"{vector.name}_is_pad"] = np.empty((rows, len(vector.offsets)), dtype=bool)
+            columns[f"{vector.column}_is_pad"] = np.empty((rows, len(vector.offsets)), dtype=bool)
     for name in ("dataset_index", "index", "episode_index", "frame_index", "task_index", SLOT):
         columns[name] = np.empty(rows, dtype=np.int64)
     columns["timestamp"] = np.empty(rows, dtype=np.float32)
@@ -179,17 +191,17 @@ def _read_values(spec: ReadSpec, unit: Unit) -> dict[str, np.ndarray]:
 def _read_vector(vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice) -> None:
     values = values.reshape(len(values), *vector.shape)
     if vector.offsets is None:
-        columns[vector.name][rows] = values[unit.frames]
+        columns[vector.column][rows] = values[unit.frames]
         return
     frames_NT, is_pad_NT = window_frames(unit.frames, vector.offsets, unit.length)
-    columns[vector.name][rows] = values[frames_NT]
-    columns[f"{vector.name}_is_pad"][rows] = is_pad_NT
+    columns[vector.column][rows] = values[frames_NT]
+    columns[f"{vector.column}_is_pad"][rows] = is_pad_NT
 
 
 def _read_camera(
     spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, columns: Columns, rows: slice
 ) -> None:
-    out = columns[camera.name][rows]
+    out = columns[camera.column][rows]
     if camera.offsets is None:
         _read_frames(spec, camera, unit, timestamps, unit.frames, out)
         return
@@ -198,7 +210,7 @@ def _read_camera(
     decoded = np.empty((len(distinct), *out.shape[2:]), dtype=np.uint8)
     _read_frames(spec, camera, unit, timestamps, distinct, decoded)
     out[:] = decoded[where.reshape(frames_NT.shape)]
-    columns[f"{camera.name}_is_pad"][rows] = is_pad_NT
+    columns[f"{camera.column}_is_pad"][rows] = is_pad_NT
 
 
 def _read_frames(

@@ -12,16 +12,15 @@ from functools import cached_property
 
 import numpy as np
 
-from vlatune.batch import ACTION, IDS, SLOT, STATE, TASK
+from vlatune.batch import ACTION, STATE, TASK
+from vlatune.dataset.feature_map import RESERVED, check_map, delivered_names
 from vlatune.dataset.feature_specs import camera_spec, numpy_type, vector_spec
 from vlatune.dataset.meta import DatasetMeta, Feature
-from vlatune.dataset.reader import INDEX_COLUMNS, ReadSpec, allocate
+from vlatune.dataset.reader import ReadSpec, allocate
 from vlatune.dataset.windows import offsets_from_timestamps
 from vlatune.names import did_you_mean
 
-RESERVED = {*IDS, *INDEX_COLUMNS, TASK, SLOT}
-"""Columns that every row has, or that the reader needs for itself; never read as features."""
-
+MAPS = "rename_map or feature_map"
 logger = logging.getLogger(__name__)
 
 
@@ -78,9 +77,10 @@ def make_deliveries(
 ) -> tuple[Delivery, ...]:
     """One per dataset, with the same columns in all. `renames` has a map of own to delivered names per dataset."""
     check_request(request)
-    _check_renames(metas, renames)
+    for rename in renames:
+        check_map(metas, rename, MAPS)
     made = [
-        _make_delivery(number, meta, request, _delivered_names(meta, rename))
+        _make_delivery(number, meta, request, delivered_names(meta, rename, MAPS))
         for number, (meta, rename) in enumerate(zip(metas, renames, strict=True))
     ]
     return _common(made)
@@ -127,35 +127,6 @@ def _columns(meta: DatasetMeta, spec: ReadSpec, names: Mapping[str, str]):
         yield name, name
     if "task_index" in meta.features:
         yield "task_index", "task_index"
-
-
-def _delivered_names(meta: DatasetMeta, rename: Mapping[str, str]) -> dict[str, str]:
-    names = {own: rename.get(own, own) for own in meta.features}
-    own_of: dict[str, str] = {}
-    for own, delivered in names.items():
-        if delivered in own_of or (delivered in RESERVED and delivered != own):
-            other = f"'{own_of[delivered]}' is" if delivered in own_of else "every row has a column"
-            raise ValueError(
-                f"dataset '{meta.root.url}': '{own}' cannot be called '{delivered}', as {other} called that; "
-                f"correct rename_map or feature_map"
-            )
-        own_of[delivered] = own
-    return names
-
-
-def _check_renames(metas: Sequence[DatasetMeta], renames: Sequence[Mapping[str, str]]) -> None:
-    """A name that none of the datasets knows is misspelt; one map may serve datasets of different names."""
-    known = {name for meta in metas for name in meta.features}
-    for rename in renames:
-        unknown = [name for name in rename if name not in known]
-        if unknown:
-            raise ValueError(
-                f"rename_map or feature_map: no dataset has a feature '{unknown[0]}'"
-                f"{did_you_mean(unknown[0], known) or '; there are ' + ', '.join(sorted(known))}"
-            )
-        reserved = [name for name in rename if name in RESERVED]
-        if reserved:
-            raise ValueError(f"rename_map or feature_map: '{reserved[0]}' keeps its name; leave it out of the map")
 
 
 def _wanted_cameras(

@@ -23,17 +23,21 @@ def check_stats(where: str, key: str, stats: Mapping[str, np.ndarray], dims: Seq
     for name, values in ((low_name, low), (high_name, high)):
         for dim in np.flatnonzero(~np.isfinite(values)):
             raise ValueError(
-                f"{where}: {key} {_dim(dim, dims, len(low))} has {name} = {values[dim]}, a finite number was expected; mend "
+                f"{where}: {key} {dim_text(dim, dims, len(low))} has {name} = {values[dim]}, a finite number was expected; mend "
                 f"the rows that are not finite (`vlatune inspect` names them), or take '{key}' out of meta/stats.json to "
-                f"have its statistics computed from the rows"
+                f"have its statistics computed from the rows, as --dataset.stats=computed does"
             )
     found = _flat_std(low, high) if high_name == "std" else _flat_range(low_name, low, high_name, high)
-    return [f"{where}: {key} {_dim(dim, dims, len(low))} has {text}" for dim, text in found]
+    return [f"{where}: {key} {dim_text(dim, dims, len(low))} has {text}" for dim, text in found]
+
+
+def is_flat(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """By dim: whether nothing but rounding lies between the two, or they are upside down."""
+    return high - low <= np.maximum(EPS, NEARLY_ZERO * np.maximum(np.abs(low), np.abs(high)))
 
 
 def _flat_range(low_name: str, low: np.ndarray, high_name: str, high: np.ndarray) -> Iterator[tuple[int, str]]:
-    least = np.maximum(EPS, NEARLY_ZERO * np.maximum(np.abs(low), np.abs(high)))
-    for dim in np.flatnonzero(high - low <= least):
+    for dim in np.flatnonzero(is_flat(low, high)):
         if low[dim] > high[dim]:
             both = (
                 f"{low_name} = {low[dim]:g} above {high_name} = {high[dim]:g}: its values would be turned upside down"
@@ -56,5 +60,6 @@ def _flat_std(mean: np.ndarray, std: np.ndarray) -> Iterator[tuple[int, str]]:
         )
 
 
-def _dim(dim: int, dims: Sequence[str] | None, width: int) -> str:
+def dim_text(dim: int, dims: Sequence[str] | None, width: int) -> str:
+    """`dim 3 'gripper'`, where the dataset has names."""
     return f"dim {dim} '{dims[dim]}'" if dims is not None and len(dims) == width else f"dim {dim}"

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.meta_info import CAMERA_DTYPES
 from vlatune.dataset.meta_v21 import EPISODES, read_lines
 from vlatune.dataset.parquet import opened
 from vlatune.dataset.recorded import camera_fps
@@ -27,6 +28,11 @@ class FeatureFacts:
     dtype: str
     shape: tuple[int, ...]
     names: tuple[str, ...] | None
+    is_depth: bool = False
+
+    @property
+    def is_camera(self) -> bool:
+        return self.dtype in CAMERA_DTYPES
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,9 @@ class StatsFacts:
 
 
 def feature_facts(meta: DatasetMeta) -> tuple[FeatureFacts, ...]:
-    return tuple(FeatureFacts(name, one.dtype, one.shape, one.names) for name, one in meta.features.items())
+    return tuple(
+        FeatureFacts(name, one.dtype, one.shape, one.names, one.is_depth) for name, one in meta.features.items()
+    )
 
 
 def feature_facts_of_info(info: Mapping[str, Any]) -> tuple[FeatureFacts, ...]:

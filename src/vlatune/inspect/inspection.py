@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlatune.dataset.feature_map import own_map, with_names
 from vlatune.dataset.listing import list_files, top_folder
 from vlatune.dataset.meta import SUPPORTED, DatasetMeta, load_meta
 from vlatune.dataset.recorded import camera_fps
@@ -18,6 +19,7 @@ from vlatune.inspect import facts
 from vlatune.inspect.files import data_rows, video_files
 from vlatune.inspect.layout import file_problems
 from vlatune.inspect.problems import Problem, meta_problems, refusal
+from vlatune.inspect.row_stats import row_stats_problems
 from vlatune.inspect.rows import data_problems
 from vlatune.inspect.spans import span_problems
 from vlatune.inspect.videos import VideoFacts, read_videos, video_problems
@@ -29,6 +31,8 @@ class InspectOptions:
     """Print one JSON object instead of tables."""
     videos: bool = False
     """Open every mp4 and data file, not only the first mp4 of each camera and the first 100 data files."""
+    rename_map: dict[str, str] = field(default_factory=dict)
+    """As for `vlatune train`: the dataset's name of any feature -> policy's, as {"state": "observation.state"}."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,23 @@ class _Files:
 
 
 def inspect_dataset(
-    root: str | Root, *, videos: bool = False, on_video: Callable[[int, int], None] = lambda done, total: None
+    root: str | Root,
+    *,
+    videos: bool = False,
+    rename_map: Mapping[str, str] | None = None,
+    on_video: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:
-    """Look at the dataset in a folder or at a URL; `on_video` gets the number of mp4 files opened, and of all."""
+    """Look at the dataset in a folder or at a URL; `on_video` gets the number of mp4 files opened, and of all.
+
+    Names of `rename_map` that the dataset does not have are another's.
+    """
     root = Root(root) if isinstance(root, str) else root
     if not root.is_dir():
         raise ValueError(f"dataset '{root.url}': there is no such folder; give a dataset's folder or URL")
     info = _read_info(root)
     try:
         meta = load_meta(root)
+        meta = with_names([meta], own_map(meta, rename_map or {}, {}), what=("--rename_map", "--rename_map"))[0]
         files = _list_all(meta)
         task_facts = facts.task_facts(meta)
     except ValueError as error:
@@ -176,7 +188,8 @@ def _all_problems(
     for camera, videos in opened.items():
         problems += video_problems(meta, camera, videos, files.videos[camera])
     there = {name: rows for name, rows in files.data.items() if name in present["data"]}
-    return problems + data_problems(meta, there, every=every)
+    of_data = data_problems(meta, there, every=every)
+    return problems + of_data + ([] if of_data else row_stats_problems(meta, every=every))
 
 
 def _text(value: Any) -> str | None:

@@ -10,16 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vlatune.batch import ACTION, STATE
+from vlatune.dataset.feature_map import ALIASES, as_flag, camera_name, likely_name
 from vlatune.dataset.meta import DatasetMeta, Feature
+from vlatune.dataset.stats_check import is_flat
 
 MAX_EXAMPLES = 10
 INDEX_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Features that every dataset has and no policy normalises."""
-ALIASES = {
-    "action": ("actions", "observation.action"),
-    "observation.state": ("state", "states", "observation.states", "observation/state", "proprio"),
-}
-"""The name that policies ask for -> names that datasets have in its place."""
+RENAME, COMPUTE = "--rename_map", "--dataset.stats=computed"
 PI05_WIDTH = 32
 """Dims of state and action that PI0.5's base models have."""
 
@@ -38,6 +37,8 @@ class Problem:
     """The first MAX_EXAMPLES of what is meant."""
     count: int = 1
     """How many are meant."""
+    flag: str = ""
+    """The flag of `vlatune train` that mends it, where one does."""
 
 
 def with_examples(
@@ -58,10 +59,11 @@ def refusal(error: ValueError, url: str, *, place: str, expected: str) -> Proble
 
 def meta_problems(meta: DatasetMeta, info: Mapping[str, Any]) -> list[Problem]:
     """All that can be told from the metadata but the times of videos (spans.py)."""
+    named = {meta.names.get(name, name): feature for name, feature in meta.features.items()}
     return [
         *total_problems(meta, info),
-        *name_problems(meta.features),
-        *width_problems(meta.features),
+        *name_problems(named),
+        *width_problems(named),
         *depth_problems(meta.features),
         *stats_problems(meta),
     ]
@@ -87,17 +89,17 @@ def name_problems(features: Mapping[str, Feature]) -> list[Problem]:
     problems = [one for key in ALIASES if key not in features for one in _absent(key, features)]
     for name, feature in features.items():
         if feature.is_camera and not name.startswith("observation.image"):
-            problems.append(_misnamed("warning", name, f"observation.images.{name.replace('/', '.').split('.')[-1]}"))
+            problems.append(_misnamed("warning", name, camera_name(name)))
     if not any(feature.is_camera for feature in features.values()):
         problems.append(_no_feature("warning", "camera", "a feature of dtype video or image", features))
     return problems
 
 
 def _absent(key: str, features: Mapping[str, Feature]) -> list[Problem]:
-    alias = next((name for name in ALIASES[key] if name in features), None)
+    alias = likely_name(key, [name for name, feature in features.items() if not feature.is_camera])
     if alias is not None:
         return [_misnamed("error", alias, key)]
-    severity = "error" if key == "action" else "warning"  # some policies do without a state, none without an action
+    severity = "error" if key == ACTION else "warning"  # some policies do without a state, none without an action
     return [_no_feature(severity, f"feature '{key}'", f"a feature named {key}", features)]
 
 
@@ -107,7 +109,8 @@ def _misnamed(severity: Severity, name: str, wanted: str) -> Problem:
         place=f"meta/info.json, feature '{name}'",
         found=f"it is named '{name}'",
         expected=f"'{wanted}', the kind of name that policies ask for",
-        fix=f'map it with --rename_map=\'{{"{name}": "{wanted}"}}\' (feature_map in Python), or rename it in info.json, data and stats',
+        fix=f"map it with {as_flag({name: wanted})} (feature_map in Python), or rename it in info.json, data and stats",
+        flag=RENAME,
     )
 
 
@@ -130,7 +133,7 @@ def width_problems(features: Mapping[str, Feature]) -> list[Problem]:
             expected=f"{PI05_WIDTH} at most for PI0.5's base models",
             fix="leave dims out of the dataset, or take a policy that is as wide",
         )
-        for key in ("action", "observation.state")
+        for key in (ACTION, STATE)
         if key in features and features[key].shape and features[key].shape[0] > PI05_WIDTH
     ]
 
@@ -199,7 +202,7 @@ def _wrong_stats(meta: DatasetMeta, names: Sequence[str]) -> list[Problem]:
             "warning",
             flat,
             place="statistics",
-            found="dims that never change (q01 equals q99)",
+            found="dims that never change (q01 equals q99, but for rounding)",
             expected="dims that vary: normalising divides by q99 - q01",
             fix=f"nothing if the joint was not used in the recordings; else {recompute}",
         ),
@@ -208,15 +211,16 @@ def _wrong_stats(meta: DatasetMeta, names: Sequence[str]) -> list[Problem]:
 
 def nan_dims(stats: Mapping[str, np.ndarray], feature: Feature) -> list[str]:
     bad = {int(dim) for values in stats.values() for dim in np.flatnonzero(~np.isfinite(values))}
-    return [_dim_name(dim, feature) for dim in sorted(bad)]
+    return [dim_name(dim, feature) for dim in sorted(bad)]
 
 
 def degenerate_dims(stats: Mapping[str, np.ndarray], feature: Feature) -> list[str]:
     low, high = ("q01", "q99") if {"q01", "q99"} <= stats.keys() else ("min", "max")
     if low not in stats or high not in stats or stats[low].shape != stats[high].shape:
         return []
-    return [_dim_name(int(dim), feature) for dim in np.flatnonzero(stats[low] == stats[high])]
+    flat = is_flat(stats[low], stats[high]) & (stats[low] <= stats[high])
+    return [dim_name(int(dim), feature) for dim in np.flatnonzero(flat)]
 
 
-def _dim_name(dim: int, feature: Feature) -> str:
+def dim_name(dim: int, feature: Feature) -> str:
     return f"{dim} ({feature.names[dim]})" if feature.names and dim < len(feature.names) else str(dim)

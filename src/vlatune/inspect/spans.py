@@ -56,21 +56,47 @@ def _overlap_problems(episodes: Episodes, span: VideoSpan, place: str, *, half_f
 
 def _length_problems(episodes: Episodes, span: VideoSpan, place: str, *, fps: float) -> list[Problem]:
     surplus = (span.to_s - span.from_s) * fps - episodes.length
-    wrong = np.flatnonzero(~(np.abs(surplus) <= 0.5) | (span.from_s < 0))
-    is_longer = bool(np.all(surplus[wrong] > 0) and np.all(span.from_s[wrong] >= 0))
-    lines = [
-        f"episode {episodes.index[one]}: {span.from_s[one]:.4f} s to {span.to_s[one]:.4f} s for {episodes.length[one]} frames"
-        for one in wrong[:MAX_EXAMPLES]
+    is_wrong = ~(np.abs(surplus) <= 0.5) | (span.from_s < 0)
+    is_last_frame = is_wrong & (np.abs(surplus + 1) <= 0.5) & (span.from_s >= 0) & ~_runs_into_next(episodes, span, fps)
+    rest = np.flatnonzero(is_wrong & ~is_last_frame)
+    is_longer = bool(np.all(surplus[rest] > 0) and np.all(span.from_s[rest] >= 0))
+    return [
+        *with_examples(
+            "warning",
+            _spans(episodes, span, np.flatnonzero(is_last_frame)),
+            count=int(is_last_frame.sum()),
+            place=place,
+            found="to_timestamp is the time of the last frame, (length - 1) / fps, not of its end",
+            expected=f"length / {fps:g} fps seconds after from_timestamp, LeRobot's convention",
+            fix="nothing: a frame's time is from_timestamp and that of its row, so every row has its own picture",
+        ),
+        *with_examples(
+            "warning" if is_longer else "error",
+            _spans(episodes, span, rest),
+            count=len(rest),
+            place=place,
+            found="the time from from_timestamp to to_timestamp is not that of the episode's frames",
+            expected=f"length / {fps:g} fps seconds, beginning at 0 s or later",
+            fix="look at the ends of these episodes; the pictures after the last row are not used"
+            if is_longer
+            else FIX,
+        ),
     ]
-    return with_examples(
-        "warning" if is_longer else "error",
-        lines,
-        count=len(wrong),
-        place=place,
-        found="the time from from_timestamp to to_timestamp is not that of the episode's frames",
-        expected=f"length / {fps:g} fps seconds, beginning at 0 s or later",
-        fix="look at the ends of these episodes; the pictures after the last row are not used" if is_longer else FIX,
-    )
+
+
+def _runs_into_next(episodes: Episodes, span: VideoSpan, fps: float) -> np.ndarray:
+    """Whether an episode's frames go on past the beginning of the next one in its file: they would be that one's."""
+    before, after = _neighbours(span, np.lexsort((span.from_s, span.file, span.chunk)))
+    runs = np.zeros(len(episodes), dtype=bool)
+    runs[before] = span.from_s[after] < span.from_s[before] + (episodes.length[before] - 0.5) / fps
+    return runs
+
+
+def _spans(episodes: Episodes, span: VideoSpan, which: np.ndarray) -> list[str]:
+    return [
+        f"episode {episodes.index[one]}: {span.from_s[one]:.4f} s to {span.to_s[one]:.4f} s for {episodes.length[one]} frames"
+        for one in which[:MAX_EXAMPLES]
+    ]
 
 
 def _pairs(

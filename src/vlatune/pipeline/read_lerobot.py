@@ -56,8 +56,9 @@ def read_lerobot(
         delta_timestamps: Feature -> offsets in seconds, as in LeRobot: a window with `<feature>_is_pad`.
         partitioning: How rows are shared out to tasks: episode, file_group, chain, sequential or row_block.
         storage_options: Handed to fsspec for a URL.
-        rename_map: The dataset's camera names -> the delivered ones; one for all datasets, or one for each.
-        feature_map: The same for any feature: {"actions": "action", "state": "observation.state"}.
+        rename_map: The dataset's names of features -> the delivered ones, {"actions": "action", "state":
+            "observation.state"}; one for all datasets, or one for each. As `vlatune train --rename_map`.
+        feature_map: Another name for the same; its names give way to those of rename_map.
         tolerance_s: How far a frame may be from its row's time.
         concurrency: Read tasks that run at once; Ray decides when None.
         block_bytes: Size of a block, 16 MiB when None.

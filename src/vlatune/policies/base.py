@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
+from vlatune.dataset.feature_map import RESERVED, as_flag, likely_name
+from vlatune.dataset.feature_specs import numpy_type
 
 if TYPE_CHECKING:
     import torch
 
     from vlatune.config import PolicyConfig
-    from vlatune.dataset.meta import DatasetMeta
+    from vlatune.dataset.meta import DatasetMeta, Feature
     from vlatune.pipeline.transforms import Transform
 
 STATS_OF_MODE = {
@@ -63,6 +65,8 @@ class Binding:
     state_dim: int
     action_dim: int
     action_names: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()
+    """(a dataset's name, policy's name) of the state, and of cameras that further datasets have under other names."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class PolicyAdapter(Protocol):
 
 
 def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:
-    """Match cameras by name after `rename_map`, check dims; every mismatch is named with its remedy."""
+    """Match features by name after `rename_map`, check dims; every mismatch is named with its remedy."""
     for name in rename_map:
         if name not in meta.features:
             close = difflib.get_close_matches(name, meta.features, n=1)
@@ -143,16 +147,45 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
     if not delivered:
         raise ValueError(
             f"none of the dataset's cameras ({', '.join(meta.cameras)}) is one that the policy knows "
-            f'({", ".join(spec.cameras)}); map them with --rename_map=\'{{"{(meta.cameras or ("camera",))[0]}": "{spec.cameras[0]}"}}\''
+            f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
         )
     names = {target for _, target in delivered}
+    state, action = (_own_vector(meta, key, rename_map) for key in (STATE, ACTION))
     return Binding(
         cameras=delivered,
         missing_cameras=tuple(camera for camera in spec.cameras if camera not in names),
-        state_dim=_check_width(meta, STATE, spec.max_state_dim),
-        action_dim=_check_width(meta, ACTION, spec.max_action_dim),
-        action_names=_names(meta),
+        state_dim=_check_width(meta, STATE, state, spec.max_state_dim),
+        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim),
+        action_names=_names(meta.features[action]),
+        also=() if state == STATE else ((state, STATE),),
     )
+
+
+def join_bindings(metas: Sequence[DatasetMeta], bindings: Sequence[Binding]) -> Binding:
+    """One for all datasets: rows have the names of the first one's cameras. Datasets must deliver the same columns."""
+    first = bindings[0]
+    for meta, binding in zip(metas, bindings, strict=True):
+        for what in ("state_dim", "action_dim", "missing_cameras"):
+            if getattr(binding, what) != getattr(first, what):
+                raise ValueError(_disagreement(what, metas[0], first, meta, binding))
+    also = [pair for binding in bindings for pair in (*binding.also, *binding.cameras) if pair not in first.cameras]
+    return replace(first, also=tuple(dict.fromkeys(also)))
+
+
+def _disagreement(what: str, meta: DatasetMeta, first: Binding, other_meta: DatasetMeta, other: Binding) -> str:
+    text = (
+        f"dataset '{other_meta.root.url}': its {what} is {getattr(other, what)}, that of '{meta.root.url}' is "
+        f"{getattr(first, what)}; datasets that are trained together must agree"
+    )
+    if what != "missing_cameras":
+        return text
+    lacking, having = (other_meta, other), (meta, first)
+    if len(first.missing_cameras) > len(other.missing_cameras):
+        lacking, having = having, lacking
+    wanted = next(target for _, target in having[1].cameras if target in lacking[1].missing_cameras)
+    used = [name for name, _ in lacking[1].cameras]
+    free = next((name for name in lacking[0].cameras if name not in used), "NAME")
+    return f"{text}: say which of its cameras is '{wanted}' with {as_flag({free: wanted})}"
 
 
 def _check_targets(
@@ -164,6 +197,11 @@ def _check_targets(
             close = difflib.get_close_matches(target, spec.cameras, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else f"; it knows {', '.join(spec.cameras)}"
             raise ValueError(f"--rename_map: the policy has no camera '{target}' (for '{name}'){hint}")
+        if name not in meta.cameras and target in spec.cameras:
+            raise ValueError(
+                f"--rename_map: '{target}' is a camera of the policy, '{name}' of dataset '{meta.root.url}' holds "
+                f"{meta.features[name].dtype}; its cameras are {', '.join(meta.cameras)}"
+            )
     for target in set(renamed.values()):
         owners = [name for name, other in renamed.items() if other == target]
         if len(owners) > 1:
@@ -177,21 +215,36 @@ def _check_targets(
             )
 
 
-def _check_width(meta: DatasetMeta, key: str, most: int) -> int:
-    if key not in meta.features:
-        close = difflib.get_close_matches(key, meta.features, n=1, cutoff=0.4)
-        hint = f"; '{close[0]}' may be it" if close else ""
+def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> str:
+    """The dataset's own name of its state or action."""
+    own = next((name for name in meta.features if rename_map.get(name, name) == key), None)
+    if own is not None:
+        return own
+    vectors = [name for name in meta.features if name not in meta.cameras and name not in RESERVED]
+    likely = likely_name(key, vectors) or next(iter(difflib.get_close_matches(key, vectors, n=1, cutoff=0.4)), None)
+    hint = f"; '{likely}' may be it" if likely else ""
+    remedy = f"; name it with {as_flag({likely or 'NAME': key})}"
+    raise ValueError(
+        f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; it has {', '.join(meta.features)}{remedy}"
+    )
+
+
+def _check_width(meta: DatasetMeta, key: str, own: str, most: int) -> int:
+    feature = meta.features[own]
+    said = f"'{own}'" if own == key else f"'{own}', which is to be '{key}',"
+    if numpy_type(feature) in (None, "object") or not feature.shape:
         raise ValueError(
-            f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; it has {', '.join(meta.features)}"
+            f"dataset '{meta.root.url}': {said} is {feature.dtype} of shape {feature.shape}, expected a vector of numbers; "
+            f"name another feature with --rename_map"
         )
-    width = meta.features[key].shape[0]
-    if width > most:
-        raise ValueError(f"dataset '{meta.root.url}': '{key}' has {width} dims, the policy takes {most} at most")
-    return width
+    if feature.shape[0] > most:
+        raise ValueError(
+            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most} at most"
+        )
+    return feature.shape[0]
 
 
-def _names(meta: DatasetMeta) -> tuple[str, ...]:
-    feature = meta.features[ACTION]
+def _names(feature: Feature) -> tuple[str, ...]:
     if feature.names and len(feature.names) == feature.shape[0]:
         return feature.names
     return tuple(f"action_{position}" for position in range(feature.shape[0]))

@@ -97,7 +97,8 @@ def make_small_pi05(
 
 def make_prompt(task: str, state_bins: Sequence[int]) -> str:
     """The prompt that LeRobot's PI0.5 processor writes."""
-    return f"Task: {task}, State: {' '.join(map(str, state_bins))};\nAction: "
+    sentence = task.strip().replace("_", " ").replace("\n", " ")
+    return f"Task: {sentence}, State: {' '.join(map(str, state_bins))};\nAction: "
 
 
 def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -45,6 +45,8 @@ FREE = {
 """Setting, or the beginning of several -> why it may change."""
 NOT_THE_RUNS = ("resume", "strict_resume", "allow_changed")
 """Words to this start of the run, not settings of it."""
+STATISTICS = "dataset.statistics"
+"""Older checkpoints do not have it."""
 ORDER_CHANGED = "this vlatune takes the samples in another order, or draws other noise, from here on"
 FREE_VERSIONS = ("ray",)
 """Packages whose version changes no number: the order of samples is ours."""
@@ -100,7 +102,7 @@ def config_changes(config: RunConfig, stored: Mapping[str, Any], where: str) -> 
 
 def _made_of(now: Mapping[str, str], then: Mapping[str, str]) -> Iterator[Change]:
     for key in sorted(now.keys() | then.keys()):
-        if now.get(key) == then.get(key):
+        if now.get(key) == then.get(key) or (key == STATISTICS and key not in then):
             continue
         group, _, what = key.partition(".")
         if key == "versions.order":
@@ -115,6 +117,8 @@ def _made_of(now: Mapping[str, str], then: Mapping[str, str]) -> Iterator[Change
 def _differs(group: str, what: str) -> str:
     if group == "base":
         return f"the base model has other {what}" if what == "weights" else f"the base model has another {what}"
+    if what == "statistics":
+        return "the statistics that normalise are others"
     if what == "selection":
         return "other episodes are trained on: their number, their lengths, or which of them are held out"
     number, _, part = what.partition(".")

@@ -29,11 +29,23 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     found["dataset.selection"] = short_hash(
         np.asarray(one, dtype=np.int64).tobytes() for one in (training.dataset, training.position, training.length)
     )
+    if computed := list(_computed_stats(setup)):
+        found["dataset.statistics"] = short_hash(computed)
     found["base.weights"] = base_weights(Path(setup.policy.folder))
     found["base.config"] = short_hash([(Path(setup.policy.folder) / "config.json").read_bytes()])
     found["base.tokenizer"] = short_hash([Path(setup.policy.tokenizer_file).read_bytes()])
     found["versions.order"] = str(ORDER_VERSION)
     return found | {f"versions.{name}": version(name) for name in PACKAGES}
+
+
+def _computed_stats(setup: Setup) -> Iterator[bytes]:
+    """Numbers that normalise and are not the dataset's own, which are part of its meta/."""
+    meta = setup.metas[0]
+    for key, stats in setup.stats.items():
+        own = meta.stats.get(meta.own(key), {})
+        for name, values in stats.items():
+            if values is not own.get(name):
+                yield f"{key} {name}".encode() + np.asarray(values, dtype=np.float64).tobytes()
 
 
 def _meta_parts(meta: DatasetMeta) -> Iterator[bytes]:

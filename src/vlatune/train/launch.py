@@ -23,6 +23,7 @@ from vlatune.train.progress import Progress
 from vlatune.train.resume import Start, find_start
 from vlatune.train.setup import Setup, make_setup
 from vlatune.train.skipping import SKIPPED_FILE, keep_skipped
+from vlatune.train.tiny_base import with_base
 
 if TYPE_CHECKING:
     from vlatune.pipeline.sizing import RunShape, Sizing
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 def train(config: RunConfig) -> None:
     """Run or continue a training run; returns when it is finished and its report is written."""
     validate(config)
+    config = with_base(config, say=_say)
     folder = RunFolder(config.run_dir)
     make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
     with only_one(folder):

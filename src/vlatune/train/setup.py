@@ -7,11 +7,13 @@ tokenizer, batch against dataset.
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig
+from vlatune.dataset.feature_map import with_names
 from vlatune.dataset.feature_specs import camera_spec, vector_spec
 from vlatune.dataset.health import BadEpisode, check_first, leave_out, without
 from vlatune.dataset.meta import DatasetMeta, check_complete, load_meta
@@ -19,13 +21,14 @@ from vlatune.dataset.mixture import Mixture
 from vlatune.dataset.order import OrderSpec, check_order, choose_lanes
 from vlatune.dataset.reader import ReadSpec
 from vlatune.dataset.select import Selection, hold_out, select_episodes
-from vlatune.dataset.stats import feature_stats
+from vlatune.dataset.stats import feature_stats, has_stats
 from vlatune.dataset.stats_check import check_stats
+from vlatune.dataset.stats_rows import doubts, look_at_rows
 from vlatune.dataset.storage import Root
 from vlatune.dataset.storage_options import parse_storage_options
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
-from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, stats_needed
+from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
 from vlatune.policies.hub import resolve_folder
 from vlatune.policies.registry import get_adapter
 from vlatune.train.skipping import bad_episodes
@@ -71,12 +74,12 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
     """
     metas = load_metas(config)
     adapter = get_adapter(config.policy.type)
-    assert config.policy.path is not None  # validate() has asked for it
-    policy = adapter.read_spec(resolve_folder(config.policy.path, config.policy.revision))
-    bindings = [bind(policy, meta, config.rename_map) for meta in metas]
-    for meta, binding in zip(metas, bindings, strict=True):
-        _check_alike(meta, binding, bindings[0])
-    specs = tuple(_read_spec(config, number, meta, policy, bindings[number]) for number, meta in enumerate(metas))
+    policy = adapter.read_spec(resolve_folder(_base_path(config), config.policy.revision))
+    bindings = [bind(policy, meta, meta.names) for meta in metas]
+    binding = join_bindings(metas, bindings)
+    specs = tuple(
+        _read_spec(config, number, meta, policy, bindings[number], binding) for number, meta in enumerate(metas)
+    )
     selected, skipped = _usable_episodes(config, metas, specs, preflight=preflight)
     metas = without(metas, skipped)
     training, held_out = hold_out(selected, config.dataset.eval_split, config.seed)
@@ -91,9 +94,11 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
         drop_last=config.dataset.drop_last,
     )
     check_order(order)
-    stats = {key: feature_stats(metas, key, names) for key, names in stats_needed(policy).items()}
+    computed = config.dataset.stats == "computed"
+    stats = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
     warnings = _check_stats(metas, stats)
     if preflight:  # said once, though a run is set up several times
+        warnings += _hold_against_rows(config, metas, stats)
         sys.stderr.writelines(f"vlatune: warning: {text}\n" for text in warnings)
     return Setup(
         metas=metas,
@@ -102,7 +107,7 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
         specs=specs,
         adapter=adapter,
         policy=policy,
-        binding=bindings[0],
+        binding=binding,
         stats=stats,
         order=order,
         skipped=skipped,
@@ -110,10 +115,38 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
     )
 
 
+def _base_path(config: RunConfig) -> str:
+    """The base model; one that was made in the run folder may have moved with it."""
+    path = config.policy.path
+    assert path is not None  # validate() has asked for it
+    beside = config.run_dir / Path(path).name
+    return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
+
+
 def _check_stats(metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[str, ...]:
     where = " and ".join(f"dataset '{meta.root.url}'" for meta in metas)
-    checked = (check_stats(where, key, values, metas[0].features[key].names) for key, values in stats.items())
+    checked = (
+        check_stats(where, key, values, metas[0].features[metas[0].own(key)].names) for key, values in stats.items()
+    )
     return tuple(text for warnings in checked for text in warnings)
+
+
+def _hold_against_rows(
+    config: RunConfig, metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]
+) -> tuple[str, ...]:
+    """What the rows say of the dataset's own statistics; computed ones come from the rows."""
+    if config.dataset.stats == "computed":
+        return ()
+    texts = []
+    for key in (key for key, values in stats.items() if has_stats(metas, key, tuple(values))):
+        own = metas[0].own(key)
+        seen, names = look_at_rows(metas[0], own, stats[key]), metas[0].features[own].names
+        for what, dims in doubts(stats[key], seen, names) if seen else ():
+            texts.append(
+                f"dataset '{metas[0].root.url}': {key}: {what}: {', '.join(dims)}; take statistics of all rows with "
+                f"--dataset.stats=computed"
+            )
+    return tuple(texts)
 
 
 def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:
@@ -121,7 +154,9 @@ def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:
     metas = tuple(load_meta(Root(url, options), argument="--dataset.root") for url in dataset_roots(config))
     for meta in metas:
         check_complete(meta)
-    return metas
+    return with_names(
+        metas, config.rename_map, config.dataset.rename_map, what=("--rename_map", "--dataset.rename_map")
+    )
 
 
 def _usable_episodes(
@@ -145,25 +180,19 @@ def dataset_roots(config: RunConfig) -> tuple[str, ...]:
     return (str(fetch_dataset(config.dataset.repo_id, config.dataset.revision)),)
 
 
-def _read_spec(config: RunConfig, number: int, meta: DatasetMeta, policy: PolicySpec, binding: Binding) -> ReadSpec:
+def _read_spec(
+    config: RunConfig, number: int, meta: DatasetMeta, policy: PolicySpec, own: Binding, joint: Binding
+) -> ReadSpec:
+    """Columns have the same names for all datasets: those of the first one's cameras, and the policy's for the vectors."""
+    called = {target: name for name, target in joint.cameras}
     return ReadSpec(
         root=meta.root,
         dataset_index=number,
         tolerance_s=config.dataset.tolerance_s,
-        cameras=tuple(camera_spec(meta, name, policy.image_hw) for name, _ in binding.cameras),
+        cameras=tuple(camera_spec(meta, name, policy.image_hw, called=called[target]) for name, target in own.cameras),
         vectors=(
-            vector_spec(meta, STATE, is_float32=True),
-            vector_spec(meta, ACTION, is_float32=True, offsets=tuple(range(policy.horizon))),
+            vector_spec(meta, meta.own(STATE), is_float32=True, called=STATE),
+            vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=tuple(range(policy.horizon)), called=ACTION),
         ),
         tasks=meta.tasks,
     )
-
-
-def _check_alike(meta: DatasetMeta, binding: Binding, first: Binding) -> None:
-    """Datasets that are trained together must deliver the same columns."""
-    for what in ("state_dim", "action_dim", "missing_cameras"):
-        if getattr(binding, what) != getattr(first, what):
-            raise ValueError(
-                f"dataset '{meta.root.url}': its {what} is {getattr(binding, what)}, the first dataset's is {getattr(first, what)}; "
-                f"datasets that are trained together must agree"
-            )

@@ -28,7 +28,7 @@ def bad_episodes(
     """Those of the run folder where there are some, else what a check finds; `anew` trusts no earlier check."""
     if (config.run_dir / "config.json").exists() and (config.run_dir / SKIPPED_FILE).exists():
         return read_skipped(config.run_dir)
-    key = (config.dataset, config.run_dir, tuple(camera.name for spec in specs for camera in spec.cameras))
+    key = (repr(config.dataset), config.run_dir, tuple(camera.name for spec in specs for camera in spec.cameras))
     if anew or key not in _found:
         _found[key] = find_bad_episodes(metas, specs, selection, on_file=print_progress)
     return _found[key]
