@@ -79,7 +79,7 @@ def ensure_dataset(folder: Path, seed: int) -> Path:
 
 
 def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
-    """The small PI0.5 with random weights; written aside, since a broken-off demo must not leave half of it."""
+    """The small PI0.5 with random weights; `make_small_pi05` leaves the name free until it is whole."""
     if folder.exists():
         return folder
     _say(f"making a small PI0.5 in {folder}")

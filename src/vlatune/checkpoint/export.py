@@ -8,14 +8,14 @@ Needs the checkpoint and the base, not the dataset. Written aside and renamed: D
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlatune.aside import sync, whole_folder
 from vlatune.checkpoint.base_weights import base_weights
-from vlatune.checkpoint.manifest import share, sync
+from vlatune.checkpoint.manifest import share
 from vlatune.checkpoint.policy_files import CONFIG, POLICY_FOLDER, PREPROCESSOR, TOKENIZER_FOLDER, rename_map
 from vlatune.checkpoint.state_file import TrainState, read_state
 from vlatune.checkpoint.store import choose, open_store
@@ -51,9 +51,10 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
     step = choose(store, options.checkpoint, warn=warn)
     with store.opened(step) as checkpoint:
         plan = make_plan(checkpoint, options)
-        with _aside(folder) as aside:
+        with whole_folder(folder) as aside:
             weights = write_weights(plan, aside)
             has_tokenizer = write_rest(plan, aside)
+            _keep(aside)
     return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer)
 
 
@@ -172,18 +173,8 @@ def _check_target(folder: Path) -> None:
         raise ValueError(f"'{folder}' exists and is not an empty folder; choose another DIR, or remove it")
 
 
-@contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that becomes it at the end, and is gone if anything, Ctrl-C too, comes between."""
-    aside = folder.with_name(f".{folder.name}.exporting")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        for path in (*aside.rglob("*"), aside):
-            share(path)
-            sync(path)
-        aside.rename(folder)
-        sync(folder.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+def _keep(aside: Path) -> None:
+    """Readable as its folder is, and through a power cut."""
+    for path in (*aside.rglob("*"), aside):
+        share(path)
+        sync(path)
