@@ -15,6 +15,7 @@ from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.flags import config_from_dict
 from vlatune.recipes import get_recipe
+from vlatune.report.run_folder import CONFIG_FILE
 
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 
@@ -65,7 +66,7 @@ def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
 
 def _clear_old_run(folder: Path) -> None:
     """A demo is run again from the start; its dataset and base model stay."""
-    if (folder / "config.json").exists():
+    if (folder / CONFIG_FILE).exists():
         for entry in folder.iterdir():
             if entry.name not in ("dataset", "base"):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

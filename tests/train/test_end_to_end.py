@@ -3,12 +3,16 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -17,6 +21,7 @@ from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyCon
 from vlatune.dataset.meta import load_meta
 from vlatune.report.kept import KEPT_SHARE_FINE
 from vlatune.report.sinks import read_jsonl
+from vlatune.report.summary import read_summary
 from vlatune.train.launch import train
 
 STEPS = 12
@@ -67,6 +72,44 @@ def test_run_folder_is_complete(first_run):
     assert summary["peak_object_store_bytes"] > 0
     assert [path.name for path in list_checkpoints(first_run)] == ["00000005", "00000010", "00000012"]
     assert "<html" in (first_run / "report.html").read_text()[:200].lower()
+
+
+def test_the_report_shows_what_the_run_wrote_down(first_run):
+    """Whatever the page says of a run's end is in the summary, whose reader knows every key that its writer wrote."""
+    told, page = read_summary(first_run), (first_run / "report.html").read_text()
+    assert told is not None
+    assert told.to_json() == json.loads((first_run / "summary.json").read_text())
+    assert {"torch", "ray", "lerobot", "vlatune"} <= told.versions.keys()
+    assert all(f">{version}</td>" in page for version in told.versions.values())
+    assert "not recorded" not in page.lower()
+    assert "Checkpoints kept, by optimizer step: 5, 10, 12." in page
+    assert told.reader_restarts == 0
+
+
+def test_checkpoints_elsewhere_and_a_process_of_readers_that_died_are_in_the_report(base_config, tmp_path):
+    threading.Thread(target=kill_first_coordinator, daemon=True).start()
+    elsewhere = tmp_path / "elsewhere"
+    folder = run(replace(base_config, steps=3, storage_path=str(elsewhere)), tmp_path / "run")
+    told, page = read_summary(folder), (folder / "report.html").read_text()
+    assert told is not None
+    assert (told.checkpoints, told.checkpoint_place) == ((3,), str(elsewhere / "run" / "checkpoints"))
+    assert f"Checkpoints kept in {elsewhere}/run/checkpoints, by optimizer step: 3." in page
+    assert told.reader_restarts == 1
+    assert "Reading begun anew</dt><dd>1</dd>" in page
+
+
+def kill_first_coordinator() -> None:
+    """The process that schedules a worker's reading, as soon as there is one."""
+    this = psutil.Process()
+    while True:
+        for process in this.children(recursive=True):
+            try:
+                if "ray::Coordinator" in " ".join(process.cmdline()):
+                    os.kill(process.pid, signal.SIGKILL)
+                    return
+            except (psutil.Error, OSError):  # it has just ended
+                continue
+        time.sleep(0.05)
 
 
 def test_the_summary_says_where_cpu_and_wall_time_went(first_run):

@@ -24,6 +24,7 @@ from vlatune.flags import config_from_dict
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.hub import resolve_folder
 from vlatune.policies.registry import get_adapter
+from vlatune.report.run_folder import read_config
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template")
 """Beginnings of their names; a tokenizer may lie in one folder with a model."""
@@ -45,7 +46,7 @@ class Exported:
 
 def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
     """Write the folder; what is in the way, missing or damaged is refused before anything is written."""
-    config = read_run_config(run_dir)
+    config = read_config(run_dir)
     _check_target(folder)
     store = open_store(run_dir, config.storage_path)
     step = choose(store, options.checkpoint, warn=warn)
@@ -94,15 +95,6 @@ def export_text(done: Exported) -> str:
             f"or override tokenizer_processor's tokenizer_name"
         )
     return "\n".join(lines)
-
-
-def read_run_config(run_dir: Path) -> RunConfig:
-    file = run_dir / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"'{run_dir}' is not a run folder: there is no config.json in it; RUN is the --output_dir of a run"
-        )
-    return config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file))
 
 
 def find_base(config: RunConfig, given: str | None, state: TrainState) -> Path:

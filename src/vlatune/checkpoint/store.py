@@ -49,6 +49,11 @@ def open_store(run_dir: Path, storage_path: str | None) -> Store:
     return LocalStore(Path(root.path)) if root.is_local else RemoteStore(root, staging=run_dir / "checkpoints")
 
 
+def place_of(store: Store) -> str:
+    """Folder or URL that a store's checkpoints lie in."""
+    return store.where(0).rpartition("/")[0]
+
+
 def absolute_storage(storage_path: str | None) -> str | None:
     """The same place for a process that runs in another folder: a relative path made absolute, a URL as it is."""
     if storage_path is None or "://" in storage_path:
@@ -128,9 +133,7 @@ def choose(store: Store, name: str | None, *, warn: Callable[[str], None]) -> in
     if name is None:
         newest = find_newest(store, warn=warn)
         if newest is None:
-            raise ValueError(
-                f"there is no checkpoint yet in '{Path(store.where(0)).parent}'; train first, or check RUN"
-            )
+            raise ValueError(f"there is no checkpoint yet in '{place_of(store)}'; train first, or check RUN")
         return newest
     steps = store.steps()
     if not name.isdecimal() or int(name) not in steps:

@@ -13,10 +13,10 @@ from vlatune.train.transfer import HostTransfer, StreamTransfer, TorchMachine
 __all__ = ["DeviceBatch", "device_batches", "find_compute_threads", "set_performance_flags"]
 
 
-def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, object]:
+def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, bool | int | str]:
     """Flags for speed, set in the process that trains; returned as torch reports them, so that the run can say so."""
     torch.set_num_threads(num_threads)
-    flags: dict[str, object] = {"device": device.type, "threads": torch.get_num_threads()}
+    flags: dict[str, bool | int | str] = {"device": device.type, "threads": torch.get_num_threads()}
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
         torch.backends.cudnn.allow_tf32 = True

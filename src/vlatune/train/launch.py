@@ -46,7 +46,7 @@ def train(config: RunConfig) -> None:
             _say(f"report: {write_report(folder.path)}")
     summary = folder.summary()
     assert summary is not None  # rank 0 writes it before the workers end
-    _say(f"finished: {summary['optimizer_steps']} steps, loss {summary['final_loss']:.4f}; {summary['verdict']}")
+    _say(f"finished: {summary.optimizer_steps} steps, loss {summary.final_loss:.4f}; {summary.verdict}")
 
 
 def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster) -> None:

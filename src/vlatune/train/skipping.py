@@ -14,6 +14,7 @@ from vlatune.dataset.health import BadEpisode, find_bad_episodes, print_progress
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.reader import ReadSpec
 from vlatune.dataset.select import Selection
+from vlatune.report.run_folder import CONFIG_FILE
 from vlatune.report.sinks import write_json
 
 SKIPPED_FILE = "skipped_episodes.json"
@@ -26,7 +27,7 @@ def bad_episodes(
     config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection, *, anew: bool
 ) -> tuple[BadEpisode, ...]:
     """Those of the run folder where there are some, else what a check finds; `anew` trusts no earlier check."""
-    if (config.run_dir / "config.json").exists() and (config.run_dir / SKIPPED_FILE).exists():
+    if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / SKIPPED_FILE).exists():
         return read_skipped(config.run_dir)
     key = (config.dataset, config.run_dir, tuple(camera.name for spec in specs for camera in spec.cameras))
     if anew or key not in _found:
