@@ -16,13 +16,17 @@ import psutil
 import pytest
 import ray
 
+from vlatune import cli
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.dataset.meta import load_meta
+from vlatune.policies.base import ModuleOptions
 from vlatune.report.kept import KEPT_SHARE_FINE
+from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
 from vlatune.train.launch import train
+from vlatune.train.setup import make_setup
 
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
@@ -173,13 +177,115 @@ def test_evaluation_is_deterministic_and_renews_the_report(first_run):
     assert "blank" in (first_run / "report.html").read_text()
 
 
-def test_several_draws_per_observation_train_and_evaluation_takes_one(base_config, tmp_path):
+EVAL_KEYS = {"checkpoint", "episodes", "num_samples", "seed", "val_loss", "action_error", "mean_action_error"}
+EVAL_KEYS |= {"blank_images_error", "blank_sentence_error", "per_dim_error", "per_horizon_error", "action_names"}
+
+
+def test_people_get_a_table_and_machines_json(first_run, capsys):
+    words = ["eval", str(first_run), "--max_samples=4", "--batch_size=3", "--device=cpu"]
+    assert cli.main([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    assert err == ""
+    assert figures.keys() == EVAL_KEYS | {"weights", "device", "variants"}
+    assert (figures["checkpoint"], figures["weights"], figures["device"]) == ("00000012", "trained", "cpu")
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "{" not in text
+    for part in ("checkpoint 00000012, trained weights, on cpu", "4 samples of 1 held-out episode", "report: "):
+        assert part in text
+    for key in ("action_error", "mean_action_error", "blank_images_error", "blank_sentence_error"):
+        assert f" {figures[key]:.4f}" in text
+    for name, value in figures["per_dim_error"].items():
+        assert f"  {name:<38} {value:.4f}" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max_samples=0", "--max_samples=0: must be 1 or more"),
+        ("--batch_size=0", "--batch_size=0: must be 1 or more"),
+        ("--seed=-1", "--seed=-1: must be 0 or more"),
+        ("--checkpoint=7", "--checkpoint=7: there is no such checkpoint; there are: 00000005, 00000010, 00000012"),
+        ("--weights=ema", "it has no averaged weights; leave --weights out"),
+        ("--weights=best", "--weights=best: expected one of auto, ema, trained, both"),
+        ("--device=gpu", "--device=gpu: torch knows no such device; give cpu, cuda or cuda:1"),
+        ("--device=meta", "--device=meta: there is no such device here"),
+        ("--device=cuda:99", "--device=cuda:99: there is no such device here"),
+        ("--devise=cpu", "unknown flag --devise; did you mean --device?"),
+    ],
+)
+def test_a_wrong_flag_of_eval_is_one_line_and_leaves_the_run_as_it_was(first_run, capsys, flag, said):
+    before = (first_run / "report.html").read_bytes()
+    assert cli.main(["eval", str(first_run), "--max_samples=2", flag]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err
+    assert (first_run / "report.html").read_bytes() == before
+
+
+def test_eval_of_a_run_that_is_none_names_it(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert cli.main(["eval", str(folder)]) == 2
+        assert f"'{folder}' is not a run folder: there is no config.json in it; RUN is the" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_ctrl_c_ends_an_evaluation_and_leaves_the_one_before(first_run, capsys, monkeypatch):
+    from vlatune.train import evaluate
+
+    words = ["eval", str(first_run), "--max_samples=2", "--json"]
+    assert cli.main(words) == 0
+    before = {path.name: path.read_bytes() for path in first_run.glob("*eval*")}
+    monkeypatch.setattr(evaluate, "_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    capsys.readouterr()
+    assert cli.main(words) == 130
+    assert capsys.readouterr() == ("", "vlatune: interrupted\n")
+    assert {path.name: path.read_bytes() for path in first_run.glob("*eval*")} == before
+
+
+def test_the_host_reads_an_evaluation_once_however_many_batches_it_has(first_run):
+    from vlatune.bench.host_sync import HostSyncSpy
+    from vlatune.train.evaluate import predict_all, read_held_out
+
+    config = replace(read_config(first_run), output_dir=str(first_run))
+    setup = make_setup(config)
+    module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy)).eval()
+    rows = read_held_out(setup, 4)
+    with HostSyncSpy(resident=module.parameters()) as spy:
+        predict_all(setup, module, rows, EvalConfig(batch_size=1))
+    ours = [sync for sync in spy.found if "/vlatune/" in sync.place]
+    assert [sync.what for sync in ours] == ["cpu", "cpu"], spy.table()  # losses and actions, at the end
+
+
+def test_several_draws_per_observation_train_and_evaluation_takes_one(base_config, tmp_path, capsys):
     from vlatune.train.evaluate import evaluate_run
 
     policy = replace(base_config.policy, train="expert", flow_samples=4)
-    folder = run(replace(base_config, policy=policy, steps=3), tmp_path / "draws")
+    averaged = replace(base_config.optimizer, ema_decay=0.5)
+    folder = run(replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2), tmp_path / "draws")
     assert len(losses(folder)) == 3
-    assert evaluate_run(folder, EvalConfig(max_samples=4, batch_size=4))["num_samples"] == 4
+    figures = evaluate_run(folder, EvalConfig(max_samples=4, batch_size=4))
+    assert (figures["num_samples"], figures["weights"]) == (4, "ema")
+    _check_variants(folder, figures, capsys)
+
+
+def _check_variants(folder: Path, newest: dict, capsys) -> None:
+    """All checkpoints with both kinds of weights in one command: each figure is what it is alone."""
+    words = ["eval", str(folder), "--max_samples=4", "--batch_size=4", "--checkpoint=all", "--weights=both"]
+    assert cli.main([*words, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    named = [(one["checkpoint"], one["weights"]) for one in figures["variants"]]
+    assert named == [(step, kind) for step in ("00000003", "00000002") for kind in ("ema", "trained")]
+    assert figures["variants"][0] == newest["variants"][0]
+    assert len({one["action_error"] for one in figures["variants"]}) == 4
+    assert figures | {"variants": None} == newest | {"variants": None}
+    assert cli.main(words) == 0
+    table = capsys.readouterr().out
+    for one in figures["variants"]:
+        assert f"  {one['checkpoint']}     {one['weights']:<7}   {one['val_loss']:.4f}" in table
 
 
 def test_a_damaged_video_ends_the_run_with_its_name(base_config, dataset_v3, tmp_path):
