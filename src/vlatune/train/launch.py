@@ -31,10 +31,10 @@ def train(config: RunConfig) -> None:
     """Run or continue a training run; returns when it is finished and its report is written."""
     validate(config)
     folder = RunFolder(config.run_dir)
-    make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
+    setup = make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
     with only_one(folder):
         check_run(config)
-        start = find_start(config, say=_say)
+        start = find_start(config, setup, say=_say)
         folder = open_run(config)
         if config.dataset.on_bad_episode == "skip":
             keep_skipped(folder.path, start.setup.skipped)
@@ -75,7 +75,7 @@ def _try_until_done(
             reason = root_cause(error)
             if isinstance(reason, FINAL):
                 raise reason from None
-            before, start = start, find_start(config, say=_say)
+            before, start = start, find_start(config, start.setup, say=_say)
             in_vain = in_vain + 1 if start.step == before.step else 1
             if in_vain > config.max_restarts:
                 raise reason from None
