@@ -99,7 +99,7 @@ def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
     check_order(order)
     stats = {key: feature_stats(metas, key, names) for key, names in stats_needed(policy).items()}
     warnings = _check_stats(metas, stats)
-    if preflight:  # an evaluation, too, sets a run up
+    if preflight:  # said once, though a run is set up several times
         sys.stderr.writelines(f"vlatune: warning: {text}\n" for text in warnings)
     return Setup(
         metas=metas,
