@@ -104,15 +104,16 @@ def test_a_command_calls_one_function_with_what_was_parsed(monkeypatch, capsys) 
     called: list[object] = []
     module = types.ModuleType("vlatune.train.evaluate")
 
-    def evaluate_run(run_dir: Path, options: EvalConfig) -> dict[str, float]:
+    def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: Callable[[int, int], None]) -> dict[str, float]:
+        on_batch(1, 1)  # to a person at a terminal only
         called.extend([run_dir, options])
         return {"loss": 0.5}
 
     module.evaluate_run = evaluate_run  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "vlatune.train.evaluate", module)
-    assert cli.main(["eval", "runs/a", "--max_samples=3"]) == 0
-    assert called == [Path("runs/a"), EvalConfig(max_samples=3)]
-    assert capsys.readouterr().out == '{\n  "loss": 0.5\n}\n'
+    assert cli.main(["eval", "runs/a", "--max_samples=3", "--json"]) == 0
+    assert called == [Path("runs/a"), EvalConfig(max_samples=3, json=True)]
+    assert capsys.readouterr() == ('{"loss": 0.5}\n', "")
 
 
 def test_make_dataset_writes_one(tmp_path, capsys) -> None:

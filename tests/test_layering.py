@@ -22,7 +22,7 @@ LAYERS = [
     {"train"},
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
-    {"batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "random_streams", "recipes"},
+    {"aside", "batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "random_streams", "recipes"},
 ]
 """From the command line down; a room imports from its own line and from those below."""
 

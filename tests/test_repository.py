@@ -1,8 +1,11 @@
 """What must not be in the repository, and what the lock must hold."""
 
+import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 
 import pytest
 from packaging.requirements import Requirement
@@ -75,3 +78,30 @@ def test_the_lock_is_compiled_from_pyproject() -> None:
     wanted = [Requirement(one) for one in [*project["dependencies"], *(one for extra in extras for one in extra)]]
     stale = [str(one) for one in wanted if not one.specifier.contains(pins().get(canonicalize_name(one.name), "0"))]
     assert not stale, f"requirements.lock does not satisfy {', '.join(stale)}; run `make lock`"
+
+
+UNSEEN = {"grpcio"}
+"""Declared though no module imports it: ray's state calls need it, and ray does not ask for it."""
+
+
+def imported_packages() -> set[str]:
+    """Distributions that the modules under src import; benchmarks apart, whose peers bring their own."""
+    modules = (path for path in repository_files() if path.parts[:2] == ("src", "vlatune") and path.suffix == ".py")
+    files = [path for path in modules if path.parts[2] != "bench"]
+    nodes = [node for path in files for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    tops = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"vlatune"}
+    owners = packages_distributions()
+    return {canonicalize_name(owners[top][0]) if top in owners else top for top in tops}
+
+
+def declared_packages(*, extras: bool) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = [one for name, extra in project["optional-dependencies"].items() if name != "dev" for one in extra]
+    return {canonicalize_name(Requirement(one).name) for one in project["dependencies"] + (optional if extras else [])}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_used() -> None:
+    assert not imported_packages() - declared_packages(extras=True), "imported, and not in pyproject.toml"
+    assert not declared_packages(extras=False) - imported_packages() - UNSEEN, "in pyproject.toml, never imported"

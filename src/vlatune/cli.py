@@ -99,7 +99,18 @@ def train(config: RunConfig) -> None:
 def evaluate(options: EvalConfig, run_dir: str) -> None:
     from vlatune.train.evaluate import evaluate_run
 
-    print(json.dumps(evaluate_run(Path(run_dir), options), indent=2))
+    def show(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            print(f"\rvlatune: batch {done} of {total}", end=end, file=sys.stderr, flush=True)
+
+    figures = evaluate_run(Path(run_dir), options, on_batch=show)
+    if options.json:
+        print(json.dumps(figures), flush=True)
+    else:
+        from vlatune.report.eval_text import eval_text
+
+        print(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / 'report.html'}", flush=True)
 
 
 def export(options: ExportConfig, run_dir: str, folder: str) -> None:

@@ -181,8 +181,14 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    checkpoint: str | None = None
-    """Name of the checkpoint in RUN/checkpoints; the newest when left out."""
+    checkpoint: tuple[str, ...] = ()
+    """Name of a checkpoint of the run, or all; give the flag again for several; the newest when left out."""
+    weights: Literal["auto", "ema", "trained", "both"] = "auto"
+    """ema (the averaged ones), trained, both, or auto: averaged ones where there are some."""
+    device: str | None = None
+    """cpu, cuda or cuda:1; a CUDA device where there is one when left out."""
+    json: bool = False
+    """Print the figures as one JSON object."""
     max_samples: int = 256
     """Samples of the held-out episodes that are looked at, spread evenly."""
     batch_size: int = 32
@@ -250,6 +256,13 @@ def validate(config: RunConfig) -> None:
     _require(config.policy.lora_alpha > 0, f"--policy.lora_alpha={config.policy.lora_alpha}: must be above 0")
     _check_optimizer(config.optimizer, config.scheduler)
     _check_ray(config.ray)
+
+
+def validate_eval(options: EvalConfig) -> None:
+    """The same for an evaluation."""
+    for name, least in {"max_samples": 1, "batch_size": 1, "seed": 0}.items():
+        value = getattr(options, name)
+        _require(value >= least, f"--{name}={value}: must be {least} or more")
 
 
 def _check_ray(ray: RayConfig) -> None:

@@ -15,6 +15,8 @@ from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.flags import config_from_dict
 from vlatune.recipes import get_recipe
+from vlatune.report.eval_text import error_lines
+from vlatune.report.run_folder import CONFIG_FILE
 
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 
@@ -35,22 +37,10 @@ def run_demo(options: DemoConfig) -> None:
 
     _say("evaluating on held-out episodes: as it is, with pictures blanked, with the sentence blanked")
     figures = evaluate_run(folder, EvalConfig())
-    _show(figures)
+    for line in error_lines(figures):
+        _say(line)
     _say(f"trained and evaluated in {time.perf_counter() - begin:.0f} s")
     _say(f"open {folder / 'report.html'}")
-
-
-def _show(figures: dict[str, Any]) -> None:
-    error = figures["action_error"]
-    lines = {
-        "the fine-tuned model": error,
-        "predicting the mean action": figures["mean_action_error"],
-        "the model with its pictures blanked": figures["blank_images_error"],
-        "the model with its sentence blanked": figures["blank_sentence_error"],
-    }
-    _say("open-loop action error on held-out episodes (mean absolute, lower is better):")
-    for what, value in lines.items():
-        _say(f"  {what:<38} {value:.4f}   {value / error:5.2f} x")
 
 
 def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
@@ -65,7 +55,7 @@ def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
 
 def _clear_old_run(folder: Path) -> None:
     """A demo is run again from the start; its dataset and base model stay."""
-    if (folder / "config.json").exists():
+    if (folder / CONFIG_FILE).exists():
         for entry in folder.iterdir():
             if entry.name not in ("dataset", "base"):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -79,7 +69,7 @@ def ensure_dataset(folder: Path, seed: int) -> Path:
 
 
 def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
-    """The small PI0.5 with random weights; written aside, since a broken-off demo must not leave half of it."""
+    """The small PI0.5 with random weights; `make_small_pi05` leaves the name free until it is whole."""
     if folder.exists():
         return folder
     _say(f"making a small PI0.5 in {folder}")

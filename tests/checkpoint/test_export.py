@@ -264,7 +264,7 @@ def test_ctrl_c_leaves_nothing_half(make_config, tmp_path, monkeypatch, capsys):
     run_dir = make_finished(make_config())
 
     def interrupted(*_: object) -> None:
-        assert (tmp_path / ".new.exporting" / "model.safetensors").exists()
+        assert list(tmp_path.glob(".new.*.partial/model.safetensors"))
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("vlatune.checkpoint.export.write_rest", interrupted)

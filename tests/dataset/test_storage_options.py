@@ -1,10 +1,13 @@
 """`--dataset.storage_options`: a JSON object, and no secrets in it, as settings are written down."""
 
 import json
+import traceback
 
 import pytest
 
-from vlatune.dataset.storage_options import parse_storage_options
+from vlatune.dataset.remote_retry import retried
+from vlatune.dataset.storage import Root
+from vlatune.dataset.storage_options import parse_storage_options, secrets_in
 
 
 @pytest.mark.parametrize(
@@ -54,3 +57,39 @@ def test_what_is_no_json_object_is_refused_without_being_shown(text):
     with pytest.raises(ValueError, match=r"--dataset.storage_options: expected a JSON object") as caught:
         parse_storage_options(text)
     assert "xyz" not in str(caught.value)
+
+
+SECRETS = {
+    "connection_string": "DefaultEndpointsProtocol=https;AccountName=robots;AccountKey=xyz1;",
+    "sas": "xyz2",
+    "credential": ["xyz3"],
+    "headers": {"Authorization": "Bearer xyz4"},
+    "client_kwargs": {"aws_secret_access_key": "xyz5"},
+    "endpoint_url": "https://me:xyz6@store.example",
+    "proxies": ["https://me:xyz7@store.example"],
+}
+
+
+@pytest.mark.parametrize("said", [*(str(value) for value in SECRETS.values()), *(f"xyz{n}" for n in (1, 6))])
+@pytest.mark.parametrize("error", [ConnectionError, ValueError, PermissionError, KeyError])
+def test_what_is_refused_as_a_secret_is_cut_out_of_errors(said, error, monkeypatch):
+    """One list: whatever a flag may not hold, no message shows, whoever raised it."""
+    monkeypatch.setattr("vlatune.dataset.remote_retry.MAX_TRIES", 1)
+
+    def fail() -> None:
+        raise error("x" * 295 + said)  # also where the message is cut short
+
+    with pytest.raises(Exception, match=r"x+") as caught:
+        retried(fail, "'s3://bucket/x'", secrets=secrets_in(SECRETS))
+    assert not isinstance(caught.value.__cause__, error)
+    assert "xyz" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_driver_that_shows_its_options_shows_no_secret(monkeypatch):
+    def refuse(*_, **options):
+        raise ValueError(f"cannot parse {options['connection_string']}")
+
+    monkeypatch.setattr("fsspec.url_to_fs", refuse)
+    with pytest.raises(ValueError, match=r"storage_options do not fit memory://") as caught:
+        Root("memory://x", SECRETS).filesystem()
+    assert "xyz" not in "".join(traceback.format_exception(caught.value))

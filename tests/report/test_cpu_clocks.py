@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from summaries import summary
 
 from vlatune.report.cpu_clocks import CpuClocks, find_team, thread_cpu_s
 from vlatune.report.verdict import verdict
@@ -135,8 +136,8 @@ def watched(code: str) -> dict:
 
 
 def verdict_of(found: dict) -> str:
-    measured = {"optimizer_steps": 100, "wait_share": 0.0, "performance_flags": {"device": "cpu", "threads": 1}}
-    return verdict(measured | found, {"num_workers": 1})
+    flags = {"device": "cpu", "threads": 1}
+    return verdict(summary(wait_share=0.0, time_s={}, performance_flags=flags, **found), {"num_workers": 1})
 
 
 @needs_proc

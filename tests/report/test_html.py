@@ -1,12 +1,15 @@
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from summaries import summary
 
 from vlatune.report.html import EvalSample, load_eval_samples, save_eval_samples, write_report
 from vlatune.report.sinks import write_json
+from vlatune.report.summary import write_summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&\ud800"
 SECTIONS = [
@@ -84,21 +87,17 @@ def write_run(run_dir, *, job_name="demo", num_lines=20):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(metrics_line(n + 1)) + "\n" for n in range(num_lines)))
 
 
+TIME_S = {"start": 14.0, "wait": 1.0, "compute": 80.0, "checkpoint": 5.0, "total": 100.0}
+END = summary(
+    optimizer_steps=20,
+    verdict="compute-bound: as written by the run",
+    versions={"ray": "2.60.0"},
+    reader_restarts=2,
+    time_s=TIME_S,
+)
+
+
 def write_end(run_dir):
-    summary = {
-        "optimizer_steps": 20,
-        "final_loss": 0.0412,
-        "samples_per_s": 31.2,
-        "wait_share": 0.012,
-        "time_to_first_batch_s": 4.8,
-        "spilled_bytes": 0,
-        "fallback_bytes": 0,
-        "peak_object_store_bytes": 128_000_000,
-        "restarts": 0,
-        "verdict": "compute-bound: as written by the run",
-        "versions": {"ray": "2.60.0"},
-        "time_s": {"start": 14.0, "wait": 1.0, "compute": 80.0, "checkpoint": 5.0, "total": 100.0},
-    }
     evaluation = {
         "episodes": [3, 7],
         "num_samples": 96,
@@ -111,7 +110,7 @@ def write_end(run_dir):
         "per_horizon_error": [0.05, 0.08, 0.11],
         "action_names": ["pan", "lift", "grip"],
     }
-    write_json(run_dir / "summary.json", summary)
+    write_summary(run_dir, END)
     write_json(run_dir / "eval.json", evaluation)
 
 
@@ -124,9 +123,8 @@ def test_the_stages_beside_the_loop_are_shown_where_they_were_measured(tmp_path)
     write_end(tmp_path)
     label = "decoding, all readers"
     assert label not in write_report(tmp_path).read_text(encoding="utf-8")
-    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
-    summary["time_s"] |= {"decode": 50.0, "transport": 2.0, "collate": 1.0, "copy": 0.0}
-    write_json(tmp_path / "summary.json", summary)
+    stages_s = {"decode": 50.0, "transport": 2.0, "collate": 1.0, "copy": 0.0}
+    write_summary(tmp_path, replace(END, time_s=TIME_S | stages_s))
     assert label in write_report(tmp_path).read_text(encoding="utf-8")
 
 
@@ -170,8 +168,7 @@ def test_strings_of_strangers_stay_text(tmp_path):
     evaluation = json.loads((tmp_path / "eval.json").read_text())
     evaluation |= {"action_names": [HOSTILE] * 3, "per_dim_error": {HOSTILE: 0.1}}
     write_json(tmp_path / "eval.json", evaluation)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    write_json(tmp_path / "summary.json", summary | {"verdict": HOSTILE, "versions": {HOSTILE: HOSTILE}})
+    write_summary(tmp_path, replace(END, verdict=HOSTILE, versions={HOSTILE: HOSTILE}))
     save_eval_samples(tmp_path, [sample(task=HOSTILE, camera=HOSTILE)])
     page = page_of(tmp_path)
     assert "script" not in page.tags

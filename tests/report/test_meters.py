@@ -64,19 +64,20 @@ def test_the_worker_that_waits_longest_is_reported_and_stages_are_added_up():
     meter = StepMeter(clock=clock)
     clock.pass_s(5.0)
     meter.first_batch({"decode": 3.0, "transport": 0.0, "collate": 1.0, "copy": 0.0})
-    for decoded_s, waits in ((7.0, (1.0, 3.0)), (9.0, (2.0, 0.5))):
+    for decoded_s, waits, restarts in ((7.0, (1.0, 3.0), 2), (9.0, (2.0, 0.5), 3)):
         clock.pass_s(10.0)
         meter.waited(waits[0])
         meter.stepped(8)
-        mine = meter.take_spent({"decode": decoded_s, "transport": 0.5, "collate": 1.5, "copy": 0.25})
+        mine = meter.take_spent({"decode": decoded_s, "transport": 0.5, "collate": 1.5, "copy": 0.25}, restarts)
         assert mine[0] == waits[0]
-        other = [waits[1], 10.0, 0.0, 0.0, 0.0, *[math.nan] * len(SPENT_CPU)]
+        other = [waits[1], 10.0, 0.0, 0.0, 0.0, *[math.nan] * len(SPENT_CPU), 1.0]
         line = meter.take_interval([mine, other])
         assert line["wait_share"] == max(waits) / 10
         assert line["wait_s"] == max(waits)
     totals = meter.totals()
     assert totals["wait_s_by_worker"] == [3.0, 3.5]
     assert totals["wait_share"] == 3.5 / 20
+    assert totals["reader_restarts"] == 3 + 2  # of this worker, which counts all of its own, and of the other
     assert totals["time_s"] == {
         "start": 5.0,
         "wait": 3.5,

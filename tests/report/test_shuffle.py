@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from summaries import summary
 
 from vlatune.dataset.shuffle_meter import Figure, Shuffle
 from vlatune.report.html import write_report
 from vlatune.report.shuffle import shuffle_meaning, shuffle_table
-from vlatune.report.sinks import write_json
+from vlatune.report.summary import write_summary
 
 GOOD = Shuffle(32, 1800, Figure(29.9, 29.65), Figure(0.0001, 0.0005), Figure(10.0, 548.0), 0.92)
 
@@ -39,9 +40,9 @@ def test_the_table_has_this_run_beside_a_permutation():
 
 def test_the_page_shows_them_or_says_that_they_are_missing(tmp_path):
     missing = 'How the samples were mixed</h2><p class="missing">Not recorded'
-    write_json(tmp_path / "summary.json", {"optimizer_steps": 3, "wait_share": 0.0, "shuffle": GOOD.to_json()})
+    write_summary(tmp_path, summary(shuffle=GOOD.to_json()))
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert shuffle_meaning(GOOD.to_json()) in page
     assert missing not in page
-    write_json(tmp_path / "summary.json", {"optimizer_steps": 3, "wait_share": 0.0})
+    write_summary(tmp_path, summary())
     assert missing in write_report(tmp_path).read_text(encoding="utf-8")

@@ -42,7 +42,6 @@ class ReadyBatches:
     """Neighbouring frames of episode 1, other ones for each micro-step and worker."""
 
     def __init__(self, plan, share: Share, budget, *, first_step: int, last_step: int) -> None:
-        self.wait_s = 0.0
         self._made = self._make(plan, share, range(first_step, last_step))
 
     def _make(self, plan, share: Share, steps: range) -> Iterator[Columns]:

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from summaries import summary
+
+from vlatune.report.summary import write_summary
 
 
 def vlatune(*words: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +57,7 @@ def test_finished_run(flags, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
-    (run / "summary.json").write_text(json.dumps({"finished": True, "optimizer_steps": 7}))
+    write_summary(run, summary(optimizer_steps=7))
     assert "already holds a finished run of 7 steps" in refused("train", "--batch_size=4", *flags)
 
 

@@ -3,21 +3,30 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
+from vlatune import cli
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.dataset.meta import load_meta
+from vlatune.policies.base import ModuleOptions
 from vlatune.report.kept import KEPT_SHARE_FINE
+from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
+from vlatune.report.summary import read_summary
 from vlatune.train.launch import train
+from vlatune.train.setup import make_setup
 
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
@@ -52,6 +61,17 @@ def first_run(base_config, tmp_path_factory) -> Path:
     return run(base_config, tmp_path_factory.mktemp("runs") / "first")
 
 
+@pytest.fixture(scope="module")
+def other_run(base_config, tmp_path_factory) -> Path:
+    """Several draws, averaged weights, checkpoints elsewhere; a process of its readers dies at the start."""
+    folder = tmp_path_factory.mktemp("runs") / "other"
+    policy = replace(base_config.policy, train="expert", flow_samples=4)
+    averaged = replace(base_config.optimizer, ema_decay=0.5)
+    config = replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2)
+    threading.Thread(target=kill_first_coordinator, daemon=True).start()
+    return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
+
+
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_jsonl(folder / "metrics.jsonl")]
 
@@ -67,6 +87,42 @@ def test_run_folder_is_complete(first_run):
     assert summary["peak_object_store_bytes"] > 0
     assert [path.name for path in list_checkpoints(first_run)] == ["00000005", "00000010", "00000012"]
     assert "<html" in (first_run / "report.html").read_text()[:200].lower()
+
+
+def test_the_report_shows_what_the_run_wrote_down(first_run):
+    """Whatever the page says of a run's end is in the summary, whose reader knows every key that its writer wrote."""
+    told, page = read_summary(first_run), (first_run / "report.html").read_text()
+    assert told is not None
+    assert told.to_json() == json.loads((first_run / "summary.json").read_text())
+    assert {"torch", "ray", "lerobot", "vlatune"} <= told.versions.keys()
+    assert all(f">{version}</td>" in page for version in told.versions.values())
+    assert "not recorded" not in page.lower()
+    assert "Checkpoints kept, by optimizer step: 5, 10, 12." in page
+    assert told.reader_restarts == 0
+
+
+def test_checkpoints_elsewhere_and_a_process_of_readers_that_died_are_in_the_report(other_run):
+    told, page = read_summary(other_run), (other_run / "report.html").read_text()
+    place = str(other_run.parent / "elsewhere" / "other" / "checkpoints")
+    assert told is not None
+    assert (told.checkpoints, told.checkpoint_place) == ((2, 3), place)
+    assert f"Checkpoints kept in {place}, by optimizer step: 2, 3." in page
+    assert told.reader_restarts == 1
+    assert "Reading begun anew</dt><dd>1</dd>" in page
+
+
+def kill_first_coordinator() -> None:
+    """The process that schedules a worker's reading, as soon as there is one."""
+    this = psutil.Process()
+    while True:
+        for process in this.children(recursive=True):
+            try:
+                if "ray::Coordinator" in " ".join(process.cmdline()):
+                    os.kill(process.pid, signal.SIGKILL)
+                    return
+            except (psutil.Error, OSError):  # it has just ended
+                continue
+        time.sleep(0.05)
 
 
 def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
@@ -137,13 +193,115 @@ def test_evaluation_is_deterministic_and_renews_the_report(first_run):
     assert "blank" in (first_run / "report.html").read_text()
 
 
-def test_several_draws_per_observation_train_and_evaluation_takes_one(base_config, tmp_path):
+EVAL_KEYS = {"checkpoint", "episodes", "num_samples", "seed", "val_loss", "action_error", "mean_action_error"}
+EVAL_KEYS |= {"blank_images_error", "blank_sentence_error", "per_dim_error", "per_horizon_error", "action_names"}
+
+
+def test_people_get_a_table_and_machines_json(first_run, capsys):
+    words = ["eval", str(first_run), "--max_samples=4", "--batch_size=3", "--device=cpu"]
+    assert cli.main([*words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    assert err == ""
+    assert figures.keys() == EVAL_KEYS | {"weights", "device", "variants"}
+    assert (figures["checkpoint"], figures["weights"], figures["device"]) == ("00000012", "trained", "cpu")
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "{" not in text
+    for part in ("checkpoint 00000012, trained weights, on cpu", "4 samples of 1 held-out episode", "report: "):
+        assert part in text
+    for key in ("action_error", "mean_action_error", "blank_images_error", "blank_sentence_error"):
+        assert f" {figures[key]:.4f}" in text
+    for name, value in figures["per_dim_error"].items():
+        assert f"  {name:<38} {value:.4f}" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max_samples=0", "--max_samples=0: must be 1 or more"),
+        ("--batch_size=0", "--batch_size=0: must be 1 or more"),
+        ("--seed=-1", "--seed=-1: must be 0 or more"),
+        ("--checkpoint=7", "--checkpoint=7: there is no such checkpoint; there are: 00000005, 00000010, 00000012"),
+        ("--weights=ema", "it has no averaged weights; leave --weights out"),
+        ("--weights=best", "--weights=best: expected one of auto, ema, trained, both"),
+        ("--device=gpu", "--device=gpu: torch knows no such device; give cpu, cuda or cuda:1"),
+        ("--device=meta", "--device=meta: there is no such device here"),
+        ("--device=cuda:99", "--device=cuda:99: there is no such device here"),
+        ("--devise=cpu", "unknown flag --devise; did you mean --device?"),
+    ],
+)
+def test_a_wrong_flag_of_eval_is_one_line_and_leaves_the_run_as_it_was(first_run, capsys, flag, said):
+    before = (first_run / "report.html").read_bytes()
+    assert cli.main(["eval", str(first_run), "--max_samples=2", flag]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err
+    assert (first_run / "report.html").read_bytes() == before
+
+
+def test_eval_of_a_run_that_is_none_names_it(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert cli.main(["eval", str(folder)]) == 2
+        assert f"'{folder}' is not a run folder: there is no config.json in it; RUN is the" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_ctrl_c_ends_an_evaluation_and_leaves_the_one_before(first_run, capsys, monkeypatch):
+    from vlatune.train import evaluate
+
+    words = ["eval", str(first_run), "--max_samples=2", "--json"]
+    assert cli.main(words) == 0
+    before = {path.name: path.read_bytes() for path in first_run.glob("*eval*")}
+    monkeypatch.setattr(evaluate, "_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    capsys.readouterr()
+    assert cli.main(words) == 130
+    assert capsys.readouterr() == ("", "vlatune: interrupted\n")
+    assert {path.name: path.read_bytes() for path in first_run.glob("*eval*")} == before
+
+
+def test_the_host_reads_an_evaluation_once_however_many_batches_it_has(first_run):
+    from vlatune.bench.host_sync import HostSyncSpy
+    from vlatune.train.evaluate import predict_all, read_held_out
+
+    config = replace(read_config(first_run), output_dir=str(first_run))
+    setup = make_setup(config)
+    module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy)).eval()
+    rows = read_held_out(setup, 4)
+    found = []
+    for batch_size in (4, 1):
+        with HostSyncSpy(resident=module.parameters()) as spy:
+            predict_all(setup, module, rows, EvalConfig(batch_size=batch_size))
+        found.append([sync for sync in spy.found if sync.place.startswith("train/evaluate.py")])
+    assert found[0] == found[1]  # the losses and the actions, at the end
+    assert {sync.what for sync in found[0]} >= {"cpu"}
+
+
+def test_several_draws_per_observation_train_and_evaluation_takes_one(other_run):
     from vlatune.train.evaluate import evaluate_run
 
-    policy = replace(base_config.policy, train="expert", flow_samples=4)
-    folder = run(replace(base_config, policy=policy, steps=3), tmp_path / "draws")
-    assert len(losses(folder)) == 3
-    assert evaluate_run(folder, EvalConfig(max_samples=4, batch_size=4))["num_samples"] == 4
+    assert len(losses(other_run)) == 3
+    assert evaluate_run(other_run, EvalConfig(max_samples=4, batch_size=4))["num_samples"] == 4
+
+
+def test_variants_are_evaluated_in_one_command_each_as_it_is_alone(other_run, capsys):
+    from vlatune.train.evaluate import evaluate_run
+
+    newest = evaluate_run(other_run, EvalConfig(max_samples=4, batch_size=4))
+    words = ["eval", str(other_run), "--max_samples=4", "--batch_size=4", "--checkpoint=all", "--weights=both"]
+    assert cli.main([*words, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    named = [(one["checkpoint"], one["weights"]) for one in figures["variants"]]
+    assert named == [(step, kind) for step in ("00000003", "00000002") for kind in ("ema", "trained")]
+    assert figures["variants"][0] == newest["variants"][0]
+    assert len({one["action_error"] for one in figures["variants"]}) == 4
+    assert figures | {"variants": None} == newest | {"variants": None}
+    assert cli.main(words) == 0
+    table = capsys.readouterr().out
+    for one in figures["variants"]:
+        assert f"  {one['checkpoint']}     {one['weights']:<7}   {one['val_loss']:.4f}" in table
 
 
 def test_a_damaged_video_ends_the_run_with_its_name(base_config, dataset_v3, tmp_path):

@@ -4,8 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
+from summaries import summary
 
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.report.summary import write_summary
 from vlatune.train.folder import RunFolder, only_one, open_run
 
 
@@ -20,7 +22,7 @@ def config(tmp_path) -> RunConfig:
 
 
 def finish(config: RunConfig) -> None:
-    (config.run_dir / "summary.json").write_text(json.dumps({"finished": True, "optimizer_steps": config.steps}))
+    write_summary(config.run_dir, summary(optimizer_steps=config.steps))
 
 
 def test_a_new_run_records_its_config(config):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,16 +77,28 @@ def test_a_run_that_never_began_looks_anew(config, root, dataset_v3):
     assert make_setup(config, preflight=True).skipped == ()
 
 
-def test_one_start_checks_once(config, monkeypatch):
-    from vlatune.train import skipping
+def test_one_start_sets_up_once(config, monkeypatch):
+    """Up to the cluster, which is not started here."""
+    from vlatune.train import launch, setup, skipping
 
-    calls, real = [], skipping.find_bad_episodes
-    monkeypatch.setattr(
-        skipping, "find_bad_episodes", lambda *args, **options: calls.append(1) or real(*args, **options)
-    )
-    for preflight in (True, False, False):
-        assert len(make_setup(config, preflight=preflight).skipped) == 1
-    assert len(calls) == 1
+    calls: list[str] = []
+    for module, name in ((skipping, "find_bad_episodes"), (setup, "load_metas")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, partial(_counted, calls, name, real))
+
+    def no_cluster(_config, _folder, _shape):
+        raise RuntimeError("no cluster today")
+
+    monkeypatch.setattr(launch, "local_ray", no_cluster)
+    with pytest.raises(RuntimeError, match="no cluster today"):
+        launch.train(config)
+    assert sorted(calls) == ["find_bad_episodes", "load_metas"]
+    assert len(read_skipped(config.run_dir)) == 1
+
+
+def _counted(calls, name, real, *args, **options):
+    calls.append(name)
+    return real(*args, **options)
 
 
 def test_the_list_is_written_once_and_read_back(tmp_path):

@@ -42,7 +42,6 @@ class ReadyBatches:
     on_batch: Callable[[], object]
 
     def __init__(self, plan, share, budget, *, first_step: int, last_step: int) -> None:
-        self.wait_s = 0.0
         self._made = self._make(plan, range(first_step * MICRO_STEPS, last_step * MICRO_STEPS))
 
     def _make(self, plan, numbers: range) -> Iterator[Columns]:

@@ -8,7 +8,6 @@ After the worker's kill about half an interval of steps is made again. The worke
 or two, and may save once more, so there it is any part of the interval.
 """
 
-import json
 import os
 import signal
 import statistics
@@ -27,6 +26,7 @@ from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.policies.small import make_small_pi05
 from vlatune.report.sinks import read_jsonl
+from vlatune.report.summary import read_summary
 
 WARM_UP_STEPS = 5
 """Left out of the step time."""
@@ -85,7 +85,8 @@ def _kill_worker(session: Session, watch: RunWatch) -> Comeback:
 
 def _add_stall(run_dir: Path, start_s: float, worker: Comeback, driver: Comeback, options: ResumeBench) -> RunFigures:
     """Summary and metrics of the last start."""
-    summary = json.loads((run_dir / "summary.json").read_bytes())
+    summary = read_summary(run_dir)
+    assert summary is not None  # the run has ended well
     num_saves = count_saves(driver.resumed_step, options.steps, options.interval)
     warm = driver.resumed_step + WARM_UP_STEPS
     lines = read_jsonl(run_dir / "metrics.jsonl")
@@ -94,7 +95,7 @@ def _add_stall(run_dir: Path, start_s: float, worker: Comeback, driver: Comeback
         worker,
         driver,
         num_saves=num_saves,
-        stall_s=summary["time_s"]["checkpoint"] / num_saves,
+        stall_s=summary.time_s["checkpoint"] / num_saves,
         step_s=statistics.median(line["step_s"] for line in lines if line["optimizer_step"] > warm),
     )
 

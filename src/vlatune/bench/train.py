@@ -9,11 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vlatune.bench import train_ways as ways
 from vlatune.bench.harness import alternate
@@ -26,6 +25,7 @@ from vlatune.bench.train_report import OURS, PEERS, Figures, OurRound, print_rep
 from vlatune.bench.train_watch import Program, Seen, watch
 from vlatune.pipeline.host import usable_cpus
 from vlatune.report.sinks import read_jsonl
+from vlatune.report.summary import read_summary
 
 STEP_ALONE, READ_ALONE = "the step alone", "reading alone"
 
@@ -85,13 +85,16 @@ class Rounds:
     def _run_ours(self) -> float:
         folder = self.clean_folder("ours")
         seen = watch(ways.ours(self.job, folder), timeout_s=self.options.timeout_s)
-        summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_bytes())
-        threads = int(summary["performance_flags"]["threads"])
+        summary = read_summary(folder / "run")
+        assert summary is not None  # the run has ended well
+        threads = int(summary.performance_flags["threads"] or 1)
         step, reading = self.alone[STEP_ALONE][-1], self.alone[READ_ALONE][-1]
         alone = Alone(step["wall_s"], step["cpu_s"], reading["cpu_s"])
         step_s = step_in_run_s(read_jsonl(folder / "run" / ways.METRICS), steady_window(seen.marks, seen.cpu))
         self.ours.append(OurRound(alone, step_s / self.job.config.batch_size, summary))
-        return self._add(OURS, seen, threads, told=summary.get("cpu"))
+        told = {name: value for name, value in (summary.cpu or {}).items() if value is not None}
+        is_whole = len(told) == len(summary.cpu or {})  # this system tells all of it
+        return self._add(OURS, seen, threads, told=told if is_whole else None)
 
     def _run_lerobot(self) -> float:
         return self._run_peer("lerobot", ways.lerobot(self.job, self.clean_folder("lerobot")))
@@ -102,7 +105,7 @@ class Rounds:
     def _run_peer(self, name: str, program: Program) -> float:
         return self._add(PEERS[name], watch(program, timeout_s=self.options.timeout_s), usable_cpus())
 
-    def _add(self, way: str, seen: Seen, compute_threads: int, *, told: dict[str, float] | None = None) -> float:
+    def _add(self, way: str, seen: Seen, compute_threads: int, *, told: Mapping[str, float] | None = None) -> float:
         figures = figures_of(seen, batch_size=self.job.config.batch_size, compute_threads=compute_threads)
         if told:
             figures = split_as_told(figures, told)

@@ -12,6 +12,7 @@ from vlatune.bench.train_case import TrainJob
 from vlatune.bench.train_figures import Alone, RunFigures, share_of_ideal, share_of_predicted, sharing_explains
 from vlatune.bench.train_quality import Course, over_lerobot, wanted_error
 from vlatune.pipeline.host import usable_cpus
+from vlatune.report.summary import Summary
 
 OURS = "vlatune train"
 PEERS = {"lerobot": "lerobot-train", "template": "the template's way"}
@@ -35,7 +36,7 @@ class OurRound:
     alone: Alone
     step_s: float
     """Per sample, in the run, without waiting for data."""
-    summary: Mapping[str, Any]
+    summary: Summary
 
 
 @dataclass
@@ -104,8 +105,8 @@ def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
         **_quality(options, figures.courses),
         "rounds": {way: [asdict(run) for run in runs] for way, runs in figures.by_way.items()},
         "alone": [asdict(own.alone) for own in figures.ours],
-        "own_cpu": [own.summary.get("cpu") for own in figures.ours],
-        "spilled_bytes": max(own.summary["spilled_bytes"] for own in figures.ours),
+        "own_cpu": [own.summary.cpu for own in figures.ours],
+        "spilled_bytes": max(own.summary.spilled_bytes for own in figures.ours),
         "not_run": results.not_run,
     }
 

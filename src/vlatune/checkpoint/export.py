@@ -12,14 +12,14 @@ for what comes then.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlatune.aside import sync, whole_folder
 from vlatune.checkpoint.base_weights import base_weights
-from vlatune.checkpoint.manifest import share, sync
+from vlatune.checkpoint.manifest import share
 from vlatune.checkpoint.policy_files import CONFIG, POLICY_FOLDER, PREPROCESSOR, TOKENIZER_FOLDER, rename_map
 from vlatune.checkpoint.state_file import TrainState, read_state
 from vlatune.checkpoint.store import choose, open_store
@@ -28,6 +28,7 @@ from vlatune.flags import config_from_dict
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.hub import resolve_folder
 from vlatune.policies.registry import get_adapter
+from vlatune.report.run_folder import read_config
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template")
 """Beginnings of their names; a tokenizer may lie in one folder with a model."""
@@ -69,15 +70,16 @@ class Exported:
 
 def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
     """Write the folder; what is in the way, missing or damaged is refused before anything is written."""
-    config = read_run_config(run_dir)
+    config = read_config(run_dir)
     _check_target(folder)
     store = open_store(run_dir, config.storage_path)
     step = choose(store, options.checkpoint, warn=warn)
     with store.opened(step) as checkpoint:
         plan = make_plan(checkpoint, options)
-        with _aside(folder) as aside:
+        with whole_folder(folder) as aside:
             weights = write_weights(plan, aside)
             has_tokenizer = write_rest(plan, aside, folder.resolve())
+            _keep(aside)
     return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer)
 
 
@@ -116,15 +118,6 @@ def export_text(done: Exported) -> str:
             f"LeRobot finds its tokenizer where it is now; after moving the folder, load it with the two lines in {done.folder / README}"
         )
     return "\n".join(lines)
-
-
-def read_run_config(run_dir: Path) -> RunConfig:
-    file = run_dir / "config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"'{run_dir}' is not a run folder: there is no config.json in it; RUN is the --output_dir of a run"
-        )
-    return config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file))
 
 
 def find_base(config: RunConfig, given: str | None, state: TrainState) -> Path:
@@ -215,18 +208,8 @@ def _check_target(folder: Path) -> None:
         raise ValueError(f"'{folder}' exists and is not an empty folder; choose another DIR, or remove it")
 
 
-@contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that becomes it at the end, and is gone if anything, Ctrl-C too, comes between."""
-    aside = folder.with_name(f".{folder.name}.exporting")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        for path in (*aside.rglob("*"), aside):
-            share(path)
-            sync(path)
-        aside.rename(folder)
-        sync(folder.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+def _keep(aside: Path) -> None:
+    """Readable as its folder is, and through a power cut."""
+    for path in (*aside.rglob("*"), aside):
+        share(path)
+        sync(path)

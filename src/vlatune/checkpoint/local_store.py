@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlatune.checkpoint.manifest import Manifest, find_problem, read_manifest, sync
+from vlatune.aside import sync
+from vlatune.checkpoint.manifest import Manifest, find_problem, read_manifest
 from vlatune.checkpoint.phases import OnPhase
 
 ASIDE, REMOVING = ".writing-", ".removing-"

@@ -5,7 +5,6 @@ A checkpoint without a readable manifest is not there. One whose files are not w
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -107,12 +106,3 @@ def share(path: Path) -> None:
     """Give a file the rights of its folder: safetensors makes files that only their owner may read."""
     if path.is_file():
         path.chmod(path.parent.stat().st_mode & 0o666)
-
-
-def sync(path: Path) -> None:
-    """A file's bytes, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

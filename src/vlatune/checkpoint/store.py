@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from vlatune.aside import sync
 from vlatune.checkpoint.local_store import LocalStore, folder_name
-from vlatune.checkpoint.manifest import MANIFEST, Manifest, make_manifest, share, sync
+from vlatune.checkpoint.manifest import MANIFEST, Manifest, make_manifest, share
 from vlatune.checkpoint.phases import OnPhase, no_phase
 
 WriteFile = Callable[[Path], object]
@@ -46,6 +47,11 @@ def open_store(run_dir: Path, storage_path: str | None) -> Store:
         reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")
         raise type(error)(f"--storage_path: {reason}") from None
     return LocalStore(Path(root.path)) if root.is_local else RemoteStore(root, staging=run_dir / "checkpoints")
+
+
+def place_of(store: Store) -> str:
+    """Folder or URL that a store's checkpoints lie in."""
+    return store.where(0).rpartition("/")[0]
 
 
 def absolute_storage(storage_path: str | None) -> str | None:
@@ -127,9 +133,7 @@ def choose(store: Store, name: str | None, *, warn: Callable[[str], None]) -> in
     if name is None:
         newest = find_newest(store, warn=warn)
         if newest is None:
-            raise ValueError(
-                f"there is no checkpoint yet in '{Path(store.where(0)).parent}'; train first, or check RUN"
-            )
+            raise ValueError(f"there is no checkpoint yet in '{place_of(store)}'; train first, or check RUN")
         return newest
     steps = store.steps()
     if not name.isdecimal() or int(name) not in steps:

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.remote_retry import retried, secrets_in
+from vlatune.dataset.remote_retry import retried
 from vlatune.dataset.storage import Root
+from vlatune.dataset.storage_options import secrets_in
 
 MAX_DEPTH = 8
 """Folders inside folders; LeRobot's layouts have three. A link that points upwards ends here."""

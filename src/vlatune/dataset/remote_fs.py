@@ -14,6 +14,7 @@ import fsspec
 from fsspec.dircache import DirCache
 from fsspec.utils import tokenize
 
+from vlatune.dataset.storage_options import cut_out, secrets_in
 from vlatune.names import did_you_mean
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -80,8 +81,12 @@ def _make(url: str, options: Mapping[str, Any]) -> Any:
     options = _s3_options(options) if is_s3 else options
     try:
         made, _ = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
-    except TypeError as error:
-        raise ValueError(f"dataset '{url}': storage_options do not fit {scheme_of(url)}:// ({error})") from error
+    except (TypeError, ValueError) as error:  # its text may hold the options
+        cause = cut_out(secrets_in(options), str(error))
+        cut = cause != str(error)
+        raise ValueError(f"dataset '{url}': storage_options do not fit {scheme_of(url)}:// ({cause})") from (
+            None if cut else error
+        )
     if is_s3:
         made.retries = 1
     if isinstance(getattr(made, "dircache", None), DirCache):

@@ -10,7 +10,8 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+
+from vlatune.dataset.storage_options import cut_out
 
 MAX_TRIES = 8
 """Calls in all, the first included."""
@@ -68,8 +69,10 @@ def retried[T](call: Callable[[], T], where: str, *, secrets: tuple[str, ...] = 
             cause, shown = _cause(error, secrets)
             if not is_transient(error):
                 clear = explained(error, where, cause)
-                if clear is error:
+                if clear is error and shown:
                     raise
+                if clear is error:
+                    clear = RuntimeError(f"{where}: {cause}")
                 raise clear from (error if shown else None)
             pause_s = backoff_s(tries)
             waited_s = time.monotonic() - begin_s
@@ -153,17 +156,6 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Texts in storage_options that must not be shown: values of keys that speak of secrets, at any depth."""
-    found: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            found += secrets_in(value)
-        elif isinstance(value, str) and any(word in name.lower() for word in ("key", "secret", "token", "pass")):
-            found.append(value)
-    return tuple(text for text in found if text)
-
-
 def _is_broken_connection(error: BaseException) -> bool:
     known = isinstance(error, ConnectionError | TimeoutError | ShortBodyError | socket.gaierror)
     return known or _is_a(error, TRANSIENT_TYPES)
@@ -182,12 +174,10 @@ def _is_a(error: BaseException, names: set[str]) -> bool:
 def _cause(error: BaseException, secrets: tuple[str, ...]) -> tuple[str, bool]:
     """What to say of an error, and whether the error itself may be shown: not when a secret had to be cut out."""
     status = status_of(error)
-    text = " ".join(str(error).split())[:300] or "no message"
+    text = " ".join(cut_out(secrets, str(error)).split())[:300] or "no message"
     said = f"{type(error).__name__}: {text}" + (f" (status {status})" if status else "")
     whole = " ".join(str(one) for one in chain(error))
-    for secret in secrets:
-        said = said.replace(secret, "***")
-    return said, not any(secret in whole for secret in secrets)
+    return said, cut_out(secrets, whole) == whole
 
 
 def _remedy(error: BaseException) -> str:

@@ -15,7 +15,8 @@ from typing import IO, Any, cast
 
 from vlatune.dataset.remote_file import RemoteFile
 from vlatune.dataset.remote_fs import filesystem_for, version_tag
-from vlatune.dataset.remote_retry import retried, secrets_in
+from vlatune.dataset.remote_retry import retried
+from vlatune.dataset.storage_options import secrets_in
 
 LOCAL_SCHEMES = ("", "file")
 

@@ -5,15 +5,13 @@ whoever reads the dataset can be held to the right frame for the right row. The 
 dataset appears under its name only when it is complete: an interrupted make leaves the name free.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from vlatune.aside import whole_folder
 from vlatune.dataset.frame_id import CORNER_SHARE, MAX_EPISODES, MAX_FRAMES, draw_frame_id
 from vlatune.dataset.video_writer import ENCODERS, MIN_SIDE
 from vlatune.dataset.world import ACTION_NAMES, CAMERAS, STATE_NAMES, WorldEpisode, cover_corner, make_episode
@@ -56,7 +54,9 @@ def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int
     validate(spec)
     form = _dataset_format(spec)
     grain = Grain(spec) if spec.noise or spec.texture else None
-    with _written_aside(Path(folder)) as aside, DatasetWriter(aside, form) as writer:
+    folder = Path(folder).expanduser().resolve()
+    _require_empty(folder)
+    with whole_folder(folder) as aside, DatasetWriter(aside, form) as writer:
         for place in LAYOUTS[spec.version].plan(episode_lengths(spec), spec.episodes_per_file):
             episode = make_episode(spec.seed, place.episode_index, place.length, spec.fps)
             vectors = {"observation.state": episode.state_TS, "action": episode.action_TA}
@@ -157,21 +157,9 @@ def _film(
         yield image_HWC
 
 
-@contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
-    """A sibling folder to write to; it takes the name of `folder` when all went well and is removed when not."""
-    folder = folder.expanduser().resolve()
+def _require_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"dataset folder '{folder}': exists and is not empty; give another folder or remove this one")
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def _require(condition: bool, spec: SyntheticSpec, name: str, expectation: str) -> None:

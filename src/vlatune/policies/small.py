@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from vlatune.aside import whole_folder
 from vlatune.policies.pi05_size import Pi05Size, building_at, write_size
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -67,12 +68,8 @@ def make_small_pi05(
     tasks: Sequence[str],
     seed: int = 0,
 ) -> Path:
-    """Write the base model's folder and return it; `cameras` are feature names such as observation.images.top."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the base model's folder, whole or not at all, and return it; `cameras` are feature names such as observation.images.top."""
     tokenizer = make_tokenizer(tasks)
-    tokenizer_folder = folder.resolve() / TOKENIZER_FOLDER
-    tokenizer.save_pretrained(tokenizer_folder)
-
     config = PI05Config(
         chunk_size=horizon,
         n_action_steps=horizon,
@@ -88,10 +85,12 @@ def make_small_pi05(
         torch.manual_seed(seed)
         policy = PI05Policy(config)
         init_for_scratch(policy)
-    policy.save_pretrained(folder)
-    write_size(folder, size)
-    for pipeline in _make_processors(config, tokenizer_folder):
-        pipeline.save_pretrained(folder)
+    with whole_folder(folder) as aside:
+        tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
+        policy.save_pretrained(aside)
+        write_size(aside, size)
+        for pipeline in _make_processors(config, aside / TOKENIZER_FOLDER, folder.resolve() / TOKENIZER_FOLDER):
+            pipeline.save_pretrained(aside)
     return folder
 
 
@@ -217,7 +216,7 @@ def _prompt_length(tokenizer: PreTrainedTokenizerFast, tasks: Sequence[str], sta
     return _round_up(max(len(tokenizer.encode(prompt)) for prompt in prompts), 8)
 
 
-def _make_processors(config: PI05Config, tokenizer_folder: Path):
+def _make_processors(config: PI05Config, tokenizer_folder: Path, its_last_place: Path):
     """LeRobot's pipelines for PI0.5, step by step, with this tokenizer in place of the hub's."""
     steps = make_default_policy_processor_steps(config)
     relative = RelativeActionsProcessorStep(enabled=False)
@@ -227,6 +226,7 @@ def _make_processors(config: PI05Config, tokenizer_folder: Path):
         padding_side="right",
         padding="max_length",
     )
+    tokenize.tokenizer_name = str(its_last_place)
     prompt = Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim)
     return make_policy_processor_pipelines(
         input_steps=[

@@ -17,7 +17,7 @@ from vlatune.report import plots
 from vlatune.report.chart import legend
 from vlatune.report.eval_samples import EvalSample, load_eval_samples, save_eval_samples
 from vlatune.report.markup import Html, join, shorten, tag
-from vlatune.report.run_folder import Run, read_run
+from vlatune.report.run_folder import Checkpoints, Run, read_run
 from vlatune.report.shuffle import shuffle_meaning, shuffle_table
 from vlatune.report.sinks import write_text
 from vlatune.report.units import format_bytes, format_number, format_seconds, format_share, plural
@@ -27,6 +27,7 @@ __all__ = ["EvalSample", "load_eval_samples", "make_page", "save_eval_samples", 
 
 MAX_SAMPLES = 6
 """Cards on the page; more are kept in eval_samples.npz only."""
+READING_ANEW = "times a process that schedules it died"
 MAX_TEXT = 400
 """Characters shown of a sentence or setting."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -74,7 +75,7 @@ def _head(run: Run) -> Html:
 def _verdict(run: Run) -> Verdict:
     if run.summary:
         found = judge(run.summary, run.config)
-        return Verdict(found.tone, str(run.summary.get("verdict") or found.line))
+        return Verdict(found.tone, run.summary.verdict or found.line)
     if not run.metrics:
         return Verdict("bad", "nothing was logged: the run has not come to its first log line, or died; see logs/")
     steps = plural(run.figure("optimizer_steps"), "optimizer step")
@@ -83,6 +84,7 @@ def _verdict(run: Run) -> Verdict:
 
 def _tiles(run: Run) -> Html:
     wait, spilled, restarts = run.figure("wait_share"), run.figure("spilled_bytes"), run.figure("restarts")
+    reading_anew = run.figure("reader_restarts")
     peak, planned, step_s = run.figure("peak_object_store_bytes"), run.config.get("steps"), run.figure("step_s")
     of_planned, pace = f"of {planned:,}" if planned else "", f"{format_seconds(step_s)} a step" if step_s else ""
     loss_name, slow = "Final loss" if run.summary else "Last loss", wait is not None and wait >= WAIT_SHARE_FINE
@@ -94,7 +96,8 @@ def _tiles(run: Run) -> Html:
         _tile("Time to first batch", run.figure("time_to_first_batch_s"), format_seconds),
         _tile("Spilled to disk", spilled, format_bytes, tone="bad" if spilled else None),
         _tile("Peak object store", peak, format_bytes, note=_share_of(peak, run.capacity_bytes)),
-        _tile("Restarts", restarts, _count, tone="warn" if restarts else None),
+        _tile("Restarts", restarts, _count, note="of the workers", tone="warn" if restarts else None),
+        _tile("Reading begun anew", reading_anew, _count, note=READING_ANEW, tone="warn" if reading_anew else None),
     )
     return tag("dl", *tiles, class_="tiles")
 
@@ -193,7 +196,7 @@ def _eval_basis(evaluation: dict[str, Any]) -> str:
 
 
 def _time(run: Run) -> Html:
-    time_s = run.summary.get("time_s")
+    time_s = run.summary.time_s if run.summary else None
     bar = plots.time_bar(time_s) if time_s else _missing("Not recorded: the run has not written its summary.")
     beside = [plots.stage_bars(time_s)] if time_s and any(time_s.get(stage) for stage in plots.STAGES) else []
     speed = [plots.speed_charts(run.metrics)] if run.metrics else []
@@ -201,14 +204,14 @@ def _time(run: Run) -> Html:
 
 
 def _mixed(run: Run) -> Html:
-    title, shuffle = "How the samples were mixed", run.summary.get("shuffle")
+    title, shuffle = "How the samples were mixed", run.summary.shuffle if run.summary else None
     if not shuffle:
         return _section(title, _missing("Not recorded: the run has not written its summary."))
     return _section(title, tag("p", shuffle_meaning(shuffle)), shuffle_table(shuffle))
 
 
 def _memory(run: Run) -> Html:
-    spilled, fallback = run.figure("spilled_bytes"), run.summary.get("fallback_bytes")
+    spilled, fallback = run.figure("spilled_bytes"), run.figure("fallback_bytes")
     parts = []
     if spilled is not None:
         text = "Nothing was spilled to disk" if not spilled else f"{format_bytes(spilled)} were spilled to disk"
@@ -221,16 +224,22 @@ def _memory(run: Run) -> Html:
 
 
 def _settings(run: Run) -> Html:
-    versions = run.summary.get("versions") or {}
-    kept = ", ".join(f"{step:,}" for step in run.checkpoints) or "none"
+    versions = run.summary.versions if run.summary else {}
     return _section(
         "Settings and versions",
-        tag("p", f"Checkpoints kept, by optimizer step: {kept}."),
+        tag("p", _kept_checkpoints(run.checkpoints)),
         _details(f"{plural(len(_flat(run.config)), 'setting')} (config.json)", _flat(run.config)),
         _details(plural(len(versions), "version"), _flat(versions))
         if versions
-        else _missing("Versions were not recorded."),
+        else _missing("Versions are recorded at a run's end."),
     )
+
+
+def _kept_checkpoints(kept: Checkpoints) -> str:
+    place = f" in {_shown(kept.elsewhere)}" if kept.elsewhere else ""
+    if kept.steps is None:
+        return f"Checkpoints{place}: their place could not be asked when this page was written."
+    return f"Checkpoints kept{place}, by optimizer step: {', '.join(f'{step:,}' for step in kept.steps) or 'none'}."
 
 
 def _details(summary: str, rows: dict[str, Any]) -> Html:

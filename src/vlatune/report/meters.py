@@ -20,8 +20,9 @@ from vlatune.report.cpu_split import SPENT_CPU, cpu_rates, cpu_summary, keeper, 
 
 STAGES = ("decode", "transport", "collate", "copy")
 """What happens to a batch before the trainer has it, in this order."""
-SPENT = ("wait", *STAGES, *SPENT_CPU)
-"""Seconds that a worker tells the others at a log step."""
+READER_RESTARTS = "reader_restarts"
+SPENT = ("wait", *STAGES, *SPENT_CPU, READER_RESTARTS)
+"""What a worker tells the others at a log step: seconds, and how often the process that schedules its reading began anew."""
 STAGE_COLUMNS = slice(1, 1 + len(STAGES))
 
 
@@ -63,6 +64,7 @@ class StepMeter:
         self._interval = _Span(self._born_s)
         self._run = _Span(self._born_s)
         self._stages_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        self._reader_restarts = 0
         self._by_worker: np.ndarray | None = None
 
     def watch_cpu(self, clocks: CpuClocks) -> None:
@@ -98,11 +100,12 @@ class StepMeter:
             span.optimizer_steps += 1
             span.samples += samples
 
-    def take_spent(self, stages_s: Mapping[str, float]) -> list[float]:
-        """This worker's seconds since the last log step, as SPENT names them; `stages_s` as for `first_batch`."""
+    def take_spent(self, stages_s: Mapping[str, float], reader_restarts: int = 0) -> list[float]:
+        """This worker's part since the last log step, as SPENT names it; the arguments are counts that only grow."""
         grown = [stages_s[stage] - self._stages_s[stage] for stage in STAGES]
         self._stages_s.update(stages_s)
-        return [self._interval.wait_s, *grown, *self._take_cpu().values()]
+        anew, self._reader_restarts = reader_restarts - self._reader_restarts, reader_restarts
+        return [self._interval.wait_s, *grown, *self._take_cpu().values(), float(anew)]
 
     def _take_cpu(self) -> dict[str, float]:
         """Seconds as SPENT_CPU names them, since the last log step."""
@@ -133,7 +136,7 @@ class StepMeter:
         start, wait, compute, kept_own, kept_others (where known) and checkpoint add up to total; the stages ran beside them.
         """
         now_s = self._clock()
-        spent = np.array([[self._run.wait_s, *[0.0] * len(STAGES), *[UNKNOWN] * len(SPENT_CPU)]])
+        spent = np.array([[self._run.wait_s, *[0.0] * len(STAGES), *[UNKNOWN] * len(SPENT_CPU), 0.0]])
         spent = spent if self._by_worker is None else self._by_worker
         waits_s, stages_s = spent[:, 0].tolist(), spent[:, STAGE_COLUMNS].sum(axis=0)
         slowest, hindered = replace(self._run, wait_s=max(waits_s)), _most_hindered(spent)
@@ -145,6 +148,7 @@ class StepMeter:
             "time_s": self._wall_s(now_s, slowest.wait_s, hindered) | dict(zip(STAGES, stages_s.tolist(), strict=True)),
             "cpu": cpu_summary(hindered, self._cpu_clocks.num_cores) if self._cpu_clocks else None,
             "kept_by": keeper(hindered, _decode_s(spent), readers_here=self._readers_here),
+            READER_RESTARTS: int(spent[:, SPENT.index(READER_RESTARTS)].sum()),
         }
 
     def _wall_s(self, now_s: float, wait_s: float, hindered: Mapping[str, float]) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""A run folder read back: config, metrics, summary, evaluation, whatever of it is there.
+"""A run folder read back: settings, metrics, summary, evaluation, checkpoints, whatever of it is there.
 
-Reading never changes the folder, and works on a run that is going on or has died: what is not there is empty. Writing
-these files is the trainer's and the evaluation's business, through sinks.py and eval_samples.py.
+Reading never changes the folder, and works on a run that is going on or has died: what is not there is empty. The
+settings (config.json) are read and written here alone; other files are written through sinks.py, summary.py and
+eval_samples.py.
 """
 
 import json
@@ -9,8 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlatune.checkpoint.local_store import LocalStore
+from vlatune.checkpoint.store import open_store, place_of
+from vlatune.config import RunConfig, to_json
+from vlatune.flags import config_from_dict
 from vlatune.report.eval_samples import FILE_NAME, EvalSample, load_eval_samples
-from vlatune.report.sinks import read_jsonl
+from vlatune.report.sinks import read_jsonl, write_json
+from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Those that a run has kept."""
+
+    steps: tuple[int, ...] | None = ()
+    """None where their place did not tell."""
+    elsewhere: str | None = None
+    """Their place, where it is not the run folder (--storage_path)."""
 
 
 @dataclass(frozen=True)
@@ -20,29 +38,30 @@ class Run:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: Summary | None = None
     evaluation: dict[str, Any] = field(default_factory=dict)
     samples: list[EvalSample] = field(default_factory=list)
-    checkpoints: list[int] = field(default_factory=list)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def figure(self, key: str) -> Any:
         """From the summary; while there is none, from the last line of metrics."""
         live = {"optimizer_steps": "optimizer_step", "final_loss": "loss"}.get(key, key)
         last = self.metrics[-1] if self.metrics else {}
-        return self.summary[key] if self.summary.get(key) is not None else last.get(live)
+        told = getattr(self.summary, key, None)
+        return told if told is not None else last.get(live)
 
     @property
     def capacity_bytes(self) -> float | None:
-        measured = self.summary.get("object_store_capacity_bytes")
+        measured = self.summary.object_store_capacity_bytes if self.summary else None
         return measured or (self.config.get("ray") or {}).get("object_store_bytes")
 
 
 def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
     """Gather what the folder has."""
-    known = ("config.json", "metrics.jsonl", "summary.json")
+    known = (CONFIG_FILE, "metrics.jsonl", SUMMARY_FILE)
     if not any((run_dir / name).exists() for name in known):
         raise ValueError(f"{run_dir}: not a run folder (none of {', '.join(known)}); give the --output_dir of a run")
-    config = _read_json(run_dir / "config.json")
+    config, summary = read_settings(run_dir) or {}, read_summary(run_dir)
     if eval_samples is None:
         eval_samples = load_eval_samples(run_dir) if (run_dir / FILE_NAME).exists() else []
     metrics_path = run_dir / "metrics.jsonl"
@@ -50,12 +69,54 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
         name=str(config.get("job_name") or run_dir.resolve().name),
         config=config,
         metrics=read_jsonl(metrics_path) if metrics_path.exists() else [],
-        summary=_read_json(run_dir / "summary.json"),
-        evaluation=_read_json(run_dir / "eval.json"),
+        summary=summary,
+        evaluation=_read_object(run_dir / "eval.json") or {},
         samples=eval_samples,
-        checkpoints=sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit()),
+        checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def read_settings(run_dir: Path) -> dict[str, Any] | None:
+    """What config.json says, unchecked: it may be another version's. None where there is none."""
+    return _read_object(run_dir / CONFIG_FILE)
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The run's settings as this version knows them."""
+    stored = read_settings(run_dir)
+    if stored is None:
+        raise ValueError(
+            f"'{run_dir}' is not a run folder: there is no {CONFIG_FILE} in it; RUN is the --output_dir of a run"
+        )
+    return config_from_dict(RunConfig, stored, str(run_dir / CONFIG_FILE))
+
+
+def write_settings(run_dir: Path, config: RunConfig) -> None:
+    write_json(run_dir / CONFIG_FILE, to_json(config))
+
+
+def _checkpoints(run_dir: Path, storage_path: Any, summary: Summary | None) -> Checkpoints:
+    """A folder that is there is looked into; an object store is asked only where the summary does not tell."""
+    if not isinstance(storage_path, str):
+        return Checkpoints(tuple(LocalStore(run_dir / "checkpoints").steps()))
+    if summary and summary.checkpoint_place:
+        place = Path(summary.checkpoint_place)
+        steps = tuple(LocalStore(place).steps()) if place.is_dir() else summary.checkpoints
+        return Checkpoints(steps, summary.checkpoint_place)
+    try:
+        store = open_store(run_dir, storage_path)
+        return Checkpoints(tuple(store.steps()), place_of(store))
+    except (OSError, RuntimeError, ValueError):  # not reachable now, or its driver is not installed here
+        return Checkpoints(None, storage_path)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); restore it, or remove it") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object; restore it, or remove it")
+    return found

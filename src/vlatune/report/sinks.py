@@ -8,11 +8,12 @@ finite are refused: JSON has no word for them, and a diverged run should stop, n
 
 import json
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from vlatune.aside import write_whole
 
 
 class MetricsFile:
@@ -33,7 +34,7 @@ class MetricsFile:
         """Drop every line after this optimizer step: the run continues from its checkpoint."""
         self._file.close()
         kept = (line for line, record in _lines(self.path) if record["optimizer_step"] <= optimizer_step)
-        _write_aside(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
+        write_whole(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -86,33 +87,12 @@ def write_json(path: Path, obj: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """The same for text. What UTF-8 cannot say (half a surrogate pair in a dataset's sentence) becomes '?'."""
-    _write_aside(Path(path), [text.encode("utf-8", errors="replace")])
+    write_whole(Path(path), [text.encode("utf-8", errors="replace")])
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """The same for bytes."""
-    _write_aside(Path(path), [data])
-
-
-def _write_aside(path: Path, chunks: Iterable[bytes]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
-    try:
-        with aside.open("wb") as file:
-            file.writelines(chunks)
-            _sync(file)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    write_whole(Path(path), [data])
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vlatune.report.kept import KEPT_SHARE_FINE, kept_share, why_kept
+from vlatune.report.summary import Summary
 from vlatune.report.units import format_bytes, format_seconds, format_share, plural
 
 WAIT_SHARE_FINE = 0.05
@@ -37,18 +38,18 @@ class Verdict:
     line: str
 
 
-def verdict(summary: dict[str, Any], config: dict[str, Any]) -> str:
+def verdict(summary: Summary, config: dict[str, Any]) -> str:
     """What held the run back, e.g. 'compute-bound: data wait 1.2 % of the time; 0 bytes spilled'."""
     return judge(summary, config).line
 
 
-def judge(summary: dict[str, Any], config: dict[str, Any]) -> Verdict:
+def judge(summary: Summary, config: dict[str, Any]) -> Verdict:
     """The verdict with its tone, for a page that colours it."""
-    steps = summary.get("optimizer_steps") or 0
+    steps = summary.optimizer_steps
     if steps == 0:
         return Verdict("bad", "no optimizer step was taken; the reason is in logs/")
     found = _spilled(summary, config) or _held_up(summary, config) or _checkpointed(summary) or _computed(summary)
-    return Verdict(found.tone, found.line + _caveats(steps, summary.get("restarts") or 0))
+    return Verdict(found.tone, found.line + _caveats(steps, summary.restarts))
 
 
 def eval_meaning(evaluation: dict[str, Any]) -> str:
@@ -68,8 +69,8 @@ def eval_meaning(evaluation: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
-def _spilled(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
-    spilled, fallback = summary.get("spilled_bytes") or 0, summary.get("fallback_bytes") or 0
+def _spilled(summary: Summary, config: dict[str, Any]) -> Verdict | None:
+    spilled, fallback = summary.spilled_bytes, summary.fallback_bytes
     store = (config.get("ray") or {}).get("object_store_bytes")
     remedy = "raise --ray.object_store_bytes" + (f" above {format_bytes(store)}" if store else "")
     if spilled:
@@ -81,36 +82,34 @@ def _spilled(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
     return None
 
 
-def _held_up(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
+def _held_up(summary: Summary, config: dict[str, Any]) -> Verdict | None:
     """Waiting for data, or being kept from computing: the larger share first, and the other too where it is not small."""
     share, waited = kept_share(summary) or 0.0, _waited(summary, config)
     kept = Verdict("warn", why_kept(summary, config)) if share >= KEPT_SHARE_FINE else None
     if waited is None or kept is None:
         return waited or kept
-    first, second = (kept, waited) if share > (summary.get("wait_share") or 0.0) else (waited, kept)
+    first, second = (kept, waited) if share > summary.wait_share else (waited, kept)
     return Verdict("warn", f"{first.line}; besides, {second.line}")
 
 
-def _waited(summary: dict[str, Any], config: dict[str, Any]) -> Verdict | None:
-    share = summary.get("wait_share")
-    if share is None:
-        return Verdict("warn", "no verdict: how long the trainer waited for data was not recorded")
+def _waited(summary: Summary, config: dict[str, Any]) -> Verdict | None:
+    share = summary.wait_share
     if share < WAIT_SHARE_FINE:
         return None
     return Verdict("warn", _why_waited(share, summary, config))
 
 
-def _why_waited(share: float, summary: dict[str, Any], config: dict[str, Any]) -> str:
-    num_workers, readers = config.get("num_workers", 1), summary.get("num_readers")
+def _why_waited(share: float, summary: Summary, config: dict[str, Any]) -> str:
+    num_workers, readers = config.get("num_workers", 1), summary.num_readers
     waited, fed = (
         f"the trainer waited {format_share(share)} of the time",
         "this worker" if num_workers == 1 else "the workers",
     )
-    time_s = summary.get("time_s") or {}
+    time_s = summary.time_s
     loop_s = time_s.get("total", 0.0) - time_s.get("start", 0.0)
     if not readers or not time_s.get("decode") or loop_s <= 0:
         return f"data-bound: {waited}; about {_readers_missing(share, readers)} would keep {fed} fed"
-    samples = (summary.get("samples_per_s") or 0.0) * loop_s
+    samples = summary.samples_per_s * loop_s
     busy = readers_busy(time_s["decode"] / samples, samples / loop_s, readers) if samples else 0.0
     if busy >= READERS_BUSY:
         keep = f"{_readers_missing(share, readers)} would keep {fed} fed"
@@ -143,8 +142,8 @@ def _readers_missing(wait_share: float, num_readers: int | None) -> str:
     return plural(missing_readers(wait_share, num_readers), "more CPU reader")
 
 
-def _checkpointed(summary: dict[str, Any]) -> Verdict | None:
-    time_s = summary.get("time_s") or {}
+def _checkpointed(summary: Summary) -> Verdict | None:
+    time_s = summary.time_s
     loop_s = time_s.get("total", 0.0) - time_s.get("start", 0.0)
     saving_s = time_s.get("checkpoint", 0.0)
     if loop_s <= 0 or saving_s / loop_s < CHECKPOINT_SHARE_FINE:
@@ -155,11 +154,11 @@ def _checkpointed(summary: dict[str, Any]) -> Verdict | None:
     )
 
 
-def _computed(summary: dict[str, Any]) -> Verdict:
-    waited, kept = f"data wait {format_share(summary['wait_share'])} of the time", kept_share(summary)
+def _computed(summary: Summary) -> Verdict:
+    waited, kept = f"data wait {format_share(summary.wait_share)} of the time", kept_share(summary)
     if kept is not None:
         return Verdict("good", f"compute-bound: {waited}, kept from computing {format_share(kept)}; 0 bytes spilled")
-    cpu = summary.get("cpu") or {}
+    cpu = summary.cpu or {}
     others_s, loop_s = cpu.get("other_threads_s"), cpu.get("loop_s")
     unknown = (
         "whether the step runs at the speed it has alone is not known: this system does not tell how long threads queue"

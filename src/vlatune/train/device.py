@@ -15,13 +15,36 @@ from vlatune.train.job import DETERMINISTIC_ENVIRONMENT
 from vlatune.train.prefetch import Prefetcher
 from vlatune.train.transfer import HostTransfer, StreamTransfer, TorchMachine
 
-__all__ = ["DeviceBatch", "deterministic_kernels", "device_batches", "find_compute_threads", "set_performance_flags"]
+__all__ = [
+    "DeviceBatch",
+    "choose_device",
+    "deterministic_kernels",
+    "device_batches",
+    "find_compute_threads",
+    "set_performance_flags",
+]
 
 
-def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, object]:
+def choose_device(name: str | None) -> torch.device:
+    """The device that a flag names, if it is here; without a name CUDA where there is some, else the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device={name}: torch knows no such device; give cpu, cuda or cuda:1") from None
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here else 0
+    if device.type != "cpu" and (here is None or here.type != device.type or (device.index or 0) >= count):
+        there = f"{count} of type {here.type}" if here else "none but the CPU"
+        raise ValueError(f"--device={name}: there is no such device here ({there}); leave the flag out, or give cpu")
+    return device
+
+
+def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, bool | int | str]:
     """Flags for speed, set in the process that trains; returned as torch reports them, so that the run can say so."""
     torch.set_num_threads(num_threads)
-    flags: dict[str, object] = {"device": device.type, "threads": torch.get_num_threads()}
+    flags: dict[str, bool | int | str] = {"device": device.type, "threads": torch.get_num_threads()}
     flags["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if flags["deterministic"]:
         flags |= {name.lower(): os.environ.get(name, "") for name in DETERMINISTIC_ENVIRONMENT}

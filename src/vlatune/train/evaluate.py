@@ -1,13 +1,13 @@
 """How well a run's model does on episodes it never saw: validation loss and open-loop action error.
 
-Deterministic: samples, noise and times are functions of the settings. Reads the held-out frames in this process,
+Deterministic: samples, noise and times are functions of the settings. Reads the held-out frames in this process, once,
 through the same reader and transforms as training. Four figures say whether the model looks and listens: its error,
-that of always predicting the mean action, and its own with the pictures or the sentence blanked.
+that of always predicting the mean action, and its own with the pictures or the sentence blanked. A variant is a
+checkpoint with one kind of weights, trained or averaged; one command evaluates as many as are asked for.
 """
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from torch import Tensor
 from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, Columns, num_rows
 from vlatune.checkpoint.local_store import folder_name
 from vlatune.checkpoint.state import load_result
-from vlatune.checkpoint.store import choose, open_store
-from vlatune.config import EvalConfig, RunConfig
+from vlatune.checkpoint.store import Store, choose, open_store
+from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.dataset.stats import feature_stats
-from vlatune.flags import config_from_dict
 from vlatune.pipeline.transforms import Normalise, Transform, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
+from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import write_json
+from vlatune.train.device import choose_device
 from vlatune.train.setup import Setup, make_setup
 
 SHOWN_SAMPLES = 6
@@ -48,26 +49,64 @@ class Predictions:
         return float(np.abs(self.predicted_NTA - self.true_NTA)[self.valid_NT].mean())
 
 
-def evaluate_run(run_dir: Path, options: EvalConfig) -> dict[str, Any]:
-    """Evaluate a run's checkpoint, write eval.json and eval_samples, and renew the report."""
-    config = replace(_stored_config(run_dir), output_dir=str(run_dir))  # the folder may have been moved
+@dataclass(frozen=True)
+class Evaluated:
+    """A variant and what it predicts."""
+
+    checkpoint: int
+    weights: str
+    """`ema` or `trained`."""
+    by_blank: Mapping[str, Predictions]
+
+    def to_json(self) -> dict[str, Any]:
+        full = self.by_blank["none"]
+        return {
+            "checkpoint": folder_name(self.checkpoint),
+            "weights": self.weights,
+            "val_loss": full.loss,
+            "action_error": full.error(),
+            "blank_images_error": self.by_blank["images"].error(),
+            "blank_sentence_error": self.by_blank["sentence"].error(),
+        }
+
+
+OnBatch = Callable[[int, int], None]
+"""Gets the batches done, and of how many, of the variant under way."""
+
+
+def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lambda done, total: None) -> dict[str, Any]:
+    """Evaluate a run's checkpoints, write eval.json and eval_samples, and renew the report."""
+    validate_eval(options)
+    device = choose_device(options.device)
+    config = replace(read_config(run_dir), output_dir=str(run_dir))  # the folder may have been moved
+    store = open_store(run_dir, config.storage_path)
+    steps = _wanted_steps(store, options.checkpoint)
     setup = make_setup(config)
     if len(setup.held_out) == 0:
         raise ValueError(f"run '{run_dir}' holds no episodes out; train with --dataset.eval_split above 0 to evaluate")
-    store = open_store(run_dir, config.storage_path)
-    checkpoint = choose(store, options.checkpoint, warn=_warn)
     one_draw = replace(ModuleOptions.of(config.policy), flow_samples=1)
-    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw)
-    with store.opened(checkpoint) as folder:
-        load_result(folder, {name: p for name, p in module.named_parameters() if p.requires_grad})
-    module.eval()
+    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw).to(device).eval()
     rows = read_held_out(setup, options.max_samples)
-    by_blank = {blank: predict(setup, module, _blank(rows, setup, blank), options) for blank in BLANKS}
-    result = _figures(setup, options, checkpoint, by_blank)
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found = []
+    for step in steps:
+        with store.opened(step) as folder:
+            for wanted in ("ema", "trained") if options.weights == "both" else (options.weights,):
+                weights = load_result(folder, trainable, wanted)
+                found.append(Evaluated(step, weights, predict_all(setup, module, rows, options, on_batch=on_batch)))
+    result = _figures(setup, options, found) | {"device": str(device)}
     write_json(run_dir / "eval.json", result)
-    save_eval_samples(run_dir, _samples_to_show(setup, rows, by_blank["none"]))
+    save_eval_samples(run_dir, _samples_to_show(setup, rows, found[0].by_blank["none"]))
     write_report(run_dir)
     return result
+
+
+def _wanted_steps(store: Store, names: Sequence[str]) -> list[int]:
+    """The newest first: it gives the run's figures, the others stand beside it."""
+    if "all" in names:
+        names = [str(step) for step in store.steps()]
+    steps = {choose(store, name, warn=_warn) for name in names or [None]}
+    return sorted(steps, reverse=True)
 
 
 def read_held_out(setup: Setup, max_samples: int) -> Columns:
@@ -91,26 +130,63 @@ def read_held_out(setup: Setup, max_samples: int) -> Columns:
 
 
 def predict(setup: Setup, module: Any, rows: Columns, options: EvalConfig) -> Predictions:
-    """Sampled actions and the flow-matching loss, batch by batch."""
+    """Sampled actions and the flow-matching loss of the rows as they are."""
+    return predict_all(setup, module, rows, options, blanks=("none",))["none"]
+
+
+def predict_all(
+    setup: Setup,
+    module: Any,
+    rows: Columns,
+    options: EvalConfig,
+    *,
+    blanks: Sequence[str] = BLANKS,
+    on_batch: OnBatch = lambda done, total: None,
+) -> dict[str, Predictions]:
+    """Actions and loss for every blank, in one pass over the rows, on the module's device.
+
+    The host reads nothing of what is computed before the end, so it prepares a batch while the one before computes.
+    """
     transforms = setup.eval_transforms(options.seed)
-    unscale = _action_normaliser(transforms)
-    predicted, losses = [], []
-    for batch_rows in _batches(rows, options.batch_size):
-        columns = apply_all(transforms, batch_rows)
-        batch = {key: torch.from_numpy(values) for key, values in columns.items()}
-        with torch.no_grad():
-            # Device syncs, both here: evaluation wants the numbers at once, and no training step waits behind it.
-            losses.append(float(module(batch)) * num_rows(columns))
-            chunk = module.predict(batch, _start_noise(batch[ACTION], options.seed)).float().numpy()
-        predicted.append(unscale.inverse(chunk) if unscale else chunk)
-    loss = sum(losses) / num_rows(rows)
-    return Predictions(rows[ACTION], np.concatenate(predicted), ~rows[ACTION_IS_PAD], loss)
+    device = next(module.parameters()).device
+    num_batches = -(-num_rows(rows) // options.batch_size)
+    counts, losses, chunks = [], [], []
+    for number, batch_rows in enumerate(_batches(rows, options.batch_size)):
+        counts.append(num_rows(batch_rows))
+        of_blanks = [_run(module, apply_all(transforms, _blank(batch_rows, setup, b)), device, options) for b in blanks]
+        losses.append(torch.stack([loss for loss, _ in of_blanks]))
+        chunks.append(torch.stack([chunk for _, chunk in of_blanks]))
+        on_batch(number + 1, num_batches)
+    losses_BK = torch.stack(losses).cpu().double().numpy()  # device sync: all figures of the variant at once
+    chunks_KNTA = torch.cat(chunks, dim=1).cpu().numpy()
+    unscale, loss_K = _action_normaliser(transforms), np.array(counts) @ losses_BK / sum(counts)
+    return {
+        blank: Predictions(
+            rows[ACTION],
+            unscale.inverse(chunks_KNTA[k]) if unscale else chunks_KNTA[k],
+            ~rows[ACTION_IS_PAD],
+            float(loss_K[k]),
+        )
+        for k, blank in enumerate(blanks)
+    }
 
 
-def _start_noise(action_BTP: Tensor, seed: int) -> Tensor:
+@torch.no_grad()
+def _run(module: Any, columns: Columns, device: torch.device, options: EvalConfig) -> tuple[Tensor, Tensor]:
+    """Loss and action chunks of a batch, still on the device."""
+    batch = {key: _to_device(torch.from_numpy(values), device) for key, values in columns.items()}
+    noise_TP = _to_device(_start_noise(batch[ACTION].shape[1:], options.seed), device)
+    return module(batch), module.predict(batch, noise_TP.expand_as(batch[ACTION]).contiguous()).float()
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Out of page-locked memory, so that the host does not wait for the copy; torch keeps that memory until it is done."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _start_noise(shape_TP: Sequence[int], seed: int) -> Tensor:
     """The same start of sampling for every sample and every blank: differences are the input's alone."""
-    noise_TP = torch.randn(action_BTP.shape[1:], generator=torch.Generator().manual_seed(seed))
-    return noise_TP.expand_as(action_BTP).contiguous()
+    return torch.randn(*shape_TP, generator=torch.Generator().manual_seed(seed))
 
 
 def _blank(rows: Columns, setup: Setup, what: str) -> Columns:
@@ -121,29 +197,26 @@ def _blank(rows: Columns, setup: Setup, what: str) -> Columns:
     return rows
 
 
-def _figures(setup: Setup, options: EvalConfig, checkpoint: int, by_blank: dict[str, Predictions]) -> dict[str, Any]:
-    full = by_blank["none"]
+def _figures(setup: Setup, options: EvalConfig, found: Sequence[Evaluated]) -> dict[str, Any]:
+    """Those of the first variant, in full, and of each in short."""
+    full = found[0].by_blank["none"]
     mean_A = feature_stats(setup.metas, ACTION, ["mean"])["mean"].astype(np.float32)
     mean_guess = replace(full, predicted_NTA=np.broadcast_to(mean_A, full.true_NTA.shape))
     error_NTA = np.where(full.valid_NT[..., None], np.abs(full.predicted_NTA - full.true_NTA), np.nan)
     positions = setup.held_out.position
-    return {
-        "checkpoint": folder_name(checkpoint),
+    return found[0].to_json() | {
         "episodes": [
             int(setup.metas[int(d)].episodes.index[p]) for d, p in zip(setup.held_out.dataset, positions, strict=True)
         ],
         "num_samples": len(full.true_NTA),
         "seed": options.seed,
-        "val_loss": full.loss,
-        "action_error": full.error(),
         "mean_action_error": mean_guess.error(),
-        "blank_images_error": by_blank["images"].error(),
-        "blank_sentence_error": by_blank["sentence"].error(),
         "per_dim_error": dict(
             zip(setup.binding.action_names, np.nanmean(error_NTA, axis=(0, 1)).tolist(), strict=True)
         ),
         "per_horizon_error": np.nanmean(error_NTA, axis=(0, 2)).tolist(),
         "action_names": list(setup.binding.action_names),
+        "variants": [one.to_json() for one in found],
     }
 
 
@@ -170,13 +243,6 @@ def _action_normaliser(transforms: Sequence[Transform]) -> Normalise | None:
 def _batches(rows: Columns, size: int) -> Iterator[Columns]:
     for begin in range(0, num_rows(rows), size):
         yield {key: values[begin : begin + size] for key, values in rows.items()}
-
-
-def _stored_config(run_dir: Path) -> RunConfig:
-    file = run_dir / "config.json"
-    if not file.exists():
-        raise ValueError(f"'{run_dir}' is not a run folder: there is no config.json in it")
-    return config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file))
 
 
 def _warn(text: str) -> None:

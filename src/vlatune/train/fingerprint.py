@@ -5,7 +5,7 @@ thing from another; whether a file is intact is not their business.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from vlatune.random_streams import ORDER_VERSION
 from vlatune.train.setup import Setup
 
 PACKAGES = ("vlatune", "torch", "lerobot", "transformers", "tokenizers", "peft", "numpy", "av", "ray")
+VERSIONS = "versions."
 
 
 def fingerprints(setup: Setup) -> dict[str, str]:
@@ -34,8 +35,13 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     found["base.weights"] = base_weights(Path(setup.policy.folder))
     found["base.config"] = short_hash([(Path(setup.policy.folder) / "config.json").read_bytes()])
     found["base.tokenizer"] = short_hash([Path(setup.policy.tokenizer_file).read_bytes()])
-    found["versions.order"] = str(ORDER_VERSION)
-    return found | {f"versions.{name}": version(name) for name in PACKAGES}
+    found[f"{VERSIONS}order"] = str(ORDER_VERSION)
+    return found | {f"{VERSIONS}{name}": version(name) for name in PACKAGES}
+
+
+def versions_in(found: Mapping[str, str]) -> dict[str, str]:
+    """Package -> version, out of the fingerprints."""
+    return {name.removeprefix(VERSIONS): one for name, one in found.items() if name.startswith(VERSIONS)}
 
 
 def _computed_stats(setup: Setup) -> Iterator[bytes]:

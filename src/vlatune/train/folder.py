@@ -5,7 +5,6 @@ holds another run is refused with what differs (changes.py). One process at a ti
 """
 
 import fcntl
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from vlatune.checkpoint.store import open_store
-from vlatune.config import RunConfig, to_json
-from vlatune.report.sinks import write_json
+from vlatune.config import RunConfig
+from vlatune.report.run_folder import CONFIG_FILE, read_settings, write_settings
+from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
 from vlatune.train.changes import accepted, config_changes
 
 PEN_WAIT_S, PEN_POLL_S = 60.0, 0.1
@@ -38,19 +38,14 @@ class RunFolder:
         """A file of `logs/` that is not there yet: what earlier attempts left stays, also those of a killed process."""
         return next(file for number in count() if not (file := self.logs / f"{name}-{number}.txt").exists())
 
-    def summary(self) -> dict[str, Any] | None:
-        file = self.path / "summary.json"
-        return json.loads(file.read_bytes()) if file.exists() else None
-
-    def stored_config(self) -> dict[str, Any] | None:
-        file = self.path / "config.json"
-        return json.loads(file.read_bytes()) if file.exists() else None
+    def summary(self) -> Summary | None:
+        return read_summary(self.path)
 
 
 def check_run(config: RunConfig) -> None:
     """Refuse a folder in which the run may neither start nor go on; nothing is written."""
     folder = RunFolder(config.run_dir)
-    stored = folder.stored_config()
+    stored = read_settings(folder.path)
     if stored is not None:
         _check_same_run(config, folder, stored)
     elif folder.path.exists() and any(folder.path.iterdir()) and not _only_ours(folder.path):
@@ -66,9 +61,8 @@ def open_run(config: RunConfig) -> RunFolder:
     check_run(config)
     folder = RunFolder(config.run_dir)
     folder.logs.mkdir(parents=True, exist_ok=True)
-    write_json(folder.path / "config.json", to_json(replace(config, resume=False, allow_changed=())))
-    summary = folder.path / "summary.json"
-    summary.unlink(missing_ok=True)  # a run that goes on is not finished
+    write_settings(folder.path, replace(config, resume=False, allow_changed=()))
+    (folder.path / SUMMARY_FILE).unlink(missing_ok=True)  # a run that goes on is not finished
     return folder
 
 
@@ -110,15 +104,15 @@ def hold_pen(run_dir: Path, *, wait_s: float = PEN_WAIT_S) -> IO[str]:
 
 def _check_same_run(config: RunConfig, folder: RunFolder, stored: dict[str, Any]) -> None:
     summary = folder.summary()
-    if summary and summary.get("finished"):
-        longer = config.resume and config.steps > summary["optimizer_steps"]
+    if summary and summary.finished:
+        longer = config.resume and config.steps > summary.optimizer_steps
         if not longer:
             raise ValueError(
-                f"run folder '{folder.path}' already holds a finished run of {summary['optimizer_steps']} steps; choose another --job_name or "
+                f"run folder '{folder.path}' already holds a finished run of {summary.optimizer_steps} steps; choose another --job_name or "
                 f"--output_dir, delete the folder, or go on with --resume=true and more --steps"
             )
     what = f"run folder '{folder.path}' holds a run with other settings"
-    accepted(list(config_changes(config, stored, f"'{folder.path}/config.json'")), config.allow_changed, what)
+    accepted(list(config_changes(config, stored, f"'{folder.path}/{CONFIG_FILE}'")), config.allow_changed, what)
 
 
 def _has_checkpoints_elsewhere(config: RunConfig) -> bool:

@@ -36,10 +36,10 @@ def train(config: RunConfig) -> None:
     validate(config)
     config = with_base(config, say=_say)
     folder = RunFolder(config.run_dir)
-    make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
+    setup = make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
     with only_one(folder):
         check_run(config)
-        start = find_start(config, say=_say)
+        start = find_start(config, setup, say=_say)
         folder = open_run(config)
         if config.dataset.on_bad_episode == "skip":
             keep_skipped(folder.path, start.setup.skipped)
@@ -51,7 +51,7 @@ def train(config: RunConfig) -> None:
             _say(f"report: {write_report(folder.path)}")
     summary = folder.summary()
     assert summary is not None  # rank 0 writes it before the workers end
-    _say(f"finished: {summary['optimizer_steps']} steps, loss {summary['final_loss']:.4f}; {summary['verdict']}")
+    _say(f"finished: {summary.optimizer_steps} steps, loss {summary.final_loss:.4f}; {summary.verdict}")
 
 
 def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster) -> None:
@@ -80,7 +80,7 @@ def _try_until_done(
             reason = root_cause(error)
             if isinstance(reason, FINAL):
                 raise reason from None
-            before, start = start, find_start(config, say=_say)
+            before, start = start, find_start(config, start.setup, say=_say)
             in_vain = in_vain + 1 if start.step == before.step else 1
             if in_vain > config.max_restarts:
                 raise reason from None

@@ -195,7 +195,8 @@ class Worker:
     def _log(self, done: int, result: StepResult, rate: float) -> None:
         """The one place, beside saving, where the host waits for the device."""
         numbers = torch.stack([self.loss_sum / self.loss_count, result.grad_norm, self.updater.guard.skipped])
-        spent_s = self.meter.take_spent(self._stages_s())
+        restarts = getattr(self.feed, "restarts", 0)  # a stand-in for the feed need not count
+        spent_s = self.meter.take_spent(self._stages_s(), restarts)
         (mean_loss, grad_norm, skipped), by_worker_s = mean_and_each(numbers, spent_s, self.share, dist.all_reduce)
         rates = self.meter.take_interval(by_worker_s)
         self.watch.look(skipped, done, self.agreement.gather)

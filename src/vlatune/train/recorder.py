@@ -1,20 +1,25 @@
 """Rank 0's pen: metrics, samples, summary, and the watch over the object store."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vlatune.checkpoint.store import open_store, place_of
 from vlatune.config import to_json
 from vlatune.dataset.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
 from vlatune.pipeline.spill_meter import SpillMeter
-from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl, write_json
+from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
+from vlatune.report.summary import Scalar, Summary, write_summary
 from vlatune.report.verdict import verdict
+from vlatune.train.fingerprint import versions_in
 from vlatune.train.folder import hold_pen
 from vlatune.train.job import WorkerJob
 
 
 class Recorder:
-    def __init__(self, job: WorkerJob, first_step: int, performance_flags: dict[str, object]) -> None:
+    def __init__(self, job: WorkerJob, first_step: int, performance_flags: Mapping[str, Scalar]) -> None:
         self.job = job
         self.performance_flags = performance_flags
         self.run_dir = Path(job.run_dir)
@@ -64,30 +69,40 @@ class Recorder:
 
     def finish(self, totals: dict, steps: int, first_batch_s: float | None) -> None:
         store = self.spill.close()
-        summary = {
-            "finished": True,
-            "optimizer_steps": steps,
-            "final_loss": self.last_loss,
-            "samples_per_s": totals["samples_per_s"],
-            "wait_share": totals["wait_share"],
-            "time_to_first_batch_s": first_batch_s,
-            "spilled_bytes": store.spilled_bytes,
-            "fallback_bytes": store.fallback_bytes,
-            "peak_object_store_bytes": self.spill.peak_bytes,
-            "object_store_capacity_bytes": self.job.store_bytes,
-            "restarts": self.job.restarts,
-            "num_readers": self.job.budget.readers * self.job.config.num_workers,
-            "wait_s_by_worker": totals["wait_s_by_worker"],
-            "time_s": totals["time_s"],
-            "cpu": totals["cpu"],
-            "kept_by": totals["kept_by"],
-            "performance_flags": self.performance_flags,
-            "shuffle": measure_shuffle(self.job.setup.order).to_json(),
-            "num_skipped_episodes": len(self.job.setup.skipped),
-            "skipped_episodes": [bad.to_json() for bad in self.job.setup.skipped],
-        }
-        summary["verdict"] = verdict(summary, to_json(self.job.config))
-        write_json(self.run_dir / "summary.json", summary)
+        summary = Summary(
+            optimizer_steps=steps,
+            final_loss=self.last_loss,
+            samples_per_s=totals["samples_per_s"],
+            wait_share=totals["wait_share"],
+            time_to_first_batch_s=first_batch_s,
+            spilled_bytes=store.spilled_bytes,
+            fallback_bytes=store.fallback_bytes,
+            peak_object_store_bytes=self.spill.peak_bytes,
+            restarts=self.job.restarts,
+            reader_restarts=totals["reader_restarts"],
+            object_store_capacity_bytes=self.job.store_bytes,
+            num_readers=self.job.budget.readers * self.job.config.num_workers,
+            wait_s_by_worker=tuple(totals["wait_s_by_worker"]),
+            time_s=totals["time_s"],
+            cpu=totals["cpu"],
+            kept_by=totals["kept_by"],
+            performance_flags=dict(self.performance_flags),
+            shuffle=measure_shuffle(self.job.setup.order).to_json(),
+            versions=versions_in(self.job.checkpoints.fingerprints),
+            **self._checkpoints(),
+            num_skipped_episodes=len(self.job.setup.skipped),
+            skipped_episodes=tuple(bad.to_json() for bad in self.job.setup.skipped),
+        )
+        write_summary(self.run_dir, replace(summary, verdict=verdict(summary, to_json(self.job.config))))
+
+    def _checkpoints(self) -> dict[str, Any]:
+        """Where they lie and of which steps; a store that does not answer now must not cost the run its summary."""
+        store = open_store(self.run_dir, self.job.checkpoints.storage_path)
+        try:
+            steps = tuple(store.steps())
+        except (OSError, RuntimeError):
+            steps = None
+        return {"checkpoint_place": place_of(store), "checkpoints": steps}
 
     def close(self) -> None:
         for sink in (self.metrics, self.samples, self.board):

@@ -40,16 +40,19 @@ class Start:
         return CheckpointPlan(run_dir, storage_path, self.step, self.fingerprints, self.policy_files)
 
 
-def find_start(config: RunConfig, *, say: Callable[[str], None]) -> Start:
-    """Read the newest checkpoint's page and hold it against the config; what differs is refused, or said."""
+def find_start(config: RunConfig, setup: Setup | None = None, *, say: Callable[[str], None]) -> Start:
+    """Read the newest checkpoint's page and hold it against the config; what differs is refused, or said.
+
+    `setup` is the config's; it is made here for a caller that has none yet.
+    """
+    setup = setup or make_setup(config)
     store = open_store(config.run_dir, config.storage_path)
     step = find_newest(store, warn=say, strict=config.strict_resume)
     if step is None:
-        setup = make_setup(config)
         return Start(store, None, setup, fingerprints(setup), _policy_files(config, setup))
     stored = parse_state(store.read_bytes(step, STATE), store.where(step))
     _check_steps(config, stored, store.where(step))
-    setup = make_setup(config, lanes=stored.lanes)
+    setup = setup.with_lanes(stored.lanes)
     made_of = fingerprints(setup)
     for change in check_changes(config, stored, made_of, store.where(step)):
         say(f"changed since the checkpoint: {change}")

@@ -6,7 +6,7 @@ tokenizer, batch against dataset.
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -63,12 +63,18 @@ class Setup:
         """What the workers' feeds read."""
         return DataPlan(self.metas, self.training, self.specs, self.order, self.training_transforms(), batch_size)
 
+    def with_lanes(self, lanes: int) -> "Setup":
+        """Their number stays with a run: one that goes on has its checkpoint's."""
+        order = replace(self.order, lanes=lanes)
+        check_order(order)
+        return replace(self, order=order)
+
     def _transforms(self, draw: Draw) -> tuple[Transform, ...]:
         return self.adapter.make_transforms(self.policy, self.binding, self.stats, draw)
 
 
-def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool = False) -> Setup:
-    """Read what the config names. `lanes` comes from the checkpoint when a run goes on.
+def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
+    """Read what the config names, once for a start.
 
     `preflight` also looks whether the datasets' files are there and, of the first episode, what they should be.
     """
@@ -87,7 +93,7 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
         lengths=tuple(training.length.tolist()),
         seed=config.seed,
         global_batch=config.global_batch,
-        lanes=lanes or choose_lanes(config.global_batch, config.num_workers),
+        lanes=choose_lanes(config.global_batch, config.num_workers),
         run_length=config.dataset.run_length,
         window_rows=config.dataset.window_rows,
         mixture=Mixture(tuple(training.dataset.tolist()), config.dataset.weight) if config.dataset.weight else None,
@@ -164,7 +170,7 @@ def _usable_episodes(
 ) -> tuple[Selection, tuple[BadEpisode, ...]]:
     selected = select_episodes(metas, config.dataset.episodes)
     if config.dataset.on_bad_episode == "skip":
-        bad = bad_episodes(config, metas, specs, selected, anew=preflight)
+        bad = bad_episodes(config, metas, specs, selected)
         return leave_out(selected, metas, bad), bad
     if preflight:
         check_first(metas, specs, selected)

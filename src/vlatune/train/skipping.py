@@ -7,31 +7,25 @@ another order of samples.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vlatune.config import RunConfig
 from vlatune.dataset.health import BadEpisode, find_bad_episodes, print_progress
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.reader import ReadSpec
 from vlatune.dataset.select import Selection
+from vlatune.report.run_folder import CONFIG_FILE
 from vlatune.report.sinks import write_json
 
 SKIPPED_FILE = "skipped_episodes.json"
 
-_found: dict[tuple[Any, ...], tuple[BadEpisode, ...]] = {}
-"""What this process found: a start makes its set-up several times, and the check reads the whole dataset."""
-
 
 def bad_episodes(
-    config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection, *, anew: bool
+    config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection
 ) -> tuple[BadEpisode, ...]:
-    """Those of the run folder where there are some, else what a check finds; `anew` trusts no earlier check."""
-    if (config.run_dir / "config.json").exists() and (config.run_dir / SKIPPED_FILE).exists():
+    """Those of the run folder where there are some, else what a check of the whole dataset finds."""
+    if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / SKIPPED_FILE).exists():
         return read_skipped(config.run_dir)
-    key = (repr(config.dataset), config.run_dir, tuple(camera.name for spec in specs for camera in spec.cameras))
-    if anew or key not in _found:
-        _found[key] = find_bad_episodes(metas, specs, selection, on_file=print_progress)
-    return _found[key]
+    return find_bad_episodes(metas, specs, selection, on_file=print_progress)
 
 
 def keep_skipped(run_dir: Path, bad: Sequence[BadEpisode]) -> None:
