@@ -5,7 +5,6 @@ folder, `train` and `evaluate_run` are what `vlatune train` and `vlatune eval` c
 """
 
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,13 @@ from typing import Any
 from vlatune.config import DemoConfig, EvalConfig, RunConfig
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.files import read_json
 from vlatune.flags import config_from_dict
+from vlatune.outgoing import say
 from vlatune.recipes import get_recipe
+from vlatune.report.run_folder import BESIDE, RUN_ENTRIES
 
+JOB_NAME = "demo"
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 
 
@@ -55,7 +58,7 @@ def _show(figures: dict[str, Any]) -> None:
 
 def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
     values: dict[str, Any] = get_recipe("tiny")
-    values |= {"recipe": "tiny", "output_dir": options.output_dir, "job_name": "demo", "seed": options.seed}
+    values |= {"recipe": "tiny", "output_dir": options.output_dir, "job_name": JOB_NAME, "seed": options.seed}
     if options.steps is not None:
         values["steps"] = options.steps
     values["dataset"] = {**values.get("dataset", {}), "root": [str(dataset)]}
@@ -64,11 +67,22 @@ def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
 
 
 def _clear_old_run(folder: Path) -> None:
-    """A demo is run again from the start; its dataset and base model stay."""
-    if (folder / "config.json").exists():
-        for entry in folder.iterdir():
-            if entry.name not in ("dataset", "base"):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    """A demo is run again from the start; its dataset and base model stay. Nothing goes that a demo did not make."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    strange = sorted(entry.name for entry in folder.iterdir() if entry.name not in (*RUN_ENTRIES, *BESIDE))
+    is_demo = not (folder / "config.json").exists() or read_json(folder, "config.json").get("job_name") == JOB_NAME
+    if strange or not is_demo:
+        found = f"it holds '{strange[0]}'" if strange else "its config.json is of another run"
+        raise ValueError(
+            f"'{folder}' is not the folder of a demo ({found}), and a demo empties it; choose another --output_dir"
+        )
+    for name in RUN_ENTRIES:
+        entry = folder / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def ensure_dataset(folder: Path, seed: int) -> Path:
@@ -101,5 +115,4 @@ def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"vlatune: {text}\n")
-    sys.stdout.flush()
+    say(f"vlatune: {text}")

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.checkpoint.base_weights import base_weights
-from vlatune.checkpoint.manifest import share, sync
-from vlatune.checkpoint.policy_files import CONFIG, POLICY_FOLDER, PREPROCESSOR, TOKENIZER_FOLDER, rename_map
+from vlatune.checkpoint.manifest import share
+from vlatune.checkpoint.policy_files import CONFIG, PREPROCESSOR, TOKENIZER_FOLDER, read_policy_files, rename_map
 from vlatune.checkpoint.state_file import TrainState, read_state
 from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import ExportConfig, RunConfig
+from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync
 from vlatune.flags import config_from_dict
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.hub import resolve_folder
@@ -66,6 +67,8 @@ class Plan:
     """Of the checkpoint."""
     spec: PolicySpec
     binding: Binding
+    policy_files: Mapping[str, bytes]
+    """Config, processors and statistics, checked."""
     options: ExportConfig
 
 
@@ -77,7 +80,7 @@ def make_plan(checkpoint: Path, options: ExportConfig) -> Plan:
             f"--adapter=true: the run was trained with --policy.train={config.policy.train} and has no adapters; leave the flag out"
         )
     spec = get_adapter(config.policy.type).read_spec(find_base(config, options.base, state))
-    return Plan(checkpoint, config, spec, make_binding(state.binding), options)
+    return Plan(checkpoint, config, spec, make_binding(state.binding), read_policy_files(checkpoint), options)
 
 
 def export_text(done: Exported) -> str:
@@ -97,11 +100,11 @@ def export_text(done: Exported) -> str:
 
 def read_run_config(run_dir: Path) -> RunConfig:
     file = run_dir / "config.json"
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(
             f"'{run_dir}' is not a run folder: there is no config.json in it; RUN is the --output_dir of a run"
         )
-    return config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file))
+    return config_from_dict(RunConfig, read_json(run_dir, "config.json"), str(file))
 
 
 def find_base(config: RunConfig, given: str | None, state: TrainState) -> Path:
@@ -142,14 +145,14 @@ def write_weights(plan: Plan, aside: Path) -> str:
 
 def write_rest(plan: Plan, aside: Path) -> bool:
     """Config and processors from the checkpoint, size and tokenizer from the base; says whether there was one."""
-    for path in sorted((plan.checkpoint / POLICY_FOLDER).iterdir()):
-        shutil.copyfile(path, aside / path.name)
+    for name, data in plan.policy_files.items():
+        (aside / name).write_bytes(data)
     if plan.options.adapter:
         from vlatune.checkpoint.adapter import mark_config
 
         mark_config(aside / CONFIG)
     if (size := Path(plan.spec.folder) / SIZE_FILE).exists():
-        shutil.copyfile(size, aside / SIZE_FILE)
+        (aside / SIZE_FILE).write_bytes(read_file(size.parent, SIZE_FILE))
     return _copy_tokenizer(plan.spec, aside)
 
 
@@ -161,7 +164,8 @@ def _copy_tokenizer(spec: PolicySpec, aside: Path) -> bool:
     (aside / TOKENIZER_FOLDER).mkdir()
     for path in Path(spec.tokenizer_file).parent.iterdir():
         if path.is_file() and path.name.startswith(TOKENIZER_FILES):
-            shutil.copyfile(path, aside / TOKENIZER_FOLDER / path.name)
+            data = read_file(path.parent, path.name, max_bytes=MAX_TOKENIZER_BYTES)
+            (aside / TOKENIZER_FOLDER / path.name).write_bytes(data)
     return True
 
 

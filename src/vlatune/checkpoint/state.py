@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vlatune.files import real_path
+
 TRAINABLE = "trainable.safetensors"
 EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -52,7 +54,7 @@ def has_ema(folder: Path) -> bool:
 
 def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer its stored moments and step counts, parameter by parameter."""
-    stored = load_file(folder / OPTIMIZER)
+    stored = load_file(real_path(folder, OPTIMIZER))
     per_parameter: dict[int, dict[str, Tensor]] = {}
     for position, name in enumerate(_names_in_order(trainable, optimizer)):
         prefix = f"{name}|"
@@ -62,7 +64,7 @@ def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Opti
 
 
 def _copy(file: Path, into: Tensors) -> None:
-    stored = load_file(file)
+    stored = load_file(real_path(file.parent, file.name))
     if stored.keys() != into.keys():
         odd = sorted(stored.keys() ^ into.keys())
         more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from vlatune.checkpoint.local_store import LocalStore, folder_name
-from vlatune.checkpoint.manifest import MANIFEST, Manifest, make_manifest, share, sync
+from vlatune.checkpoint.manifest import MANIFEST, Manifest, make_manifest, share
 from vlatune.checkpoint.phases import OnPhase, no_phase
+from vlatune.files import sync
 
 WriteFile = Callable[[Path], object]
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from vlatune.outgoing import CUT, redacted
+
 MAX_TRIES = 8
 """Calls in all, the first included."""
 MAX_RETRY_S = 120.0
@@ -186,8 +188,8 @@ def _cause(error: BaseException, secrets: tuple[str, ...]) -> tuple[str, bool]:
     said = f"{type(error).__name__}: {text}" + (f" (status {status})" if status else "")
     whole = " ".join(str(one) for one in chain(error))
     for secret in secrets:
-        said = said.replace(secret, "***")
-    return said, not any(secret in whole for secret in secrets)
+        said = said.replace(secret, CUT)
+    return redacted(said), whole == redacted(whole) and not any(secret in whole for secret in secrets)
 
 
 def _remedy(error: BaseException) -> str:

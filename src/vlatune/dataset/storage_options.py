@@ -5,9 +5,10 @@ secrets are refused here, by the names of their keys, and belong into the enviro
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from vlatune.outgoing import has_secret
 
 SECRET_WORDS = ("key", "secret", "token", "pass", "sas", "credential", "connection_string", "auth", "cookie", "header")
 """Parts of names of options that hold secrets in the drivers of fsspec: key, account_key, sas_token, password, ..."""
@@ -50,5 +51,4 @@ def _secret_names(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]
 def _is_secret(name: str, value: Any) -> bool:
     if value is None or isinstance(value, bool) or value in NO_SECRETS:
         return False
-    has_password = isinstance(value, str) and re.search(r"://[^/@]*:[^/@]*@", value) is not None
-    return has_password or any(word in name.lower() for word in SECRET_WORDS)
+    return (isinstance(value, str) and has_secret(value)) or any(word in name.lower() for word in SECRET_WORDS)

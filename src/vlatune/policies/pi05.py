@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, read_file
 from vlatune.pipeline.transforms import (
     DrawFlow,
     Normalise,
@@ -26,11 +27,12 @@ from vlatune.pipeline.transforms import (
 )
 from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, ModuleOptions, PolicySpec
 from vlatune.policies.pi05_weights import find_tensors
+from vlatune.policies.processors import PREPROCESSOR, PROCESSORS, check_config, checked_steps, is_hub_name
 
 if TYPE_CHECKING:
     import torch
 
-PREPROCESSOR = "policy_preprocessor.json"
+TOKENIZER = "tokenizer.json"
 
 
 class Pi05Adapter:
@@ -45,7 +47,8 @@ class Pi05Adapter:
             raise ValueError(
                 f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions"
             )
-        tokenizer_file = _find_tokenizer(folder)
+        check_config(config, f"policy '{folder}': config.json")
+        tokenizer_file = _find_tokenizer(folder, _read_steps(folder)[PREPROCESSOR])
         pad_id = _pad_id(tokenizer_file)
         try:
             spec = _make_spec(folder, config, tokenizer_file, pad_id)
@@ -121,7 +124,9 @@ def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarr
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return _as_object(json.loads((folder / name).read_bytes()))
+        return _as_object(
+            json.loads(read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES))
+        )
     except FileNotFoundError as error:
         raise ValueError(
             f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder"
@@ -136,25 +141,31 @@ def _as_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _find_tokenizer(folder: Path) -> Path:
-    """The tokenizer.json that the preprocessor names: a folder of its own, one beside it, or a hub repository."""
-    steps = _read_json(folder, PREPROCESSOR).get("steps")
-    steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    names = [
-        s.get("config", {}).get("tokenizer_name") for s in steps if s.get("registry_name") == "tokenizer_processor"
-    ]
+def _read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The processors' steps, checked, by file; only the preprocessor has to be there."""
+    found = [name for name in PROCESSORS if name == PREPROCESSOR or (folder / name).exists()]
+    return {name: checked_steps(_read_json(folder, name), f"policy '{folder}': {name}") for name in found}
+
+
+def _find_tokenizer(folder: Path, steps: list[dict[str, Any]]) -> Path:
+    """The tokenizer.json that the preprocessor names: a folder in the base's own, or a hub repository."""
+    names = [step["config"].get("tokenizer_name") for step in steps if step["registry_name"] == "tokenizer_processor"]
     if not names or not names[0]:
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
-    named = Path(names[0])
-    for candidate in (named, folder / named.name, folder / "tokenizer"):
-        if (candidate / "tokenizer.json").exists():
-            return candidate / "tokenizer.json"
-    if named.is_absolute():
-        raise ValueError(f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{named}', which is not there")
+    named = names[0]
+    own = [folder / Path(named).name, folder / "tokenizer"]
+    for candidate in [Path(named), *own] if is_hub_name(named) else own:  # LeRobot looks from the current folder
+        if (candidate / TOKENIZER).exists():
+            return candidate / TOKENIZER
+    if not is_hub_name(named):
+        raise ValueError(
+            f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{named}', which is not there; put its folder into the "
+            f"policy's own, as '{own[-1]}'"
+        )
     from vlatune.policies.hub import fetch_file
 
-    fetch_file(names[0], "tokenizer_config.json")
-    return fetch_file(names[0], "tokenizer.json")
+    fetch_file(named, "tokenizer_config.json")
+    return fetch_file(named, TOKENIZER)
 
 
 def _pad_id(tokenizer_file: Path) -> int:

@@ -16,6 +16,7 @@ from lerobot.policies.pi05 import PI05Config, PI05Policy
 from safetensors import safe_open
 from torch import nn
 
+from vlatune.files import read_file
 from vlatune.policies.pi05_size import building_at, read_size
 from vlatune.policies.pi05_trainable import is_float32, set_trainable
 from vlatune.policies.pi05_weights import StoredTensor, find_tensors
@@ -23,7 +24,7 @@ from vlatune.policies.pi05_weights import StoredTensor, find_tensors
 
 def load_policy(folder: Path, *, train: str, dtype: str | None) -> PI05Policy:
     """On the CPU, with what `train` names trainable; adapters are not added here. The folder's files are checked first."""
-    tensors = find_tensors(folder, json.loads((folder / "config.json").read_bytes()))
+    tensors = find_tensors(folder, json.loads(read_file(folder, "config.json")))
     policy = build_policy(folder, dtype)
     set_trainable(policy, train)
     _fill(policy, tensors, train)
@@ -58,7 +59,7 @@ def read_config(folder: Path) -> PI05Config:
 
 def parse_config(folder: Path) -> PI05Config:
     """config.json as LeRobot parses it, whose own way leaves a file behind in the folder for temporary files."""
-    stored = json.loads((folder / "config.json").read_bytes())
+    stored = json.loads(read_file(folder, "config.json"))
     return draccus.decode(PI05Config, {key: value for key, value in stored.items() if key != "type"})
 
 

@@ -4,13 +4,31 @@ Reading never changes the folder, and works on a run that is going on or has die
 these files is the trainer's and the evaluation's business, through sinks.py and eval_samples.py.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlatune.files import read_json
 from vlatune.report.eval_samples import FILE_NAME, EvalSample, load_eval_samples
 from vlatune.report.sinks import read_jsonl
+
+RUN_ENTRIES = (
+    "config.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "summary.json",
+    "skipped_episodes.json",
+    "eval.json",
+    FILE_NAME,
+    "report.html",
+    "logs",
+    "checkpoints",
+    ".lock",
+    ".pen",
+)
+"""All that a run puts into its folder."""
+BESIDE = ("base", "dataset")
+"""What the demo puts beside a run; runs only read it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
     known = ("config.json", "metrics.jsonl", "summary.json")
     if not any((run_dir / name).exists() for name in known):
         raise ValueError(f"{run_dir}: not a run folder (none of {', '.join(known)}); give the --output_dir of a run")
-    config = _read_json(run_dir / "config.json")
+    config = _read_json(run_dir, "config.json")
     if eval_samples is None:
         eval_samples = load_eval_samples(run_dir) if (run_dir / FILE_NAME).exists() else []
     metrics_path = run_dir / "metrics.jsonl"
@@ -50,12 +68,12 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
         name=str(config.get("job_name") or run_dir.resolve().name),
         config=config,
         metrics=read_jsonl(metrics_path) if metrics_path.exists() else [],
-        summary=_read_json(run_dir / "summary.json"),
-        evaluation=_read_json(run_dir / "eval.json"),
+        summary=_read_json(run_dir, "summary.json"),
+        evaluation=_read_json(run_dir, "eval.json"),
         samples=eval_samples,
         checkpoints=sorted(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit()),
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def _read_json(run_dir: Path, name: str) -> dict[str, Any]:
+    return read_json(run_dir, name) if (run_dir / name).exists() else {}

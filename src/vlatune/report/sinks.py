@@ -8,11 +8,12 @@ finite are refused: JSON has no word for them, and a diverged run should stop, n
 
 import json
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from vlatune.files import MAX_LINES_BYTES, open_file, open_to_append, open_to_change, write_aside, write_text
 
 
 class MetricsFile:
@@ -22,7 +23,7 @@ class MetricsFile:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_with_whole_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = open_to_append(self.path)
 
     def append(self, record: dict[str, Any]) -> None:
         _require_finite(record, self.path.name)
@@ -33,8 +34,8 @@ class MetricsFile:
         """Drop every line after this optimizer step: the run continues from its checkpoint."""
         self._file.close()
         kept = (line for line, record in _lines(self.path) if record["optimizer_step"] <= optimizer_step)
-        _write_aside(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
-        self._file = self.path.open("a", encoding="utf-8")
+        write_aside(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
+        self._file = open_to_append(self.path)
 
     def close(self) -> None:
         self._file.close()
@@ -81,42 +82,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def write_json(path: Path, obj: Any) -> None:
     """Write `obj` so that a reader sees the old file or the new one, whatever happens."""
     _require_finite(obj, Path(path).name)
-    write_text(path, json.dumps(obj, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """The same for text. What UTF-8 cannot say (half a surrogate pair in a dataset's sentence) becomes '?'."""
-    _write_aside(Path(path), [text.encode("utf-8", errors="replace")])
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """The same for bytes."""
-    _write_aside(Path(path), [data])
-
-
-def _write_aside(path: Path, chunks: Iterable[bytes]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
-    try:
-        with aside.open("wb") as file:
-            file.writelines(chunks)
-            _sync(file)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    write_text(Path(path), json.dumps(obj, indent=2, allow_nan=False) + "\n")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    with path.open("rb") as file:
+    with open_file(path.parent, path.name, max_bytes=MAX_LINES_BYTES) as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield line, json.loads(line)
@@ -136,7 +106,7 @@ def _end_with_whole_line(path: Path) -> None:
     whole_bytes = 0
     for whole, _ in _lines(path):
         whole_bytes += len(whole)
-    with path.open("rb+") as file:
+    with open_to_change(path) as file:
         file.truncate(whole_bytes)
         if not whole.endswith(b"\n"):
             file.seek(whole_bytes)

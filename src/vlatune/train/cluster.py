@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig
+from vlatune.files import make_folder, open_to_append, write_aside
 from vlatune.train.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -235,8 +236,7 @@ def _kept_logs(ray_folder: Path | None, kept: Path) -> Iterator[None]:
 def _keep(file: Path, kept: Path) -> None:
     with contextlib.suppress(OSError):
         if file.is_file() and 0 < file.stat().st_size <= LOG_BYTES:
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, kept / file.name)
+            write_aside(make_folder(kept.parent, kept.name) / file.name, [file.read_bytes()])
 
 
 def worker_resources(sizing: "Sizing") -> dict[str, float]:
@@ -261,8 +261,7 @@ def _quiet(folder: RunFolder) -> None:
     """What Ray has to say goes to logs/driver.log instead of the terminal."""
     import ray._private.worker
 
-    folder.logs.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder.logs / "driver.log")
+    handler = logging.StreamHandler(open_to_append(make_folder(folder.path, "logs") / "driver.log"))
     for name in ("ray", "ray.data", "ray.train", "ray.tune"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]

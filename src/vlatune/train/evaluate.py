@@ -5,8 +5,6 @@ through the same reader and transforms as training. Four figures say whether the
 that of always predicting the mean action, and its own with the pictures or the sentence blanked.
 """
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +21,9 @@ from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import EvalConfig, RunConfig
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.dataset.stats import feature_stats
+from vlatune.files import read_json
 from vlatune.flags import config_from_dict
+from vlatune.outgoing import warn
 from vlatune.pipeline.transforms import Normalise, Transform, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
@@ -176,8 +176,8 @@ def _stored_config(run_dir: Path) -> RunConfig:
     file = run_dir / "config.json"
     if not file.exists():
         raise ValueError(f"'{run_dir}' is not a run folder: there is no config.json in it")
-    return config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file))
+    return config_from_dict(RunConfig, read_json(run_dir, "config.json"), str(file))
 
 
 def _warn(text: str) -> None:
-    sys.stderr.write(f"vlatune: {text}\n")
+    warn(f"vlatune: {text}")

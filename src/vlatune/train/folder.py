@@ -5,7 +5,6 @@ holds another run is refused with what differs (changes.py). One process at a ti
 """
 
 import fcntl
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from typing import IO, Any
 
 from vlatune.checkpoint.store import open_store
 from vlatune.config import RunConfig, to_json
+from vlatune.files import make_folder, open_to_append, read_json, refuse_links_out
+from vlatune.report.run_folder import BESIDE
 from vlatune.report.sinks import write_json
 from vlatune.train.changes import accepted, config_changes
 
@@ -39,12 +40,10 @@ class RunFolder:
         return next(file for number in count() if not (file := self.logs / f"{name}-{number}.txt").exists())
 
     def summary(self) -> dict[str, Any] | None:
-        file = self.path / "summary.json"
-        return json.loads(file.read_bytes()) if file.exists() else None
+        return read_json(self.path, "summary.json") if (self.path / "summary.json").exists() else None
 
     def stored_config(self) -> dict[str, Any] | None:
-        file = self.path / "config.json"
-        return json.loads(file.read_bytes()) if file.exists() else None
+        return read_json(self.path, "config.json") if (self.path / "config.json").exists() else None
 
 
 def check_run(config: RunConfig) -> None:
@@ -65,7 +64,7 @@ def open_run(config: RunConfig) -> RunFolder:
     """Check the folder and record the run's config there."""
     check_run(config)
     folder = RunFolder(config.run_dir)
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.path, "logs")
     write_json(folder.path / "config.json", to_json(replace(config, resume=False, allow_changed=())))
     summary = folder.path / "summary.json"
     summary.unlink(missing_ok=True)  # a run that goes on is not finished
@@ -76,7 +75,8 @@ def open_run(config: RunConfig) -> RunFolder:
 def only_one(folder: RunFolder) -> Iterator[None]:
     """Hold the folder's lock; it falls with the process, however that ends."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    with (folder.path / ".lock").open("w") as file:
+    refuse_links_out(folder.path, skip=BESIDE)
+    with open_to_append(folder.path / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -92,7 +92,7 @@ def hold_pen(run_dir: Path, *, wait_s: float = PEN_WAIT_S) -> IO[str]:
     After the driver died the old rank 0 may live for some seconds more; the new one waits for it to be gone.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = (run_dir / ".pen").open("w")
+    file = open_to_append(run_dir / ".pen")
     until_s = time.monotonic() + wait_s
     while True:
         try:
@@ -128,4 +128,4 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 def _only_ours(folder: Path) -> bool:
     """Nothing in it but what a start that was broken off leaves, or what the demo puts beside a run."""
-    return all(entry.name in (".lock", ".pen", "logs", "base", "dataset") for entry in folder.iterdir())
+    return all(entry.name in (".lock", ".pen", "logs", *BESIDE) for entry in folder.iterdir())

@@ -6,13 +6,14 @@ tried again.
 """
 
 import os
-import sys
 import threading
 import traceback
 from typing import TYPE_CHECKING
 
 from vlatune.config import RunConfig, validate
 from vlatune.dataset.health import skip_line
+from vlatune.files import write_text
+from vlatune.outgoing import redacted, say
 from vlatune.report.html import write_report
 from vlatune.train.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.failures import FINAL, root_cause
@@ -71,7 +72,7 @@ def _try_until_done(
             return
         except Exception as error:
             log = folder.new_log("failure")
-            log.write_text("".join(traceback.format_exception(error)))
+            write_text(log, redacted("".join(traceback.format_exception(error))))
             reason = root_cause(error)
             if isinstance(reason, FINAL):
                 raise reason from None
@@ -154,5 +155,4 @@ def _introduce(config: RunConfig, start: Start, folder: RunFolder, sizing: "Sizi
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"vlatune: {text}\n")
-    sys.stdout.flush()
+    say(f"vlatune: {text}")

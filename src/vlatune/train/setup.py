@@ -4,7 +4,6 @@ Everything that can be wrong without opening a video is found here: dataset, cam
 tokenizer, batch against dataset.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from vlatune.dataset.stats import feature_stats
 from vlatune.dataset.stats_check import check_stats
 from vlatune.dataset.storage import Root
 from vlatune.dataset.storage_options import parse_storage_options
+from vlatune.outgoing import warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, stats_needed
@@ -94,7 +94,8 @@ def make_setup(config: RunConfig, *, lanes: int | None = None, preflight: bool =
     stats = {key: feature_stats(metas, key, names) for key, names in stats_needed(policy).items()}
     warnings = _check_stats(metas, stats)
     if preflight:  # said once, though a run is set up several times
-        sys.stderr.writelines(f"vlatune: warning: {text}\n" for text in warnings)
+        for text in warnings:
+            warn(f"vlatune: warning: {text}")
     return Setup(
         metas=metas,
         training=training,
