@@ -30,6 +30,7 @@ KINDS = {
 }
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 WRITE = os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+NEW = WRITE | os.O_WRONLY | os.O_EXCL
 
 
 class RefusedFileError(ValueError):
@@ -122,8 +123,7 @@ def write_aside(path: Path, chunks: Iterable[bytes]) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     aside.unlink(missing_ok=True)  # of a killed process that had our number
     try:
-        descriptor = os.open(aside, WRITE | os.O_WRONLY | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
+        with os.fdopen(os.open(aside, NEW, 0o666), "wb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
@@ -131,6 +131,12 @@ def write_aside(path: Path, chunks: Iterable[bytes]) -> None:
     finally:
         aside.unlink(missing_ok=True)
     sync(path.parent)  # the rename itself
+
+
+def write_new(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """A file that must not be there yet."""
+    with os.fdopen(os.open(path, NEW, mode), "wb") as file:
+        file.write(data)
 
 
 def write_text(path: Path, text: str) -> None:
