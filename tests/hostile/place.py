@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,12 @@ def resealed(make: Make) -> Make:
     """The same in the run's checkpoint, whose manifest is made anew: an attacker can compute hashes, too."""
 
     def make_and_seal(place: Place) -> None:
-        from vlatune.checkpoint.manifest import MANIFEST, make_manifest
-
         make(place)
-        (place.checkpoint / MANIFEST).write_bytes(make_manifest(place.checkpoint, 2, None).to_bytes())
+        manifest = place.checkpoint / "manifest.json"
+        paths = [path for path in place.checkpoint.rglob("*") if path.is_file() and path != manifest]
+        files = {path.relative_to(place.checkpoint).as_posix(): path.read_bytes() for path in paths}
+        sealed = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": sealed}))
 
     return make_and_seal
 
