@@ -14,6 +14,7 @@ SRC = Path(__file__).parents[1] / "src" / "vlatune"
 OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "copyfile", "copytree", "copy2", "load"}
 OTHERS = {
     "files.py": "the door",
+    "flag_values.py": "YAML, out of text that the door read",
     "checkpoint/adapter.py": "writes into a folder that the export has just made",
     "checkpoint/export.py": "the same",
     "checkpoint/local_store.py": "writes into a folder that it has just made",

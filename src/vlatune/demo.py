@@ -4,6 +4,7 @@ Goes through the same functions as a real run: the dataset lies on disk in LeRob
 folder, `train` and `evaluate_run` are what `vlatune train` and `vlatune eval` call. What exists already is kept.
 """
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from vlatune.recipes import get_recipe
 from vlatune.report.run_folder import BESIDE, RUN_ENTRIES
 
 JOB_NAME = "demo"
+LEFT = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 
 
@@ -70,19 +72,23 @@ def _clear_old_run(folder: Path) -> None:
     """A demo is run again from the start; its dataset and base model stay. Nothing goes that a demo did not make."""
     if not folder.exists() or not any(folder.iterdir()):
         return
-    strange = sorted(entry.name for entry in folder.iterdir() if entry.name not in (*RUN_ENTRIES, *BESIDE))
+    entries = list(folder.iterdir())
+    strange = sorted(entry.name for entry in entries if entry.name not in BESIDE and not _is_ours(entry.name))
     is_demo = not (folder / "config.json").exists() or read_json(folder, "config.json").get("job_name") == JOB_NAME
     if strange or not is_demo:
         found = f"it holds '{strange[0]}'" if strange else "its config.json is of another run"
         raise ValueError(
             f"'{folder}' is not the folder of a demo ({found}), and a demo empties it; choose another --output_dir"
         )
-    for name in RUN_ENTRIES:
-        entry = folder / name
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+    for entry in entries:
+        if entry.name not in BESIDE:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _is_ours(name: str) -> bool:
+    """What a run writes, and what a killed process left beside it: `.report.html.123.aside`, `.base.123.partial`."""
+    left = LEFT.fullmatch(name)
+    return name in RUN_ENTRIES or (left is not None and left[1] in (*RUN_ENTRIES, *BESIDE))
 
 
 def ensure_dataset(folder: Path, seed: int) -> Path:

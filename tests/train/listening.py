@@ -53,4 +53,6 @@ def _host(text: str) -> str:
     """Words of four bytes, each in the machine's order."""
     words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
     packed = b"".join(words)
-    return str(IPv4Address(packed) if len(packed) == 4 else IPv6Address(packed))
+    if len(packed) == 4:
+        return str(IPv4Address(packed))
+    return str(IPv6Address(packed).ipv4_mapped or IPv6Address(packed))

@@ -21,7 +21,7 @@ from vlatune.policies.processors import (
     POSTPROCESSOR,
     PREPROCESSOR,
     PROCESSORS,
-    check_config,
+    checked_config,
     checked_state_files,
     checked_steps,
     is_hub_name,
@@ -122,7 +122,8 @@ def read_policy_files(checkpoint: Path) -> dict[str, bytes]:
     folder = checkpoint / POLICY_FOLDER
     files = {name: read_file(folder, name) for name in (CONFIG, *PROCESSORS)}
     content = {name: _parsed(data, f"checkpoint '{checkpoint}': {name}") for name, data in files.items()}
-    check_config(content[CONFIG], f"checkpoint '{checkpoint}': {CONFIG}")
+    config = checked_config(content[CONFIG], f"checkpoint '{checkpoint}': {CONFIG}")
+    files[CONFIG] = json.dumps(config, indent=2).encode()
     for name in PROCESSORS:
         for file in checked_state_files(checked_steps(content[name], f"checkpoint '{checkpoint}': {name}")):
             files[file] = read_file(folder, file, max_bytes=MAX_STATS_BYTES)
@@ -138,8 +139,7 @@ def _read(spec: PolicySpec, name: str) -> dict[str, Any]:
             f"{where} is not readable ({error}); --policy.path must be a LeRobot pretrained_model folder"
         ) from None
     if name == CONFIG:
-        check_config(content, where)
-        return content
+        return checked_config(content, where)
     return content | {"steps": checked_steps(content, where)}
 
 

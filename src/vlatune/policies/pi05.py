@@ -27,7 +27,7 @@ from vlatune.pipeline.transforms import (
 )
 from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, ModuleOptions, PolicySpec
 from vlatune.policies.pi05_weights import find_tensors
-from vlatune.policies.processors import PREPROCESSOR, PROCESSORS, check_config, checked_steps, is_hub_name
+from vlatune.policies.processors import PREPROCESSOR, PROCESSORS, checked_config, checked_steps, is_hub_name
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class Pi05Adapter:
             raise ValueError(
                 f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions"
             )
-        check_config(config, f"policy '{folder}': config.json")
+        config = checked_config(config, f"policy '{folder}': config.json")
         tokenizer_file = _find_tokenizer(folder, _read_steps(folder)[PREPROCESSOR])
         pad_id = _pad_id(tokenizer_file)
         try:

@@ -131,12 +131,14 @@ CONFIGS: Mapping[str, Fields] = {
 """A policy's type -> the fields of LeRobot's config class for it; each may be null."""
 
 
-def check_config(content: Any, where: str) -> None:
-    """Refuse a config.json with fields that its policy's config has not, or with values of another kind."""
+def checked_config(content: Any, where: str) -> dict[str, Any]:
+    """The fields of a config.json that its policy's config has, each of its kind; others, of other versions, stay behind."""
     kind = content.get("type") if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in CONFIGS:
         raise ValueError(f"{where}: the policy's type is {_shown(kind)}, expected one of {', '.join(CONFIGS)}")
-    _check_fields(content, CONFIGS[kind], f"{where} is not as LeRobot writes it for {kind}")
+    known = {name: value for name, value in content.items() if name in CONFIGS[kind]}
+    _check_fields(known, CONFIGS[kind], f"{where} is not as LeRobot writes it for {kind}")
+    return known
 
 
 def checked_steps(content: Any, where: str) -> list[dict[str, Any]]:

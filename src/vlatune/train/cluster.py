@@ -39,6 +39,8 @@ VITAL = ("gcs_server", "raylet")
 AUTH_MODE = "RAY_AUTH_MODE"
 ON_A_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable for whether a node takes the machine's address; with 0 it takes 127.0.0.1, as it does on macOS."""
+GLOO = "GLOO_SOCKET_IFNAME"
+"""Else gloo takes the address that the machine's name leads to."""
 LOG_BYTES = 10_000_000
 """Ray's own logs are kept after a failure, each file up to this size."""
 
@@ -198,16 +200,18 @@ def on_loopback() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    before, was_on = os.environ.get(ON_A_NETWORK), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[ON_A_NETWORK], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    was_on, before = ray_constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in (ON_A_NETWORK, GLOO)}
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ON_A_NETWORK] = "0"
+    os.environ.setdefault(GLOO, "lo")
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = was_on
-        if before is None:
-            del os.environ[ON_A_NETWORK]
-        else:
-            os.environ[ON_A_NETWORK] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
