@@ -1,9 +1,22 @@
 """What leaves the process: addresses without their secrets, and text that a terminal shows instead of obeying it."""
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from vlatune.outgoing import has_secret, printable, redacted, say
 
+SRC = Path(__file__).parents[1] / "src" / "vlatune"
+OTHERS = {
+    "outgoing.py": "the one place",
+    "cli.py": "JSON, which escapes by itself, our own help, and counts",
+    "dataset/health.py": "counts",
+    "inspect/text.py": "a table into a string, of cells that are cleaned",
+    "train/progress.py": "numbers, beside a bar",
+}
+"""Modules that print by themselves -> what."""
 SECRET = "aaBBcc11dd22ee33ff44"
 WITH_SECRET = [
     f"s3://AKIAXYZ:{SECRET}@bucket/x",
@@ -64,3 +77,22 @@ def test_a_terminal_is_told_nothing(capsys) -> None:
     assert printable("a\x1b[31mb\x9b2Jc\rd\u202ee\x07") == "a?[31mb?2Jc?d?e?"
     say("one\x1b[2J\ntwo é 手")
     assert capsys.readouterr().out == "one?[2J\ntwo é 手\n"
+
+
+def printing(module: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.rpartition(".")[2] == "print" or called.startswith(("sys.stdout.write", "sys.stderr.write")):
+                yield f"{module.name}:{node.lineno}: {called}"
+
+
+def test_all_is_printed_at_one_place() -> None:
+    modules = {path.relative_to(SRC).as_posix(): path for path in SRC.rglob("*.py")}
+    odd = [
+        call
+        for name, path in modules.items()
+        if name not in OTHERS and not name.startswith("bench/")
+        for call in printing(path)
+    ]
+    assert not odd, f"{odd}: print with vlatune.outgoing's say or warn, or give the module a line in OTHERS"

@@ -48,7 +48,7 @@ def real_path(folder: Path | str, name: str) -> Path:
         raise RefusedFileError(f"'{path}' is a link that leads back to itself; remove it, or fetch it anew") from None
     if not any(real.is_relative_to(place) for place in _places(folder)):
         raise RefusedFileError(
-            f"'{path}' is a link that leads out of '{folder}', which is not followed; copy the file to its place"
+            f"'{path}' is a link that leads out of '{folder}', which is not followed; copy the file to its place, or bind-mount its folder there"
         )
     _require_regular(path, real.lstat().st_mode)
     return real

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig
 from vlatune.files import make_folder, open_to_append, write_aside, write_new
-from vlatune.outgoing import warn
+from vlatune.outgoing import redacted, say, warn
 from vlatune.train.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -154,7 +154,9 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
         keep_token_private()
         stack.callback(ray.shutdown)
         cluster = Cluster(sizing, ray_folder, ours=True)
-        if not asks_for_token():
+        if asks_for_token():
+            say("vlatune: Ray runs on this machine alone: it listens on loopback, and asks for a token")
+        else:
             warn(f"vlatune: warning: {OPEN_LOCAL}")
         yield cluster
 
@@ -306,7 +308,9 @@ def _kept_logs(ray_folder: Path | None, kept: Path) -> Iterator[None]:
 def _keep(file: Path, kept: Path) -> None:
     with contextlib.suppress(OSError):
         if file.is_file() and 0 < file.stat().st_size <= LOG_BYTES:
-            write_aside(make_folder(kept.parent, kept.name) / file.name, [file.read_bytes()])
+            write_aside(
+                make_folder(kept.parent, kept.name) / file.name, [redacted(file.read_text(errors="replace")).encode()]
+            )
 
 
 def worker_resources(sizing: "Sizing") -> dict[str, float]:
@@ -327,11 +331,19 @@ def _start_none_unasked() -> None:
     auto_init_hook.enable_auto_connect = False
 
 
+class WithoutSecrets(logging.Formatter):
+    """Ray quotes errors, and those may quote addresses and headers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 def _quiet(folder: RunFolder) -> None:
     """What Ray has to say goes to logs/driver.log instead of the terminal."""
     import ray._private.worker
 
     handler = logging.StreamHandler(open_to_append(make_folder(folder.path, "logs") / "driver.log"))
+    handler.setFormatter(WithoutSecrets())
     for name in ("ray", "ray.data", "ray.train", "ray.tune"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
