@@ -70,11 +70,11 @@ def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
 
 def _clear_old_run(folder: Path) -> None:
     """A demo is run again from the start; its dataset and base model stay. Nothing goes that a demo did not make."""
-    if not folder.exists() or not any(folder.iterdir()):
+    if not (folder / "config.json").exists():  # no run yet: `train` looks at what else is there
         return
     entries = list(folder.iterdir())
     strange = sorted(entry.name for entry in entries if entry.name not in BESIDE and not _is_ours(entry.name))
-    is_demo = not (folder / "config.json").exists() or read_json(folder, "config.json").get("job_name") == JOB_NAME
+    is_demo = read_json(folder, "config.json").get("job_name") == JOB_NAME
     if strange or not is_demo:
         found = f"it holds '{strange[0]}'" if strange else "its config.json is of another run"
         raise ValueError(

@@ -244,7 +244,7 @@ def started(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[s
 def test_our_own_asks_for_a_token_and_listens_on_loopback_only(tmp_path):
     done = started(tmp_path)
     said, *heard = done.stdout.splitlines()
-    assert said == "vlatune: Ray runs on this machine alone: it listens on loopback, and asks for a token"
+    assert said == "vlatune: Ray runs on this machine alone: it listens on 127.0.0.1, and asks for a token"
     assert heard
     assert {address.rpartition(":")[0] for address in heard} == {"127.0.0.1"}, done.stdout
     assert (tmp_path / ".ray/auth_token").stat().st_mode & 0o777 == 0o600

@@ -155,7 +155,9 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
         stack.callback(ray.shutdown)
         cluster = Cluster(sizing, ray_folder, ours=True)
         if asks_for_token():
-            say("vlatune: Ray runs on this machine alone: it listens on loopback, and asks for a token")
+            say(
+                f"vlatune: Ray runs on this machine alone: it listens on {ray.util.get_node_ip_address()}, and asks for a token"
+            )
         else:
             warn(f"vlatune: warning: {OPEN_LOCAL}")
         yield cluster
@@ -184,14 +186,13 @@ def keep_token_private(home: Path | None = None) -> None:
     if os.environ.get(AUTH_MODE, "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
-    with contextlib.suppress(PermissionError):  # another's, whose rights are theirs to set
+    with contextlib.suppress(OSError):  # another's file, or no place to write to: Ray speaks of what it needs
         if file.exists():
             if file.stat().st_mode & 0o077:
                 file.chmod(0o600)
             return
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # another process was first
-            write_new(file, secrets.token_hex(32).encode(), mode=0o600)
+        write_new(file, secrets.token_hex(32).encode(), mode=0o600)
 
 
 @contextmanager
