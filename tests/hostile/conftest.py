@@ -9,10 +9,12 @@ from place import Place
 
 
 @pytest.fixture(scope="session")
-def honest(dataset_v3: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def honest(
+    dataset_v3: Path, dataset_v21: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     run = tmp_path_factory.mktemp("honest") / "run"
     _make_run(dataset_v3, small_base, run)
-    return {"dataset": dataset_v3, "base": small_base, "run": run}
+    return {"dataset": dataset_v3, "older": dataset_v21, "base": small_base, "run": run}
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def page() -> str:
 
 def _shown(text: str) -> str:
     """The command with its first operand; what a terminal would obey, as '?'."""
-    words = text.split(" --dataset.root={dataset}")[0] if text.startswith("train") else text
+    words = text.split(" --dataset.root=")[0] if text.startswith("train") else text
     return "".join(one if one.isprintable() else "?" for one in words).replace("|", "\\|")
 
 

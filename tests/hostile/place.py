@@ -1,7 +1,7 @@
 """Where a hostile case is laid out: copies of an honest dataset, base model and run, and what must stay untouched.
 
 A case is a row: what is put where, the command, what it must say and its exit code. The words of a command may hold
-{dataset}, {base}, {run}, {out} and {outside}.
+{dataset}, {older}, {base}, {run}, {out} and {outside}.
 """
 
 import json
@@ -24,11 +24,16 @@ class Place:
 
     folder: Path
     honest: dict[str, Path]
-    """dataset, base and run, as they are before anybody touched them."""
+    """dataset, older, base and run, as they are before anybody touched them."""
 
     @cached_property
     def dataset(self) -> Path:
         return self._copy("dataset")
+
+    @cached_property
+    def older(self) -> Path:
+        """The same dataset in v2.1."""
+        return self._copy("older")
 
     @cached_property
     def base(self) -> Path:
@@ -58,7 +63,7 @@ class Place:
         return self.folder / "code-ran"
 
     def words(self, command: str) -> list[str]:
-        names = [name for name in ("dataset", "base", "run", "outside") if f"{{{name}}}" in command]
+        names = [name for name in ("dataset", "older", "base", "run", "outside") if f"{{{name}}}" in command]
         paths = {name: getattr(self, name) for name in names} | {"out": self.folder / "out"}
         return [_filled(word, paths) for word in command.split()]
 

@@ -35,7 +35,8 @@ INSPECT, TRAIN = (
     "train --dataset.root={dataset} --policy.path={base} --output_dir={out} --batch_size=4",
 )
 RESUME = (
-    "train --resume=true --dataset.root={dataset} --policy.path={base} --output_dir={run} --batch_size=4 --steps=20"
+    "train --resume=true --dataset.root={dataset} --policy.path={base} --output_dir={run} --batch_size=4 --steps=20 "
+    "--dataset.run_length=4 --dataset.window_rows=8 --policy.train=heads"
 )
 REPORT, EXPORT = "report {run}", "export {run} {out}"
 OUT, LOOP, SPECIAL = "is a link that leads out of", "is a link that leads back to itself", "is a FIFO, expected a file"
@@ -78,7 +79,18 @@ DATASETS = [
     Case("a template is an escape sequence", updated("dataset", INFO, data_path=f"data/{ESCAPE}"), TRAIN, "data"),
 ]
 
+OLDER = [
+    Case(f"{file} is {what}", make("older", f"meta/{file}"), command, says, code)
+    for file in ("episodes.jsonl", "tasks.jsonl")
+    for what, make, says in (("a link out", linked_out, OUT), ("a FIFO", as_fifo, SPECIAL))
+    for command, code in ((TRAIN.replace("{dataset}", "{older}"), 2),)
+]
+
 BASES = [
+    Case("the size is a FIFO", as_fifo("base", "vlatune_size.json"), TRAIN, SPECIAL),
+    Case("the size is a link out", linked_out("base", "vlatune_size.json"), TRAIN, OUT),
+    Case("the index of the weights is a FIFO", as_fifo("base", "model.safetensors.index.json"), TRAIN, SPECIAL),
+    Case("the tokenizer's config is a FIFO", as_fifo("base", "tokenizer/tokenizer_config.json"), TRAIN, SPECIAL),
     Case("config.json is a link out", linked_out("base", "config.json"), TRAIN, OUT),
     Case("config.json is a FIFO", as_fifo("base", "config.json"), TRAIN, SPECIAL),
     Case(
@@ -137,6 +149,14 @@ RUNS = [
 ]
 
 EXPORTS = [
+    Case("tensors are a link out", linked_out("run", "checkpoints/00000002/trainable.safetensors"), EXPORT, OUT),
+    Case("tensors are a FIFO", as_fifo("run", "checkpoints/00000002/trainable.safetensors"), EXPORT, SPECIAL),
+    Case(
+        "tensors are a link out, resume", linked_out("run", "checkpoints/00000002/trainable.safetensors"), RESUME, OUT
+    ),
+    Case("the manifest is a FIFO", as_fifo("run", "checkpoints/00000002/manifest.json"), EXPORT, SPECIAL),
+    Case("the manifest is a FIFO, resume", as_fifo("run", "checkpoints/00000002/manifest.json"), RESUME, SPECIAL),
+    Case("state.json is a link out", resealed(linked_out("run", "checkpoints/00000002/state.json")), RESUME, OUT),
     Case("a link out in policy/", linked_out("run", "checkpoints/00000002/policy/more.json"), EXPORT, "damaged"),
     Case(
         "a link out in policy/, with a new manifest",
@@ -186,7 +206,7 @@ FLAGS = [
     ),
 ]
 
-CASES = [*DATASETS, *BASES, *RUNS, *EXPORTS, *FLAGS]
+CASES = [*DATASETS, *OLDER, *BASES, *RUNS, *EXPORTS, *FLAGS]
 
 
 @pytest.mark.timeout(60)
