@@ -23,6 +23,7 @@ LAYERS = [
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
     {"aside", "batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "random_streams", "recipes"},
+    {"files", "outgoing"},
 ]
 """From the command line down; a room imports from its own line and from those below."""
 

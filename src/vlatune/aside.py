@@ -1,27 +1,15 @@
-"""Files and folders that are whole or not there: written aside, synced, renamed.
+"""Folders that are whole or not there: written aside and renamed. Single files: `write_aside` in files.py.
 
 What a killed writer leaves aside is removed by the next one that writes the same thing.
 """
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def write_whole(path: Path, chunks: Iterable[bytes]) -> None:
-    """A reader sees the old file or the new one, whatever happens."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
-    try:
-        with aside.open("wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(path.parent)  # the rename itself
+from vlatune.files import sync
 
 
 @contextmanager
@@ -48,15 +36,6 @@ def _remove_leftovers(folder: Path) -> None:
         name, _, pid = left.name.removesuffix(".partial").rpartition(".")
         if name == f".{folder.name}" and pid.isdecimal() and not _is_alive(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """A file's bytes, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_alive(pid: int) -> bool:

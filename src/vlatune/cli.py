@@ -20,8 +20,10 @@ from typing import Any
 from vlatune import __version__
 from vlatune.config import DemoConfig, EvalConfig, ExportConfig, RunConfig
 from vlatune.errors import TerminatedError
+from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
 from vlatune.names import did_you_mean
+from vlatune.outgoing import redacted, say, warn
 
 OK, FAILED, MISUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 MAX_FOREIGN_TEXT = 300
@@ -62,7 +64,7 @@ def make_dataset(spec: Any, folder: str) -> None:
             print(f"\rvlatune: episode {episode_index + 1} of {spec.episodes}", end=end, file=sys.stderr, flush=True)
 
     synthetic.make_dataset(Path(folder), spec, on_episode=show)
-    print(f"{folder}: {spec.episodes} episodes")
+    say(f"{folder}: {spec.episodes} episodes")
 
 
 def inspect(options: Any, *datasets: str) -> int:
@@ -86,7 +88,7 @@ def inspect(options: Any, *datasets: str) -> int:
 
         width = shutil.get_terminal_size().columns
         texts = [*(inspection_text(one, width=width) for one in found), command_text(found, names)]
-        print("\n\n".join(text for text in texts if text), flush=True)
+        say("\n\n".join(text for text in texts if text))
     return FAILED if any(one.has_errors for one in found) else OK
 
 
@@ -110,20 +112,20 @@ def evaluate(options: EvalConfig, run_dir: str) -> None:
     else:
         from vlatune.report.eval_text import eval_text
 
-        print(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / 'report.html'}", flush=True)
+        say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / 'report.html'}")
 
 
 def export(options: ExportConfig, run_dir: str, folder: str) -> None:
     from vlatune.checkpoint.export import export_run, export_text
 
-    done = export_run(Path(run_dir), Path(folder), options, warn=partial(print, file=sys.stderr))
-    print(export_text(done), flush=True)
+    done = export_run(Path(run_dir), Path(folder), options, warn=warn)
+    say(export_text(done))
 
 
 def report(_: NoFlags, run_dir: str) -> None:
     from vlatune.report.html import write_report
 
-    print(write_report(Path(run_dir)))
+    say(str(write_report(Path(run_dir))))
 
 
 def bench(_: NoFlags, name: str) -> None:
@@ -288,9 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("VLATUNE_TRACEBACK") == "1":
-            traceback.print_exception(error)
+            warn("".join(traceback.format_exception(error)))
         text, code = _explain(error, run_dir)
-        print(f"vlatune: {text}", file=sys.stderr)
+        warn(f"vlatune: {text}")
         return code
     return code or OK
 
@@ -381,16 +383,22 @@ def _raised_by_us(error: BaseException) -> bool:
 
 def _write_traceback(error: BaseException, run_dir: Path | None) -> Path:
     """RUN/logs/traceback.txt where the run folder exists, else a temporary file."""
-    text = "".join(traceback.format_exception(error))
-    if run_dir and run_dir.is_dir():
-        path = run_dir / "logs" / "traceback.txt"
-        path.parent.mkdir(exist_ok=True)
-    else:
+    text = redacted("".join(traceback.format_exception(error)))
+    try:
+        path = _log_folder(run_dir) / "traceback.txt"
+        write_text(path, text)
+    except (OSError, ValueError):  # no run folder, or one that is not to be written to
         handle, name = tempfile.mkstemp(prefix="vlatune-traceback-", suffix=".txt")
         os.close(handle)
         path = Path(name)
-    path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     return path
+
+
+def _log_folder(run_dir: Path | None) -> Path:
+    if run_dir is None or not run_dir.is_dir():
+        raise FileNotFoundError(run_dir)
+    return make_folder(run_dir, "logs")
 
 
 if __name__ == "__main__":

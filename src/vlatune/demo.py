@@ -4,8 +4,8 @@ Goes through the same functions as a real run: the dataset lies on disk in LeRob
 folder, `train` and `evaluate_run` are what `vlatune train` and `vlatune eval` call. What exists already is kept.
 """
 
+import re
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ from vlatune.config import DemoConfig, EvalConfig, RunConfig
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.flags import config_from_dict
+from vlatune.outgoing import say
 from vlatune.recipes import get_recipe
 from vlatune.report.eval_text import error_lines
-from vlatune.report.run_folder import CONFIG_FILE
+from vlatune.report.run_folder import BESIDE, CONFIG_FILE, RUN_ENTRIES, read_settings
 
+JOB_NAME = "demo"
+LEFT = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 
 
@@ -45,7 +48,7 @@ def run_demo(options: DemoConfig) -> None:
 
 def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
     values: dict[str, Any] = get_recipe("tiny")
-    values |= {"recipe": "tiny", "output_dir": options.output_dir, "job_name": "demo", "seed": options.seed}
+    values |= {"recipe": "tiny", "output_dir": options.output_dir, "job_name": JOB_NAME, "seed": options.seed}
     if options.steps is not None:
         values["steps"] = options.steps
     values["dataset"] = {**values.get("dataset", {}), "root": [str(dataset)]}
@@ -54,11 +57,26 @@ def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
 
 
 def _clear_old_run(folder: Path) -> None:
-    """A demo is run again from the start; its dataset and base model stay."""
-    if (folder / CONFIG_FILE).exists():
-        for entry in folder.iterdir():
-            if entry.name not in ("dataset", "base"):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    """A demo is run again from the start; its dataset and base model stay. Nothing goes that a demo did not make."""
+    settings = read_settings(folder)
+    if settings is None:  # no run yet: `train` looks at what else is there
+        return
+    entries = list(folder.iterdir())
+    strange = sorted(entry.name for entry in entries if entry.name not in BESIDE and not _is_ours(entry.name))
+    if strange or settings.get("job_name") != JOB_NAME:
+        found = f"it holds '{strange[0]}'" if strange else f"its {CONFIG_FILE} is of another run"
+        raise ValueError(
+            f"'{folder}' is not the folder of a demo ({found}), and a demo empties it; choose another --output_dir"
+        )
+    for entry in entries:
+        if entry.name not in BESIDE:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _is_ours(name: str) -> bool:
+    """What a run writes, and what a killed process left beside it: `.report.html.123.aside`, `.base.123.partial`."""
+    left = LEFT.fullmatch(name)
+    return name in RUN_ENTRIES or (left is not None and left[1] in (*RUN_ENTRIES, *BESIDE))
 
 
 def ensure_dataset(folder: Path, seed: int) -> Path:
@@ -91,5 +109,4 @@ def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"vlatune: {text}\n")
-    sys.stdout.flush()
+    say(f"vlatune: {text}")

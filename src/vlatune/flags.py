@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from vlatune.files import RefusedFileError, read_file
 from vlatune.flag_values import ExpectationError, convert, is_repeatable, load_yaml, shown
 from vlatune.names import did_you_mean
 from vlatune.recipes import get_recipe
@@ -110,10 +111,13 @@ def _next_value(name: str, kind: Any, words: list[str]) -> str:
 
 def _read_file(path: Path, cls: type) -> Layer:
     try:
-        text = path.read_text(encoding="utf-8")
+        real = path.resolve()
+        text = read_file(real.parent, real.name).decode("utf-8")
         values = json.loads(text) if path.suffix == ".json" else load_yaml(text)
     except OSError as error:
         raise ValueError(f"--config_path={path}: {error.strerror}") from None
+    except RefusedFileError as error:
+        raise ValueError(f"--config_path={path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--config_path={path}: not a YAML or JSON file: {error}") from None
     return _flatten(cls, values, str(path))

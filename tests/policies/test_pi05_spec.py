@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from vlatune.policies.base import PolicySpec, bind, stats_needed
 from vlatune.policies.hub import fetch_dataset, fetch_file, resolve_folder
 from vlatune.policies.pi05 import PREPROCESSOR, Pi05Adapter, make_normalisers
 from vlatune.policies.pi05_weights import CONFIG_DEFAULTS
+from vlatune.policies.processors import CONFIGS
 from vlatune.policies.registry import NAMES, get_adapter
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -131,15 +132,24 @@ def test_prompts_are_as_long_as_the_step_that_tokenises_says(base):
 @pytest.mark.parametrize("changes", [{"chunk_size": "many"}, {"image_resolution": 224}, {"input_features": [1]}])
 def test_a_config_that_is_not_lerobots(base, changes):
     change(base, "config.json", **changes)
-    assert f"policy '{base}': config.json is not as LeRobot writes it for PI0.5 (" in refusal(base)
+    assert f"policy '{base}': config.json is not as LeRobot writes it for pi05: " in refusal(base)
     (base / "config.json").write_text("[]")
     assert "config.json is not readable JSON (it holds a list, expected an object)" in refusal(base)
 
 
-@pytest.mark.parametrize("steps", [None, {}, ["tokenizer"], [{"registry_name": "tokenizer_processor"}]])
-def test_a_preprocessor_without_a_tokenizer(base, steps):
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        (None, " has no list of steps"),
+        ({}, " has no list of steps"),
+        (["tokenizer"], ", step 0: expected an object, found a str"),
+        ([], " names no tokenizer"),
+        ([{"registry_name": "tokenizer_processor"}], " names no tokenizer"),
+    ],
+)
+def test_a_preprocessor_without_a_tokenizer(base, steps, why):
     change(base, PREPROCESSOR, steps=steps)
-    assert f"{PREPROCESSOR} names no tokenizer" in refusal(base)
+    assert f"{PREPROCESSOR}{why}" in refusal(base)
 
 
 def test_a_damaged_tokenizer_is_named(base):
@@ -205,12 +215,33 @@ def test_a_folder_that_lacks_a_file_is_no_policy(name, base):
     assert f"policy '{base}': {name} is not readable JSON" in refusal(base)
 
 
-def test_no_class_that_a_folder_names_is_imported(base):
-    """A processor file may name any class; only its text is read."""
-    steps = json.loads((base / PREPROCESSOR).read_text())["steps"]
-    steps.append({"class": "os.system", "registry_name": "surprise", "config": {"command": "false"}})
-    change(base, PREPROCESSOR, steps=steps)
-    Pi05Adapter().read_spec(base)
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        ({"class": "os.system", "config": {"command": "false"}}, "names the class 'os.system'"),
+        ({"class": "os.system", "registry_name": "to_batch_processor"}, "names the class 'os.system'"),
+        ({"registry_name": "surprise"}, "the step 'surprise' is not known"),
+        ({"registry_name": "to_batch_procesor"}, "did you mean to_batch_processor?"),
+        ({"registry_name": "to_batch_processor", "config": {"x": 1}}, "the setting 'x' is not known"),
+        ({"registry_name": "device_processor", "config": {"device": ["cpu"]}}, "expected a text"),
+        ({"registry_name": "device_processor", "state_file": "../../etc/passwd"}, "is not a name that LeRobot gives"),
+        ({"registry_name": "tokenizer_processor", "config": {"trust_remote_code": True}}, "'trust_remote_code' is not"),
+    ],
+)
+@pytest.mark.parametrize("file", ["policy_preprocessor.json", "policy_postprocessor.json"])
+def test_steps_are_lerobots_own_and_nothing_else(base, file, step, why):
+    """LeRobot imports the class that a step names."""
+    steps = json.loads((base / file).read_text())["steps"]
+    change(base, file, steps=[*steps, step])
+    found = refusal(base)
+    assert why in found
+    assert f"{file}, step {len(steps)}" in found
+
+
+def test_the_fields_of_a_config_are_lerobots():
+    from lerobot.policies.pi05 import PI05Config
+
+    assert set(CONFIGS["pi05"]) == {"type", *(field.name for field in fields(PI05Config))}
 
 
 # Finding it

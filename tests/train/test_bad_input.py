@@ -1,6 +1,7 @@
 """What a person gets wrong: one clear line on the terminal, exit code 2, no traceback, nothing started."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,11 +70,7 @@ def test_camera_that_the_policy_does_not_know(flags, small_base, tmp_path):
     config = json.loads((Path(small_base) / "config.json").read_text())
     features = config["input_features"]
     config["input_features"] = {name.replace("images.", "images.eye_"): value for name, value in features.items()}
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in Path(small_base).iterdir():
-        if file.name != "config.json":
-            (other / file.name).symlink_to(file)
+    other = Path(shutil.copytree(small_base, tmp_path / "other"))
     (other / "config.json").write_text(json.dumps(config))
     line = refused("train", flags[0], f"--policy.path={other}", flags[2])
     assert "--rename_map" in line

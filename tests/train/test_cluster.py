@@ -18,11 +18,14 @@ from vlatune.train.cluster import (
     PREFIX,
     YOUNG_S,
     Cluster,
+    keep_token_private,
+    local_ray,
     own_folder,
     read_nodes,
     size_for_this_host,
     worker_resources,
 )
+from vlatune.train.folder import RunFolder
 
 GB = 10**9
 HOST = Host(cpus=8, ram_bytes=32 * GB, shm_bytes=16 * GB)
@@ -203,3 +206,79 @@ def test_dead_nodes_are_not_counted(monkeypatch):
     cluster = Cluster(plan_on_nodes([Node(64, GB)], RUN), None, ours=False)
     assert not cluster.renew()  # another's mends itself, and is looked at anew
     assert cluster.sizing == plan_on_nodes(read_nodes(), RUN)
+
+
+# Who can reach it
+
+LISTEN = """
+import sys
+from pathlib import Path
+import ray
+from listening import listeners
+from vlatune.config import RayConfig, RunConfig
+from vlatune.pipeline.sizing import RunShape
+from vlatune.train.cluster import local_ray
+from vlatune.train.folder import RunFolder
+
+@ray.remote
+def where():
+    return ray.util.get_node_ip_address()
+
+config = RunConfig(ray=RayConfig(num_cpus=2, object_store_bytes=100_000_000))
+with local_ray(config, RunFolder(Path(sys.argv[1])), RunShape(num_workers=1, row_bytes=460_000, run_rows=4)):
+    assert ray.get(where.remote()) == "127.0.0.1"
+    print("\\n".join(listeners()))
+"""
+
+
+def started(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A cluster of our own in a process and a home of its own; it tells on which addresses its processes listen."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    env |= {"HOME": str(tmp_path), "PYTHONPATH": f"{env.get('PYTHONPATH', '')}:{Path(__file__).parent}", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", LISTEN, str(tmp_path / "run")], env=env, capture_output=True, text=True, check=True
+    )
+
+
+@pytest.mark.timeout(120)
+def test_our_own_asks_for_a_token_and_listens_on_loopback_only(tmp_path):
+    done = started(tmp_path)
+    said, *heard = done.stdout.splitlines()
+    assert said == "vlatune: Ray runs on this machine alone: it listens on 127.0.0.1, and asks for a token"
+    assert heard
+    assert {address.rpartition(":")[0] for address in heard} == {"127.0.0.1"}, done.stdout
+    assert (tmp_path / ".ray/auth_token").stat().st_mode & 0o777 == 0o600
+    assert "warning" not in done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_authentication_that_is_switched_off_is_told(tmp_path):
+    assert "RAY_AUTH_MODE switches Ray's token authentication off" in started(tmp_path, RAY_AUTH_MODE="disabled").stderr
+
+
+def test_joining_an_open_cluster_is_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    for name in ("ray.init", "ray.shutdown", "vlatune.train.cluster._quiet"):
+        monkeypatch.setattr(name, lambda *_, **__: None)
+    monkeypatch.setattr("vlatune.train.cluster.read_nodes", lambda: [Node(8, 4 * GB, 0, 1)])
+    for is_closed in (True, False):
+        monkeypatch.setattr("vlatune.train.cluster.asks_for_token", lambda is_closed=is_closed: is_closed)
+        with local_ray(RunConfig(), RunFolder(tmp_path), RUN):
+            pass
+        said = capsys.readouterr().err
+        assert is_closed != ("was joined without token authentication" in said)
+        assert is_closed != ("ray get-auth-token --generate" in said)
+
+
+def test_a_token_that_others_may_read_is_closed_to_them(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    keep_token_private(tmp_path)
+    token = tmp_path / ".ray/auth_token"
+    made = token.read_text()
+    assert (len(made), token.stat().st_mode & 0o777) == (64, 0o600)
+    token.chmod(0o644)
+    keep_token_private(tmp_path)
+    assert (token.read_text(), token.stat().st_mode & 0o777) == (made, 0o600)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from vlatune.files import open_file
+
 SAMPLED_BYTES = 4096
 """Of the beginning of each tensor: two models of one shape differ there in every tensor that was trained apart."""
 MAX_HEADER_BYTES = 100_000_000
@@ -24,7 +26,7 @@ def short_hash(parts: Iterable[bytes]) -> str:
 
 
 def _parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_file(path.parent, path.name) as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, MAX_HEADER_BYTES))
         yield header

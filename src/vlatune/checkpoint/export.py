@@ -11,22 +11,23 @@ for what comes then.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.aside import sync, whole_folder
+from vlatune.aside import whole_folder
 from vlatune.checkpoint.base_weights import base_weights
 from vlatune.checkpoint.manifest import share
-from vlatune.checkpoint.policy_files import CONFIG, POLICY_FOLDER, PREPROCESSOR, TOKENIZER_FOLDER, rename_map
+from vlatune.checkpoint.policy_files import CONFIG, PREPROCESSOR, TOKENIZER_FOLDER, read_policy_files, rename_map
 from vlatune.checkpoint.state_file import TrainState, read_state
 from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import ExportConfig, RunConfig
+from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync
 from vlatune.flags import config_from_dict
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.hub import resolve_folder
+from vlatune.policies.processors import is_hub_name
 from vlatune.policies.registry import get_adapter
 from vlatune.report.run_folder import read_config
 
@@ -92,6 +93,8 @@ class Plan:
     """Of the checkpoint."""
     spec: PolicySpec
     binding: Binding
+    policy_files: Mapping[str, bytes]
+    """Config, processors and statistics, checked."""
     options: ExportConfig
 
 
@@ -103,7 +106,7 @@ def make_plan(checkpoint: Path, options: ExportConfig) -> Plan:
             f"--adapter=true: the run was trained with --policy.train={config.policy.train} and has no adapters; leave the flag out"
         )
     spec = get_adapter(config.policy.type).read_spec(find_base(config, options.base, state))
-    return Plan(checkpoint, config, spec, make_binding(state.binding), options)
+    return Plan(checkpoint, config, spec, make_binding(state.binding), read_policy_files(checkpoint), options)
 
 
 def export_text(done: Exported) -> str:
@@ -162,43 +165,40 @@ def write_rest(plan: Plan, aside: Path, folder: Path) -> bool:
 
     `folder` is what `aside` will be.
     """
-    known = json.loads((aside / CONFIG).read_bytes()).keys()  # LeRobot has written its own, and refuses other keys
-    for path in sorted((plan.checkpoint / POLICY_FOLDER).iterdir()):
-        shutil.copyfile(path, aside / path.name)
-    config = json.loads((aside / CONFIG).read_bytes())
+    known = read_json(aside, CONFIG).keys()  # LeRobot has written its own, and refuses other keys
+    for name, data in plan.policy_files.items():
+        (aside / name).write_bytes(data)
+    config = read_json(aside, CONFIG)
     (aside / CONFIG).write_text(json.dumps({key: config[key] for key in config if key in known}, indent=2))
     if plan.options.adapter:
         from vlatune.checkpoint.adapter import mark_config
 
         mark_config(aside / CONFIG)
     if (size := Path(plan.spec.folder) / SIZE_FILE).exists():
-        shutil.copyfile(size, aside / SIZE_FILE)
-    if not _place_tokenizer(aside / PREPROCESSOR, folder / TOKENIZER_FOLDER):
+        (aside / SIZE_FILE).write_bytes(read_file(size.parent, SIZE_FILE))
+    if not _place_tokenizer(aside, folder / TOKENIZER_FOLDER):
         return False
     _copy_tokenizer(plan.spec, aside / TOKENIZER_FOLDER)
     (aside / README).write_text(README_TEXT)
     return True
 
 
-def _place_tokenizer(file: Path, place: Path) -> bool:
+def _place_tokenizer(aside: Path, place: Path) -> bool:
     """Name the folder's own tokenizer by its full path; one of the hub stays named as it is, and is not copied."""
-    processor = json.loads(file.read_bytes())
-    own = [step["config"] for step in processor["steps"] if _tokenizer_name(step) == TOKENIZER_FOLDER]
+    processor = read_json(aside, PREPROCESSOR)
+    settings = [step["config"] for step in processor["steps"] if (step.get("config") or {}).get("tokenizer_name")]
+    own = [config for config in settings if not is_hub_name(config["tokenizer_name"])]
     for config in own:
         config["tokenizer_name"] = str(place)
-    file.write_text(json.dumps(processor, indent=2))
+    (aside / PREPROCESSOR).write_text(json.dumps(processor, indent=2))
     return bool(own)
-
-
-def _tokenizer_name(step: Mapping[str, Any]) -> str | None:
-    return step.get("config", {}).get("tokenizer_name")
 
 
 def _copy_tokenizer(spec: PolicySpec, target: Path) -> None:
     target.mkdir()
     for path in Path(spec.tokenizer_file).parent.iterdir():
         if path.is_file() and path.name.startswith(TOKENIZER_FILES):
-            shutil.copyfile(path, target / path.name)
+            (target / path.name).write_bytes(read_file(path.parent, path.name, max_bytes=MAX_TOKENIZER_BYTES))
 
 
 def _check_target(folder: Path) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlatune.aside import sync
 from vlatune.checkpoint.manifest import Manifest, find_problem, read_manifest
 from vlatune.checkpoint.phases import OnPhase
+from vlatune.files import read_file, refuse_link, sync
 
 ASIDE, REMOVING = ".writing-", ".removing-"
 
@@ -35,9 +35,11 @@ class LocalStore:
 
     def steps(self) -> list[int]:
         """Optimizer steps of the checkpoints, oldest first."""
+        refuse_link(self.folder)  # what is older is deleted: only in the run's own folder
         if not self.folder.is_dir():
             return []
-        return sorted(int(path.name) for path in self.folder.glob("[0-9]*") if path.is_dir() and path.name.isdecimal())
+        names = [path.name for path in self.folder.glob("[0-9]*") if path.is_dir() and not path.is_symlink()]
+        return sorted(int(name) for name in names if name.isdecimal() and name == folder_name(int(name)))
 
     def manifest(self, optimizer_step: int) -> Manifest:
         return read_manifest(self.path(optimizer_step))
@@ -46,7 +48,7 @@ class LocalStore:
         return find_problem(self.path(optimizer_step))
 
     def read_bytes(self, optimizer_step: int, name: str) -> bytes:
-        return (self.path(optimizer_step) / name).read_bytes()
+        return read_file(self.path(optimizer_step), name)
 
     @contextmanager
     def opened(self, optimizer_step: int) -> Iterator[Path]:
@@ -55,6 +57,7 @@ class LocalStore:
 
     def begin(self, optimizer_step: int) -> Path:
         """An empty folder in which to write, on the filesystem of the checkpoints."""
+        refuse_link(self.folder)
         aside = self.folder / f"{ASIDE}{folder_name(optimizer_step)}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -85,6 +88,7 @@ class LocalStore:
 
     def clean(self) -> None:
         """Remove what interrupted writers and removers left; only one process may write here."""
+        refuse_link(self.folder)
         for prefix in (ASIDE, REMOVING):
             for leftover in self.folder.glob(f"{prefix}*"):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from vlatune.files import RefusedFileError, open_file, read_file
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -42,6 +44,8 @@ def parse_manifest(data: bytes) -> Manifest:
         found = Manifest(int(raw["optimizer_step"]), None if loss is None else float(loss), files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not readable ({type(error).__name__}: {error})") from None
+    if not files:
+        raise ValueError(f"{MANIFEST} names no files, so that nothing could be verified")
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{MANIFEST} names a file outside of its folder: '{name}'")
@@ -57,7 +61,7 @@ def make_manifest(folder: Path, optimizer_step: int, loss: float | None) -> Mani
 
 def read_manifest(folder: Path) -> Manifest:
     try:
-        return parse_manifest((folder / MANIFEST).read_bytes())
+        return parse_manifest(read_file(folder, MANIFEST))
     except OSError as error:
         raise ValueError(f"{MANIFEST} is not readable ({error.strerror})") from None
 
@@ -68,18 +72,27 @@ def find_problem(folder: Path) -> str | None:
         manifest = read_manifest(folder)
     except ValueError as error:
         return str(error)
-    problems = (_file_problem(folder / name, name, entry) for name, entry in manifest.files.items())
+    present = {
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
+    }
+    unknown = sorted(present - manifest.files.keys() - {MANIFEST})
+    if unknown:
+        return f"{unknown[0]} is not in {MANIFEST}"
+    problems = (_file_problem(folder, name, entry) for name, entry in manifest.files.items())
     return next((problem for problem in problems if problem), None)
 
 
-def _file_problem(path: Path, name: str, entry: Entry) -> str | None:
-    if not path.is_file():
-        return f"{name} is missing"
+def _file_problem(folder: Path, name: str, entry: Entry) -> str | None:
     try:
-        num_bytes, sha256 = path.stat().st_size, hash_file(path)
+        with open_file(folder, name) as file:
+            sha256 = hash_stream(file)
+            return compare_entry(name, entry, Entry(file.tell(), sha256))
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except RefusedFileError as error:
+        return str(error)
     except OSError as error:
         return f"{name} is not readable ({error.strerror})"
-    return compare_entry(name, entry, Entry(num_bytes, sha256))
 
 
 def compare_entry(name: str, expected: Entry, found: Entry) -> str | None:
@@ -91,7 +104,7 @@ def compare_entry(name: str, expected: Entry, found: Entry) -> str | None:
 
 
 def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path.parent, path.name) as file:
         return hash_stream(file)
 
 

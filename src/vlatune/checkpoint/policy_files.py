@@ -1,8 +1,8 @@
 """The small files of a LeRobot `pretrained_model` folder, with the dataset's part filled in: config and processors.
 
 They are the base model's own JSON, with the dataset's widths, statistics and camera names in the places that LeRobot
-reads. Every checkpoint carries them, so that it can be exported without the dataset. Nothing that the files name is
-imported, and nothing in them says where on this machine something lies.
+reads. Every checkpoint carries them, so that it can be exported without the dataset. Only what processors.py lists goes
+into them and comes out of them, and nothing in them says where on this machine something lies.
 """
 
 import json
@@ -14,14 +14,24 @@ import numpy as np
 from safetensors.numpy import save
 
 from vlatune.batch import ACTION, STATE
+from vlatune.files import read_file
 from vlatune.policies.base import Binding, PolicySpec
+from vlatune.policies.processors import (
+    CONFIG,
+    POSTPROCESSOR,
+    PREPROCESSOR,
+    PROCESSORS,
+    checked_config,
+    checked_state_files,
+    checked_steps,
+    is_hub_name,
+)
 
 POLICY_FOLDER = "policy"
 """Where they lie in a checkpoint."""
-CONFIG = "config.json"
-PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor.json", "policy_postprocessor.json"
 NORMALISER = {PREPROCESSOR: "normalizer_processor", POSTPROCESSOR: "unnormalizer_processor"}
 TOKENIZER_FOLDER = "tokenizer"
+MAX_STATS_BYTES = 64 << 20
 
 Stats = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -33,8 +43,10 @@ def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype
     state_files: dict[str, bytes] = {}
     if rename_map(binding):
         _require_step(spec, PREPROCESSOR, "rename_observations_processor")
-    for name in (PREPROCESSOR, POSTPROCESSOR):
+    for name in PROCESSORS:
         files[name] = _read(spec, name)
+        for step in files[name]["steps"]:
+            step.pop("state_file", None)  # the base's own statistics stay with it
         _fill_steps(spec, files[name]["steps"], config, binding)
         state_files |= _put_stats(spec, name, files[name]["steps"], stats)
     return {name: json.dumps(content, indent=2).encode() for name, content in files.items()} | state_files
@@ -77,8 +89,7 @@ def _fill_steps(spec: PolicySpec, steps: list[dict[str, Any]], config: dict[str,
 
 def tokenizer_name(name: str) -> str:
     """A hub repository's name as it is; for a folder, that of the tokenizer which an export carries."""
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
-    return name if is_hub_name else TOKENIZER_FOLDER
+    return name if is_hub_name(name) and not Path(name).is_dir() else TOKENIZER_FOLDER
 
 
 def _put_stats(spec: PolicySpec, file: str, steps: list[dict[str, Any]], stats: Stats) -> dict[str, bytes]:
@@ -110,10 +121,34 @@ def _require_step(spec: PolicySpec, file: str, name: str) -> int:
     )
 
 
+def read_policy_files(checkpoint: Path) -> dict[str, bytes]:
+    """File name -> content, out of a checkpoint: only files that were written there, and only what LeRobot may load."""
+    folder = checkpoint / POLICY_FOLDER
+    files = {name: read_file(folder, name) for name in (CONFIG, *PROCESSORS)}
+    content = {name: _parsed(data, f"checkpoint '{checkpoint}': {name}") for name, data in files.items()}
+    config = checked_config(content[CONFIG], f"checkpoint '{checkpoint}': {CONFIG}")
+    files[CONFIG] = json.dumps(config, indent=2).encode()
+    for name in PROCESSORS:
+        for file in checked_state_files(checked_steps(content[name], f"checkpoint '{checkpoint}': {name}")):
+            files[file] = read_file(folder, file, max_bytes=MAX_STATS_BYTES)
+    return files
+
+
 def _read(spec: PolicySpec, name: str) -> dict[str, Any]:
+    where = f"policy '{spec.folder}': {name}"
     try:
-        return json.loads((Path(spec.folder) / name).read_bytes())
-    except (OSError, ValueError) as error:
+        content = _parsed(read_file(spec.folder, name), where)
+    except OSError as error:
         raise ValueError(
-            f"policy '{spec.folder}': {name} is not readable ({error}); --policy.path must be a LeRobot pretrained_model folder"
+            f"{where} is not readable ({error}); --policy.path must be a LeRobot pretrained_model folder"
         ) from None
+    if name == CONFIG:
+        return checked_config(content, where)
+    return content | {"steps": checked_steps(content, where)}
+
+
+def _parsed(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not readable JSON ({error}); fetch it anew") from None

@@ -28,6 +28,7 @@ from vlatune.checkpoint.manifest import (
 from vlatune.checkpoint.phases import OnPhase
 from vlatune.dataset.remote_retry import retried
 from vlatune.dataset.storage import Root
+from vlatune.files import refuse_link
 
 MIN_UPLOAD_BYTES_PER_S = 1_000_000
 """An object that goes slower than this is held to hang."""
@@ -78,6 +79,7 @@ class RemoteStore:
 
     def begin(self, optimizer_step: int) -> Path:
         """An empty folder of this machine in which to write what will be sent."""
+        refuse_link(self.staging)
         aside = self.staging / f"{ASIDE}{folder_name(optimizer_step)}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -108,6 +110,7 @@ class RemoteStore:
 
     def clean(self) -> None:
         """Remove objects of uploads and removals that broke off; only one process may write here."""
+        refuse_link(self.staging)
         for leftover in self.staging.glob(f"{ASIDE}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         whole = {folder_name(step) for step in self.steps()}

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
+from vlatune.files import real_path
+
 RNG = "rng.safetensors"
 Arrays = dict[str, np.ndarray]
 
@@ -58,7 +60,7 @@ def stack_rng(by_rank: Sequence[Arrays]) -> Arrays:
 
 def load_rng(folder: Path, rank: int, num_workers: int) -> Arrays | None:
     """A rank's states; None when the checkpoint was made by another number of workers."""
-    stored = load_file(folder / RNG)
+    stored = load_file(real_path(folder, RNG))
     if len(stored["torch"]) != num_workers:
         return None
     return {name: value[rank] for name, value in stored.items()}

@@ -7,6 +7,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from vlatune.files import real_path
+
 TRAINABLE = "trainable.safetensors"
 EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -53,7 +55,7 @@ def has_ema(folder: Path) -> bool:
 def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer its stored moments and step counts, each put on its parameter's device by itself."""
     per_parameter: dict[int, dict[str, Tensor]] = {}
-    with safe_open(folder / OPTIMIZER, framework="pt") as stored:
+    with safe_open(real_path(folder, OPTIMIZER), framework="pt") as stored:
         keys_of: dict[str, list[str]] = {}
         for key in stored.keys():  # noqa: SIM118  (it is no dict)
             keys_of.setdefault(key.rpartition("|")[0], []).append(key)
@@ -68,7 +70,7 @@ def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Opti
 
 def _copy(file: Path, into: Tensors) -> None:
     """One tensor at a time: what is stored may be larger than the host's memory."""
-    with safe_open(file, framework="pt") as stored:
+    with safe_open(real_path(file.parent, file.name), framework="pt") as stored:
         _check_same(file, {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}, into)  # noqa: SIM118
         with torch.no_grad():
             for name, tensor in into.items():

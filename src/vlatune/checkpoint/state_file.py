@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from vlatune.files import read_file
+
 STATE = "state.json"
 FORMAT = 2
 
@@ -66,4 +68,4 @@ def parse_state(data: bytes, where: str) -> TrainState:
 
 
 def read_state(folder: Path) -> TrainState:
-    return parse_state((folder / STATE).read_bytes(), str(folder))
+    return parse_state(read_file(folder, STATE), str(folder))

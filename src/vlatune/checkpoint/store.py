@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from vlatune.aside import sync
 from vlatune.checkpoint.local_store import LocalStore, folder_name
 from vlatune.checkpoint.manifest import MANIFEST, Manifest, make_manifest, share
 from vlatune.checkpoint.phases import OnPhase, no_phase
+from vlatune.files import sync
 
 WriteFile = Callable[[Path], object]
 

@@ -5,9 +5,11 @@ folders do. Names are relative to the dataset's root, as `DatasetMeta.data_path`
 """
 
 import difflib
+import errno
 import os
 import posixpath
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -23,15 +25,26 @@ MAX_DEPTH = 8
 def list_files(root: Root, folder: str) -> dict[str, int]:
     """Name -> bytes of every file below a folder of the dataset; empty when there is no such folder."""
     found: dict[str, int] = {}
+    followed: set[str] = set()
     folders = [(folder, 0)]
     while folders:
         here, depth = folders.pop()
         for name, size in _entries(root, here):
             if size is not None:
                 found[name] = size
-            elif depth < MAX_DEPTH:
+            elif depth < MAX_DEPTH and _is_new(root, name, followed):
                 folders.append((name, depth + 1))
     return found
+
+
+def _is_new(root: Root, folder: str, followed: set[str]) -> bool:
+    """A linked folder is listed once, and only if it lies below the root: links to each other would never end."""
+    if not root.is_local or not Path(root.join(folder)).is_symlink():
+        return True
+    real = os.path.realpath(root.join(folder))
+    is_new = real not in followed and Path(real).is_relative_to(os.path.realpath(root.path))
+    followed.add(real)
+    return is_new
 
 
 def _entries(root: Root, folder: str) -> Iterator[tuple[str, int | None]]:
@@ -53,6 +66,9 @@ def _local_entries(root: Root, folder: str) -> Iterator[tuple[str, int | None]]:
                 yield entry.name, None if entry.is_dir() else entry.stat().st_size
             except FileNotFoundError:  # a link whose target is not there, as git-annex leaves them: the file is missing
                 continue
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise  # a link to itself leads to no file, either
 
 
 def _remote_entries(root: Root, folder: str) -> Iterator[tuple[str, int | None]]:

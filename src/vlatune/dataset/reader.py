@@ -225,7 +225,7 @@ def _read_frames(
     place = VideoPlace(spec.root.url, unit.episode_index, camera.name, file, camera.recorded)
     try:
         if spec.root.is_local:
-            decode_into(spec.root.join(file), wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
+            decode_into(spec.root.local_path(file), wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
             return
         with spec.root.open(file) as opened:
             decode_into(opened, wanted_s, out, tolerance_s=spec.tolerance_s, place=place)

@@ -8,7 +8,9 @@ twice or half the rate many rows would find a frame at their time, and a wrong o
 
 import errno
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
+
+import av
 
 from vlatune.dataset.meta import DatasetMeta
 
@@ -17,6 +19,10 @@ RATE_SHARE = 0.01
 RATE_FRAMES = 1.5
 """Frames by which the length of a short file may be off: some writers do not count the last frame's duration."""
 
+CONTAINER = "mp4"
+"""The only one, local or remote: FFmpeg would also read playlists and SDP, which open files and ports of their own."""
+DECODERS = ("h264", "hevc", "libdav1d", "libaom-av1", "av1", "vp9", "libvpx-vp9", "mpeg4")
+"""What LeRobot records, and what people convert from."""
 DECODER_OPTIONS = {
     "libdav1d": {"strict": "1"},
 }
@@ -33,6 +39,16 @@ class Recorded:
     width: int
     fps: float | None = None
     """Of its mp4 files; None for pictures in parquet."""
+
+
+def open_container(source: str | IO[bytes]) -> Any:
+    """A video file, by path or as a file object: one kind of container, a few decoders, and no other file or address."""
+    options = {
+        "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2",
+        "codec_whitelist": ",".join(DECODERS),
+        "protocol_whitelist": "file" if isinstance(source, str) else "none",
+    }
+    return av.open(source, format=CONTAINER, options=options, metadata_errors="ignore")
 
 
 def recorded_camera(meta: DatasetMeta, camera: str) -> Recorded:
@@ -64,6 +80,9 @@ def video_stream(container: Any, place: object, recorded: Recorded | None) -> An
         raise ValueError(
             f"{place}: its video is of a kind that FFmpeg does not decode; re-encode it as h264, hevc or av1"
         )
+    name = streams[0].codec_context.codec.name
+    if name not in DECODERS:
+        raise ValueError(f"{place}: its video is '{name}', which is not read; re-encode it as h264, hevc or av1")
     if recorded is not None:
         check_stream(streams[0], recorded, place)
     return streams[0]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from vlatune.dataset.storage_options import cut_out
+from vlatune.outgoing import redacted
 
 MAX_TRIES = 8
 """Calls in all, the first included."""
@@ -177,7 +178,7 @@ def _cause(error: BaseException, secrets: tuple[str, ...]) -> tuple[str, bool]:
     text = " ".join(cut_out(secrets, str(error)).split())[:300] or "no message"
     said = f"{type(error).__name__}: {text}" + (f" (status {status})" if status else "")
     whole = " ".join(str(one) for one in chain(error))
-    return said, cut_out(secrets, whole) == whole
+    return redacted(said), redacted(cut_out(secrets, whole)) == whole
 
 
 def _remedy(error: BaseException) -> str:

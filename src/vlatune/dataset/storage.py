@@ -1,7 +1,7 @@
 """Where a dataset's files are: a folder or any fsspec URL, behind one small picklable object.
 
-Promises: a plain path when there is one, so that the fast readers need no file object; names that would leave the root
-are refused; remote calls are retried (remote_retry.py) and remote files read in ranges (remote_file.py). Credentials
+Promises: a plain path when there is one, so that the fast readers need no file object; names and links that would leave
+the root are refused (files.py); remote calls are retried (remote_retry.py) and remote files read in ranges (remote_file.py). Credentials
 come from the environment or from `storage_options`, and are never printed.
 """
 
@@ -17,8 +17,10 @@ from vlatune.dataset.remote_file import RemoteFile
 from vlatune.dataset.remote_fs import filesystem_for, version_tag
 from vlatune.dataset.remote_retry import retried
 from vlatune.dataset.storage_options import secrets_in
+from vlatune.files import MAX_JSON_BYTES, RefusedFileError, open_file, real_path
+from vlatune.outgoing import has_secret
 
-LOCAL_SCHEMES = ("", "file")
+LOCAL_SCHEMES = ("", "file", "local")
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,10 @@ class Root:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        if re.match(r"[^/]+://[^/@]*:[^/@]*@", self.url):  # the URL is part of messages, logs and reports
-            raise ValueError("a dataset's URL holds a password; give it in storage_options or in the environment")
+        if has_secret(self.url):  # the URL is part of messages, logs and reports
+            raise ValueError(
+                "a dataset's URL holds a password, a token or a signature; give it in storage_options or in the environment"
+            )
 
     @property
     def is_local(self) -> bool:
@@ -41,7 +45,7 @@ class Root:
     def path(self) -> str:
         """The root as its filesystem names it."""
         if self.is_local:
-            return str(Path(self.url.removeprefix("file://")).expanduser())
+            return str(Path(self.url.partition("://")[2] or self.url).expanduser())
         return self.filesystem()._strip_protocol(self.url)
 
     def filesystem(self) -> Any:
@@ -72,13 +76,24 @@ class Root:
         """The file, seekable; in a `with` statement, as a remote one tells at its end of failures on the way."""
         full = self.join(name)
         if self.is_local:
-            return Path(full).open("rb")
+            return open_file(self.path, name)
         opened = RemoteFile(self.filesystem(), full, self._where(full), secrets=secrets_in(self.storage_options))
         return cast("IO[bytes]", opened)
 
-    def read_bytes(self, name: str) -> bytes:
+    def read_bytes(self, name: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+        """All of a small file."""
         with self.open(name) as file:
-            return file.read()
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise RefusedFileError(
+                f"dataset '{self.url}': {name} has more than the {max_bytes:,} bytes that are read; it is damaged or not what its name says"
+            )
+        return data
+
+    def local_path(self, name: str) -> str:
+        """A local file for libraries that open by path: a regular one, below the root."""
+        self.join(name)
+        return str(real_path(self.path, name))
 
     def version(self, name: str) -> str:
         """A tag that changes when the file does: time and size of a local one, ETag and size of an object.

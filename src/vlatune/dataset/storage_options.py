@@ -6,16 +6,13 @@ allowed (`read_lerobot`), the same names say what is cut out of messages.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-SECRET_WORDS = ("key", "secret", "token", "pass", "sas", "credential", "connection_string", "auth", "cookie", "header")
-"""Parts of names of options that hold secrets in the drivers of fsspec: key, account_key, sas_token, password, ..."""
+from vlatune.outgoing import CUT, USER_AND_PASSWORD, has_secret, is_secret_name
+
 NO_SECRETS = ("anon", "google_default", "cloud", "cache")
 """Values of `token` that name a way to find credentials (gcsfs)."""
-PASSWORD = r"://[^/@]*:([^/@]*)@"
-"""In a URL."""
 FLAG = "--dataset.storage_options"
 
 
@@ -45,15 +42,15 @@ def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 def cut_out(secrets: Iterable[str], text: str) -> str:
     for secret in secrets:
-        text = text.replace(secret, "***")
+        text = text.replace(secret, CUT)
     return text
 
 
 def _inner(text: str) -> Iterator[str]:
     """Secrets in a secret, which a message may show alone: a URL's password, AccountKey in a connection string."""
-    password = re.search(PASSWORD, text)
-    if password and password[1]:
-        yield password[1]
+    found = USER_AND_PASSWORD.search(text)
+    if found and found["password"]:
+        yield found["password"]
     for part in text.split(";") if ";" in text else ():
         name, _, value = part.partition("=")
         if value and _is_secret(name, value):
@@ -85,5 +82,4 @@ def _texts(value: Any) -> Iterator[str]:
 def _is_secret(name: str, value: Any) -> bool:
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value in NO_SECRETS):
         return False
-    has_password = isinstance(value, str) and re.search(PASSWORD, value) is not None
-    return has_password or any(word in name.lower() for word in SECRET_WORDS)
+    return (isinstance(value, str) and has_secret(value)) or is_secret_name(name)

@@ -25,6 +25,7 @@ from vlatune.dataset.recorded import (
     ffmpeg_said,
     is_out_of_reach,
     no_frame,
+    open_container,
     video_stream,
 )
 from vlatune.dataset.resize import letterbox_into
@@ -105,7 +106,7 @@ class Decoder:
     """An open file and the frame at which its decoding stands."""
 
     def __init__(self, source: str | IO[bytes], place: VideoPlace) -> None:
-        self._container: Any = av.open(source, metadata_errors="ignore")
+        self._container: Any = open_container(source)
         try:
             self._stream = video_stream(self._container, place, place.recorded)
         except ValueError:

@@ -13,7 +13,7 @@ import av.error
 import numpy as np
 
 from vlatune.dataset.listing import missing_remedy
-from vlatune.dataset.recorded import Recorded, ffmpeg_said, is_out_of_reach, no_frame, video_stream
+from vlatune.dataset.recorded import Recorded, ffmpeg_said, is_out_of_reach, no_frame, open_container, video_stream
 from vlatune.dataset.storage import Root
 
 
@@ -22,10 +22,10 @@ def opened_video(root: Root, file: str, recorded: Recorded | None, place: object
     """The open file and its video stream, held against info.json; a file that cannot be used is a ValueError."""
     try:
         if root.is_local:
-            with av.open(root.join(file), metadata_errors="ignore") as container:
+            with open_container(root.local_path(file)) as container:
                 yield container, video_stream(container, place, recorded)
             return
-        with root.open(file) as opened, av.open(opened, metadata_errors="ignore") as container:
+        with root.open(file) as opened, open_container(opened) as container:
             yield container, video_stream(container, place, recorded)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; {missing_remedy(root, file)}") from error

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from vlatune.inspect.facts import CameraFacts, EpisodeFacts, StatsFacts
 from vlatune.inspect.inspection import Inspection
 from vlatune.inspect.problems import Problem
+from vlatune.outgoing import printable
 from vlatune.report.units import format_bytes, format_number, format_seconds, plural
 
 MAX_ROWS = 20
@@ -33,7 +34,7 @@ def inspection_text(found: Inspection, *, width: int) -> str:
 
 def _title(found: Inspection) -> str:
     kind = ", ".join(str(one) for one in (found.version and f"LeRobot {found.version}", found.robot_type) if one)
-    return _printable(f"{found.dataset}{f' ({kind})' if kind else ''}")
+    return printable(f"{found.dataset}{f' ({kind})' if kind else ''}")
 
 
 def _feature_rows(found: Inspection) -> list[list[str]]:
@@ -100,7 +101,7 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], wid
     for name, *_ in columns:
         table.add_column(name, overflow="fold")
     for row in list(zip(*columns, strict=True))[1:]:
-        table.add_row(*(Text(_printable(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console(file=io.StringIO(), width=max(width - 2, 40), color_system=None, legacy_windows=False)
     with console.capture() as capture:
         console.print(table)
@@ -129,9 +130,5 @@ def _problem_lines(problem: Problem, width: int) -> Iterable[str]:
 
 def _wrapped(text: str, width: int, *, first: str, rest: str) -> list[str]:
     return textwrap.wrap(
-        _printable(text), max(width, 40), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+        printable(text), max(width, 40), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
-
-
-def _printable(text: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in text)

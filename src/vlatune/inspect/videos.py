@@ -9,13 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
 
-import av
 import av.error
 
 from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.recorded import camera_fps, ffmpeg_said, is_out_of_reach, is_rate
+from vlatune.dataset.recorded import (
+    DECODERS,
+    camera_fps,
+    ffmpeg_said,
+    is_out_of_reach,
+    is_rate,
+    open_container,
+)
 from vlatune.dataset.storage import Root
 from vlatune.dataset.video_health import is_cut_off
+from vlatune.files import RefusedFileError
 from vlatune.inspect.problems import Problem, with_examples
 
 THREADS = 8
@@ -53,11 +60,13 @@ def read_videos(root: Root, files: Sequence[str], *, on_file: Callable[[], None]
 def read_video(root: Root, file: str) -> VideoFacts:
     try:
         if root.is_local:
-            return _read_header(root.join(file), file)
+            return _read_header(root.local_path(file), file)
         with root.open(file) as opened:
             return _read_header(opened, file)
     except FileNotFoundError:
         return VideoFacts(file, error="it is missing")
+    except RefusedFileError as error:
+        return VideoFacts(file, error=str(error))
     except av.error.FFmpegError as error:
         if is_out_of_reach(error):
             raise
@@ -65,13 +74,15 @@ def read_video(root: Root, file: str) -> VideoFacts:
 
 
 def _read_header(source: str | IO[bytes], file: str) -> VideoFacts:
-    with av.open(source, metadata_errors="ignore") as container:
+    with open_container(source) as container:
         if not container.streams.video:
             return VideoFacts(file, error="there is no video stream in it")
         stream = container.streams.video[0]
         context: Any = stream.codec_context
         if context is None or not stream.time_base:
             return VideoFacts(file, error="its video is of a kind that FFmpeg does not decode")
+        if context.codec.name not in DECODERS:
+            return VideoFacts(file, error=f"its video is '{context.codec.name}', which is not read")
         if is_cut_off(container, stream):
             return VideoFacts(file, error="it is cut off: its last frames are not there")
         return VideoFacts(

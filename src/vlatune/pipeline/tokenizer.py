@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from vlatune.files import MAX_TOKENIZER_BYTES, read_file
+
 CONFIG = "tokenizer_config.json"
 PLAIN = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
 GEMMA = ("GemmaTokenizer", "GemmaTokenizerFast")
@@ -47,11 +49,10 @@ def load_tokenizer(file: str, max_length: int) -> Any:
     if not Path(file).exists():
         raise ValueError(f"tokenizer file '{file}' is missing; it belongs to the policy's folder")
     settings = read_settings(Path(file).parent)
+    data = read_file(Path(file).parent, Path(file).name, max_bytes=MAX_TOKENIZER_BYTES)
     if settings.get("tokenizer_class") in GEMMA:
-        content = as_gemma(json.loads(Path(file).read_bytes()), settings)
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-    else:
-        tokenizer = tokenizers.Tokenizer.from_file(file)
+        data = json.dumps(as_gemma(json.loads(data), settings)).encode()
+    tokenizer = tokenizers.Tokenizer.from_buffer(data)
     _add_tokens(tokenizer, settings)
     tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
     tokenizer.no_padding()
@@ -61,7 +62,7 @@ def load_tokenizer(file: str, max_length: int) -> Any:
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, with what an older folder keeps in special_tokens_map.json."""
-    settings = _read_object(folder / CONFIG)
+    settings = _read_object(folder, CONFIG)
     name = settings.get("tokenizer_class")
     if name not in (*PLAIN, *GEMMA):
         raise ValueError(
@@ -69,7 +70,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             f"expected one of {', '.join(filter(None, (*PLAIN, *GEMMA)))}; where tokenizer.json is all of it, set PreTrainedTokenizerFast there"
         )
     if "added_tokens_decoder" not in settings:
-        settings |= _read_object(folder / "special_tokens_map.json")
+        settings |= _read_object(folder, "special_tokens_map.json")
     return (GEMMA_TOKENS if name in GEMMA else {}) | settings
 
 
@@ -115,13 +116,14 @@ def _flags(token: Mapping[str, Any]) -> dict[str, Any]:
     return {name: token[name] for name in FLAGS if name in token}
 
 
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    if not (folder / name).exists():
         return {}
-    except ValueError as error:
-        raise ValueError(f"tokenizer '{file.parent}': {file.name} is not readable JSON ({error})") from error
+    data = read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"tokenizer '{folder}': {name} is not readable JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ValueError(f"tokenizer '{file.parent}': {file.name} holds a {type(value).__name__}, expected an object")
+        raise ValueError(f"tokenizer '{folder}': {name} holds a {type(value).__name__}, expected an object")
     return value

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, read_file, real_path
 from vlatune.pipeline.tokenizer import pad_token, read_settings
 from vlatune.pipeline.transforms import (
     DrawFlow,
@@ -29,11 +30,12 @@ from vlatune.pipeline.transforms import (
 from vlatune.policies.base import STATS_OF_MODE, Binding, Draw, ModuleOptions, PolicySpec
 from vlatune.policies.pi05_size import Pi05Size, read_size
 from vlatune.policies.pi05_weights import CONFIG_DEFAULTS, find_tensors
+from vlatune.policies.processors import PREPROCESSOR, PROCESSORS, checked_config, checked_steps, is_hub_name
 
 if TYPE_CHECKING:
     import torch
 
-PREPROCESSOR = "policy_preprocessor.json"
+TOKENIZER = "tokenizer.json"
 
 
 class Pi05Adapter:
@@ -48,6 +50,7 @@ class Pi05Adapter:
             raise ValueError(
                 f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions"
             )
+        config = checked_config(config, f"policy '{folder}': config.json")
         step = _tokenizer_step(folder)
         tokenizer_file = _find_tokenizer(folder, step["tokenizer_name"])
         pad_id = _pad_id(tokenizer_file)
@@ -149,7 +152,9 @@ def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarr
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return _as_object(json.loads((folder / name).read_bytes()))
+        return _as_object(
+            json.loads(read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES))
+        )
     except FileNotFoundError as error:
         raise ValueError(
             f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder"
@@ -166,9 +171,8 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 def _tokenizer_step(folder: Path) -> dict[str, Any]:
     """The settings of the preprocessor's step that tokenises; they name the tokenizer."""
-    steps = _read_json(folder, PREPROCESSOR).get("steps")
-    steps = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    found = [step.get("config", {}) for step in steps if step.get("registry_name") == "tokenizer_processor"]
+    steps = _read_steps(folder)[PREPROCESSOR]
+    found = [step["config"] for step in steps if step["registry_name"] == "tokenizer_processor"]
     if not found or not found[0].get("tokenizer_name"):
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
     if (side := found[0].get("padding_side", "right")) != "right":
@@ -176,19 +180,32 @@ def _tokenizer_step(folder: Path) -> dict[str, Any]:
     return found[0]
 
 
+def _read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The processors' steps, checked, by file; only the preprocessor has to be there."""
+    found = [name for name in PROCESSORS if name == PREPROCESSOR or (folder / name).exists()]
+    return {name: checked_steps(_read_json(folder, name), f"policy '{folder}': {name}") for name in found}
+
+
 def _find_tokenizer(folder: Path, name: str) -> Path:
-    """The tokenizer.json of that name: a folder of its own, one beside the policy, or a hub repository."""
-    named = Path(name)
-    beside = (folder / named.name, folder / "tokenizer")
-    for candidate in (named, *beside) if named.is_absolute() else (*beside, named):
-        if (candidate / "tokenizer.json").exists():
-            return candidate / "tokenizer.json"
-    if named.is_absolute():
-        raise ValueError(f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{named}', which is not there")
+    """The tokenizer.json of that name: a folder in the policy's own, or a hub repository.
+
+    A full path counts by its last part: an export names its own tokenizer so, and may have been moved.
+    """
+    for own in (Path(name).name, "tokenizer"):
+        if (folder / own / TOKENIZER).exists():
+            real_path(folder, f"{own}/{TOKENIZER}")  # not by a link that leads out
+            return folder / own / TOKENIZER
+    if not is_hub_name(name):
+        raise ValueError(
+            f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{name}', which is not there; put its folder into the "
+            f"policy's own, as '{folder / 'tokenizer'}'"
+        )
+    if (Path(name) / TOKENIZER).exists():  # LeRobot looks from the current folder, too
+        return Path(name) / TOKENIZER
     from vlatune.policies.hub import fetch_file
 
     fetch_file(name, "tokenizer_config.json")
-    return fetch_file(name, "tokenizer.json")
+    return fetch_file(name, TOKENIZER)
 
 
 def _pad_id(tokenizer_file: Path) -> int:

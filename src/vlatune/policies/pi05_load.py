@@ -21,6 +21,7 @@ from lerobot.policies.pi05 import PI05Config, PI05Policy
 from safetensors import safe_open
 from torch import nn
 
+from vlatune.files import read_file
 from vlatune.policies.pi05_size import building_at, read_size
 from vlatune.policies.pi05_trainable import is_float32, set_trainable, trains_tower
 from vlatune.policies.pi05_weights import StoredTensor, find_tensors
@@ -94,7 +95,7 @@ def _tower_weights(policy: PI05Policy) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _find_tensors(folder: Path) -> Mapping[str, StoredTensor]:
-    return find_tensors(folder, json.loads((folder / "config.json").read_bytes()))
+    return find_tensors(folder, json.loads(read_file(folder, "config.json")))
 
 
 def build_policy(folder: Path, dtype: str | None) -> PI05Policy:
@@ -128,7 +129,7 @@ def parse_config(folder: Path) -> PI05Config:
 
     An option of another version of LeRobot that is off has nothing to do here; one that is on is refused by its name.
     """
-    stored = json.loads((folder / "config.json").read_bytes())
+    stored = json.loads(read_file(folder, "config.json"))
     known = {field.name for field in fields(PI05Config)}
     given = {key: value for key, value in stored.items() if key in known or (value and key != "type")}
     return draccus.decode(PI05Config, given)

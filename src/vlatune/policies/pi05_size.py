@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlatune.files import read_file
+
 SIZE_FILE = "vlatune_size.json"
 
 NUM_HEADS = 8
@@ -128,7 +130,7 @@ def read_size(folder: Path) -> Pi05Size | None:
     if not path.exists():
         return None
     try:
-        return Pi05Size.from_json(json.loads(path.read_text()))
+        return Pi05Size.from_json(json.loads(read_file(folder, SIZE_FILE)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from vlatune.files import read_file, real_path
 from vlatune.policies.pi05_size import NUM_HEADS, Pi05Size, read_size
 
 SINGLE_FILE = "model.safetensors"
@@ -74,7 +75,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / SINGLE_FILE]
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(read_file(folder, INDEX_FILE))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"policy '{folder}': {INDEX_FILE} is damaged ({error}); fetch the base model anew") from error
     odd = [name for name in names if Path(str(name)).name != name]
@@ -178,7 +179,7 @@ def _published_size(folder: Path, config: Mapping[str, Any]) -> Pi05Size:
 
 def _read_header(folder: Path, file: Path) -> Iterator[StoredTensor]:
     try:
-        with safe_open(file, framework="np") as tensors:
+        with safe_open(real_path(folder, file.name), framework="np") as tensors:
             for key in tensors.keys():  # noqa: SIM118  (it is no dict)
                 yield StoredTensor(file, key, tuple(tensors.get_slice(key).get_shape()))
     except FileNotFoundError as error:

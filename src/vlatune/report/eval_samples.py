@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.report.sinks import write_bytes
+from vlatune.files import open_file, write_aside
 
 FILE_NAME = "eval_samples.npz"
+MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def save_eval_samples(run_dir: Path, samples: list[EvalSample]) -> Path:
     packed = io.BytesIO()
     np.savez_compressed(packed, allow_pickle=False, **arrays)
     path = Path(run_dir) / FILE_NAME
-    write_bytes(path, packed.getvalue())
+    write_aside(path, [packed.getvalue()])
     return path
 
 
@@ -50,7 +51,7 @@ def load_eval_samples(run_dir: Path) -> list[EvalSample]:
     """Read what `save_eval_samples` wrote."""
     path = Path(run_dir) / FILE_NAME
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_file(run_dir, FILE_NAME, max_bytes=MAX_BYTES) as file, np.load(file, allow_pickle=False) as arrays:
             described = json.loads(str(arrays["json"]))
             return [_sample(number, strings, arrays) for number, strings in enumerate(described)]
     except (zipfile.BadZipFile, KeyError, ValueError) as error:

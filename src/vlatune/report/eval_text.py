@@ -6,6 +6,7 @@ Pure: the figures of eval.json in, text out. Names come from datasets of strange
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vlatune.outgoing import printable
 from vlatune.report.units import format_number, plural
 from vlatune.report.verdict import eval_meaning
 
@@ -65,14 +66,10 @@ def _variant_lines(variants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _dim_lines(per_dim_error: Mapping[str, float]) -> Iterator[str]:
     yield "error by action dimension:"
     for name, value in list(per_dim_error.items())[:MAX_DIMS]:
-        yield f"  {_printable(name)[:MAX_NAME]:<38} {value:.4f}"
+        yield f"  {printable(name)[:MAX_NAME]:<38} {value:.4f}"
     if len(per_dim_error) > MAX_DIMS:
         yield f"  and {len(per_dim_error) - MAX_DIMS} more, in eval.json"
 
 
 def _cell(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value:.4f}"
-
-
-def _printable(text: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in text)

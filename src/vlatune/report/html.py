@@ -13,13 +13,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from vlatune.files import write_text
 from vlatune.report import plots
 from vlatune.report.chart import legend
 from vlatune.report.eval_samples import EvalSample, load_eval_samples, save_eval_samples
 from vlatune.report.markup import Html, join, shorten, tag
 from vlatune.report.run_folder import Checkpoints, Run, read_run
 from vlatune.report.shuffle import shuffle_meaning, shuffle_table
-from vlatune.report.sinks import write_text
 from vlatune.report.units import format_bytes, format_number, format_seconds, format_share, plural
 from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
 

@@ -5,7 +5,6 @@ settings (config.json) are read and written here alone; other files are written 
 eval_samples.py.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,30 @@ from typing import Any
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import open_store, place_of
 from vlatune.config import RunConfig, to_json
+from vlatune.files import read_json
 from vlatune.flags import config_from_dict
 from vlatune.report.eval_samples import FILE_NAME, EvalSample, load_eval_samples
 from vlatune.report.sinks import read_jsonl, write_json
 from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
 
 CONFIG_FILE = "config.json"
+RUN_ENTRIES = (
+    CONFIG_FILE,
+    "metrics.jsonl",
+    "samples.jsonl",
+    SUMMARY_FILE,
+    "skipped_episodes.json",
+    "eval.json",
+    FILE_NAME,
+    "report.html",
+    "logs",
+    "checkpoints",
+    ".lock",
+    ".pen",
+)
+"""All that a run puts into its folder."""
+BESIDE = ("base", "dataset")
+"""What the demo puts beside a run; runs only read it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,7 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
         config=config,
         metrics=read_jsonl(metrics_path) if metrics_path.exists() else [],
         summary=summary,
-        evaluation=_read_object(run_dir / "eval.json") or {},
+        evaluation=_read_object(run_dir, "eval.json") or {},
         samples=eval_samples,
         checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
     )
@@ -78,7 +95,7 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
 
 def read_settings(run_dir: Path) -> dict[str, Any] | None:
     """What config.json says, unchecked: it may be another version's. None where there is none."""
-    return _read_object(run_dir / CONFIG_FILE)
+    return _read_object(run_dir, CONFIG_FILE)
 
 
 def read_config(run_dir: Path) -> RunConfig:
@@ -110,13 +127,5 @@ def _checkpoints(run_dir: Path, storage_path: Any, summary: Summary | None) -> C
         return Checkpoints(None, storage_path)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error}); restore it, or remove it") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object; restore it, or remove it")
-    return found
+def _read_object(run_dir: Path, name: str) -> dict[str, Any] | None:
+    return read_json(run_dir, name) if (run_dir / name).exists() else None

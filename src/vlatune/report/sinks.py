@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vlatune.aside import write_whole
+from vlatune.files import MAX_LINES_BYTES, open_file, open_to_append, open_to_change, write_aside, write_text
 
 
 class MetricsFile:
@@ -23,7 +23,7 @@ class MetricsFile:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_with_whole_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = open_to_append(self.path)
 
     def append(self, record: dict[str, Any]) -> None:
         _require_finite(record, self.path.name)
@@ -34,8 +34,8 @@ class MetricsFile:
         """Drop every line after this optimizer step: the run continues from its checkpoint."""
         self._file.close()
         kept = (line for line, record in _lines(self.path) if record["optimizer_step"] <= optimizer_step)
-        write_whole(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
-        self._file = self.path.open("a", encoding="utf-8")
+        write_aside(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
+        self._file = open_to_append(self.path)
 
     def close(self) -> None:
         self._file.close()
@@ -82,21 +82,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def write_json(path: Path, obj: Any) -> None:
     """Write `obj` so that a reader sees the old file or the new one, whatever happens."""
     _require_finite(obj, Path(path).name)
-    write_text(path, json.dumps(obj, indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """The same for text. What UTF-8 cannot say (half a surrogate pair in a dataset's sentence) becomes '?'."""
-    write_whole(Path(path), [text.encode("utf-8", errors="replace")])
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """The same for bytes."""
-    write_whole(Path(path), [data])
+    write_text(Path(path), json.dumps(obj, indent=2, allow_nan=False) + "\n")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    with path.open("rb") as file:
+    with open_file(path.parent, path.name, max_bytes=MAX_LINES_BYTES) as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield line, json.loads(line)
@@ -116,7 +106,7 @@ def _end_with_whole_line(path: Path) -> None:
     whole_bytes = 0
     for whole, _ in _lines(path):
         whole_bytes += len(whole)
-    with path.open("rb+") as file:
+    with open_to_change(path) as file:
         file.truncate(whole_bytes)
         if not whole.endswith(b"\n"):
             file.seek(whole_bytes)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
+from vlatune.files import read_file
 from vlatune.flag_values import shown
 from vlatune.names import did_you_mean
 from vlatune.report.sinks import write_json
@@ -91,8 +92,9 @@ def read_summary(run_dir: Path) -> Summary | None:
     file = run_dir / SUMMARY_FILE
     if not file.exists():
         return None
+    data = read_file(run_dir, SUMMARY_FILE)
     try:
-        values = json.loads(file.read_bytes())
+        values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error}); restore it, or remove it and write the report anew") from None
     return Summary.from_json(values, str(file))

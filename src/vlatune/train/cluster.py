@@ -1,13 +1,15 @@
 """[ray] The Ray cluster of a run: the one that RAY_ADDRESS names, or one of our own on this machine.
 
-Our own lives in a folder of its own, which goes with it; what a killed process left is removed by the next. Ray's own
-words go to `logs/`, the person sees ours.
+Our own lives in a folder of its own, which goes with it; what a killed process left is removed by the next. It asks
+for a token and listens on the loopback interface (SECURITY.md has the list). Ray's own words go to `logs/`, the person
+sees ours.
 """
 
 import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig
+from vlatune.files import make_folder, open_to_append, write_aside, write_new
+from vlatune.outgoing import redacted, say, warn
 from vlatune.train.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -32,6 +36,11 @@ MAX_FOLDER_CHARS = 40
 YOUNG_S, REMOVALS = 60.0, 10
 STARTS = 3
 VITAL = ("gcs_server", "raylet")
+AUTH_MODE = "RAY_AUTH_MODE"
+ON_A_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's variable for whether a node takes the machine's address; with 0 it takes 127.0.0.1, as it does on macOS."""
+GLOO = "GLOO_SOCKET_IFNAME"
+"""Else gloo takes the address that the machine's name leads to."""
 LOG_BYTES = 10_000_000
 """Ray's own logs are kept after a failure, each file up to this size."""
 
@@ -134,13 +143,78 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
             stack.callback(ray.shutdown)
+            if not asks_for_token():
+                warn(f"vlatune: warning: {OPEN_CLUSTER}")
             yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
             return
         sizing = size_for_this_host(config, run)
         ray_folder = stack.enter_context(own_folder())
         stack.enter_context(_kept_logs(ray_folder, folder.logs / "ray"))
+        stack.enter_context(on_loopback())
+        keep_token_private()
         stack.callback(ray.shutdown)
-        yield Cluster(sizing, ray_folder, ours=True)
+        cluster = Cluster(sizing, ray_folder, ours=True)
+        if asks_for_token():
+            say(
+                f"vlatune: Ray runs on this machine alone: it listens on {ray.util.get_node_ip_address()}, and asks for a token"
+            )
+        else:
+            warn(f"vlatune: warning: {OPEN_LOCAL}")
+        yield cluster
+
+
+OPEN_LOCAL = (
+    f"{AUTH_MODE} switches Ray's token authentication off: every user and program of this machine can run code in this "
+    f"run; unset {AUTH_MODE}, and Ray asks for a token"
+)
+OPEN_CLUSTER = (
+    f"the cluster at RAY_ADDRESS was joined without token authentication: whoever reaches its ports can run code in it; to "
+    f"turn it on, run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to every node, and start `ray start` "
+    f"and vlatune with {AUTH_MODE}=token"
+)
+
+
+def asks_for_token() -> bool:
+    """Whether this process, and with it the cluster that it started or joined, uses tokens."""
+    from ray._raylet import AuthenticationMode, get_authentication_mode
+
+    return get_authentication_mode() == AuthenticationMode.TOKEN
+
+
+def keep_token_private(home: Path | None = None) -> None:
+    """Ray would write the token of a first local cluster for all to read. One that is there already is closed to others."""
+    if os.environ.get(AUTH_MODE, "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
+    with contextlib.suppress(OSError):  # another's file, or no place to write to: Ray speaks of what it needs
+        if file.exists():
+            if file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+            return
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_new(file, secrets.token_hex(32).encode(), mode=0o600)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """A cluster that is started inside, and its processes, take 127.0.0.1 for this machine's address.
+
+    Ray binds to it alone then, and `_node_ip_address="127.0.0.1"` is replaced by the address on the network.
+    """
+    from ray._private import ray_constants
+
+    was_on, before = ray_constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in (ON_A_NETWORK, GLOO)}
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ON_A_NETWORK] = "0"
+    os.environ.setdefault(GLOO, "lo")
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = was_on
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
@@ -235,8 +309,9 @@ def _kept_logs(ray_folder: Path | None, kept: Path) -> Iterator[None]:
 def _keep(file: Path, kept: Path) -> None:
     with contextlib.suppress(OSError):
         if file.is_file() and 0 < file.stat().st_size <= LOG_BYTES:
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, kept / file.name)
+            write_aside(
+                make_folder(kept.parent, kept.name) / file.name, [redacted(file.read_text(errors="replace")).encode()]
+            )
 
 
 def worker_resources(sizing: "Sizing") -> dict[str, float]:
@@ -257,12 +332,19 @@ def _start_none_unasked() -> None:
     auto_init_hook.enable_auto_connect = False
 
 
+class WithoutSecrets(logging.Formatter):
+    """Ray quotes errors, and those may quote addresses and headers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 def _quiet(folder: RunFolder) -> None:
     """What Ray has to say goes to logs/driver.log instead of the terminal."""
     import ray._private.worker
 
-    folder.logs.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder.logs / "driver.log")
+    handler = logging.StreamHandler(open_to_append(make_folder(folder.path, "logs") / "driver.log"))
+    handler.setFormatter(WithoutSecrets())
     for name in ("ray", "ray.data", "ray.train", "ray.tune"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]

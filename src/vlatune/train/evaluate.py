@@ -6,7 +6,6 @@ that of always predicting the mean action, and its own with the pictures or the 
 checkpoint with one kind of weights, trained or averaged; one command evaluates as many as are asked for.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from vlatune.checkpoint.store import Store, choose, open_store
 from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.dataset.stats import feature_stats
+from vlatune.outgoing import warn
 from vlatune.pipeline.transforms import Normalise, Transform, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
@@ -246,4 +246,4 @@ def _batches(rows: Columns, size: int) -> Iterator[Columns]:
 
 
 def _warn(text: str) -> None:
-    sys.stderr.write(f"vlatune: {text}\n")
+    warn(f"vlatune: {text}")

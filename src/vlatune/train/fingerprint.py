@@ -14,6 +14,7 @@ import numpy as np
 from vlatune.checkpoint.base_weights import base_weights, short_hash
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.remote_retry import retried
+from vlatune.files import MAX_TOKENIZER_BYTES, read_file
 from vlatune.random_streams import ORDER_VERSION
 from vlatune.train.setup import Setup
 
@@ -33,8 +34,9 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     if computed := list(_computed_stats(setup)):
         found["dataset.statistics"] = short_hash(computed)
     found["base.weights"] = base_weights(Path(setup.policy.folder))
-    found["base.config"] = short_hash([(Path(setup.policy.folder) / "config.json").read_bytes()])
-    found["base.tokenizer"] = short_hash([Path(setup.policy.tokenizer_file).read_bytes()])
+    found["base.config"] = short_hash([read_file(setup.policy.folder, "config.json")])
+    tokenizer = Path(setup.policy.tokenizer_file)
+    found["base.tokenizer"] = short_hash([read_file(tokenizer.parent, tokenizer.name, max_bytes=MAX_TOKENIZER_BYTES)])
     found[f"{VERSIONS}order"] = str(ORDER_VERSION)
     return found | {f"{VERSIONS}{name}": version(name) for name in PACKAGES}
 

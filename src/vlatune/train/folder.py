@@ -15,7 +15,8 @@ from typing import IO, Any
 
 from vlatune.checkpoint.store import open_store
 from vlatune.config import RunConfig
-from vlatune.report.run_folder import CONFIG_FILE, read_settings, write_settings
+from vlatune.files import make_folder, open_to_append, refuse_links_out
+from vlatune.report.run_folder import BESIDE, CONFIG_FILE, read_settings, write_settings
 from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
 from vlatune.train.changes import accepted, config_changes
 
@@ -60,7 +61,7 @@ def open_run(config: RunConfig) -> RunFolder:
     """Check the folder and record the run's config there."""
     check_run(config)
     folder = RunFolder(config.run_dir)
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.path, "logs")
     write_settings(folder.path, replace(config, resume=False, allow_changed=()))
     (folder.path / SUMMARY_FILE).unlink(missing_ok=True)  # a run that goes on is not finished
     return folder
@@ -70,7 +71,8 @@ def open_run(config: RunConfig) -> RunFolder:
 def only_one(folder: RunFolder) -> Iterator[None]:
     """Hold the folder's lock; it falls with the process, however that ends."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    with (folder.path / ".lock").open("w") as file:
+    refuse_links_out(folder.path, skip=BESIDE)
+    with open_to_append(folder.path / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -86,7 +88,7 @@ def hold_pen(run_dir: Path, *, wait_s: float = PEN_WAIT_S) -> IO[str]:
     After the driver died the old rank 0 may live for some seconds more; the new one waits for it to be gone.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = (run_dir / ".pen").open("w")
+    file = open_to_append(run_dir / ".pen")
     until_s = time.monotonic() + wait_s
     while True:
         try:
@@ -122,4 +124,4 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 def _only_ours(folder: Path) -> bool:
     """Nothing in it but what a start that was broken off leaves, or what the demo puts beside a run."""
-    return all(entry.name in (".lock", ".pen", "logs", "base", "dataset") for entry in folder.iterdir())
+    return all(entry.name in (".lock", ".pen", "logs", *BESIDE) for entry in folder.iterdir())

@@ -7,13 +7,14 @@ tried again.
 
 import math
 import os
-import sys
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig, validate
 from vlatune.dataset.health import skip_line
+from vlatune.files import write_text
+from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
 from vlatune.train.cluster import Cluster, local_ray, worker_resources
@@ -76,7 +77,7 @@ def _try_until_done(
             return
         except Exception as error:
             log = folder.new_log("failure")
-            log.write_text("".join(traceback.format_exception(error)))
+            write_text(log, redacted("".join(traceback.format_exception(error))))
             reason = root_cause(error)
             if isinstance(reason, FINAL):
                 raise reason from None
@@ -192,5 +193,4 @@ def _introduce(config: RunConfig, start: Start, folder: RunFolder, sizing: "Sizi
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"vlatune: {text}\n")
-    sys.stdout.flush()
+    say(f"vlatune: {text}")

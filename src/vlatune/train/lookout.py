@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vlatune.files import make_folder, open_to_append
 from vlatune.train.stacks import answer_in, answer_no_more
 from vlatune.train.wish import Wish
 
@@ -102,8 +103,8 @@ class Heartbeat:
         self._moves = 0
         self._ended = threading.Event()
         self._file = stacks_file(run_dir, attempt, rank)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = self._file.open("w")
+        make_folder(run_dir, "logs")
+        self._stacks = open_to_append(self._file)
         answer_in(self._stacks)
         self._thread = threading.Thread(target=self._tell, name="heartbeat", daemon=True)
         self._thread.start()

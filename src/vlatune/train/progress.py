@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from vlatune.files import open_file
+from vlatune.outgoing import say
 from vlatune.report.kept import KEPT_SHARE_FINE
 
 POLL_S = 0.25
@@ -43,8 +45,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)
         else:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            say(text)
 
     def close(self) -> None:
         self._stop.set()
@@ -66,7 +67,7 @@ class Progress:
     def _read_new(self) -> list[dict[str, Any]]:
         if not self._file.exists():
             return []
-        with self._file.open("rb") as file:
+        with open_file(self._file.parent, self._file.name) as file:
             now = os.fstat(file.fileno())
             if now.st_ino != self._inode or now.st_size < self._offset:  # a restart put a shorter one in its place
                 self._inode, self._offset = now.st_ino, 0

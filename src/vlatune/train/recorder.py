@@ -9,6 +9,7 @@ from vlatune.checkpoint.store import open_store, place_of
 from vlatune.config import to_json
 from vlatune.dataset.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
+from vlatune.files import make_folder, open_to_append
 from vlatune.pipeline.spill_meter import SpillMeter
 from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
 from vlatune.report.summary import Scalar, Summary, write_summary
@@ -27,11 +28,11 @@ class Recorder:
         self.spill = SpillMeter()
         self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")
         self.samples = MetricsFile(self.run_dir / "samples.jsonl") if job.config.log_samples else None
-        self.board = TensorBoardSink(self.run_dir / "logs" / "tensorboard")
+        self.board = TensorBoardSink(make_folder(self.run_dir, "logs/tensorboard"))
         for sink in (self.metrics, self.samples, self.board):
             if sink is not None:
                 sink.keep_until(first_step)
-        with (self.run_dir / "logs" / "worker.log").open("a") as file:
+        with open_to_append(make_folder(self.run_dir, "logs") / "worker.log") as file:
             file.write(
                 f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
             )

@@ -4,7 +4,6 @@ Everything that can be wrong without opening a video is found here: dataset, cam
 tokenizer, batch against dataset.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from vlatune.dataset.stats_check import check_stats
 from vlatune.dataset.stats_rows import doubts, look_at_rows
 from vlatune.dataset.storage import Root
 from vlatune.dataset.storage_options import parse_storage_options
+from vlatune.outgoing import warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
@@ -105,7 +105,8 @@ def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
     warnings = _check_stats(metas, stats)
     if preflight:  # said once, though a run is set up several times
         warnings += _hold_against_rows(config, metas, stats)
-        sys.stderr.writelines(f"vlatune: warning: {text}\n" for text in warnings)
+        for text in warnings:
+            warn(f"vlatune: warning: {text}")
     return Setup(
         metas=metas,
         training=training,

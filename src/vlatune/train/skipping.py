@@ -4,7 +4,6 @@ A run that goes on takes its list from the folder, even when the data was mended
 another order of samples.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from vlatune.dataset.health import BadEpisode, find_bad_episodes, print_progress
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.reader import ReadSpec
 from vlatune.dataset.select import Selection
+from vlatune.files import read_json
 from vlatune.report.run_folder import CONFIG_FILE
 from vlatune.report.sinks import write_json
 
@@ -37,7 +37,7 @@ def keep_skipped(run_dir: Path, bad: Sequence[BadEpisode]) -> None:
 def read_skipped(run_dir: Path) -> tuple[BadEpisode, ...]:
     file = run_dir / SKIPPED_FILE
     try:
-        listed = json.loads(file.read_bytes())["skipped_episodes"]
+        listed = read_json(run_dir, SKIPPED_FILE)["skipped_episodes"]
         return tuple(
             BadEpisode(int(one["dataset_index"]), str(one["dataset"]), int(one["episode"]), str(one["reason"]))
             for one in listed

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
+from vlatune.files import write_text
 from vlatune.train.cluster import Cluster
 from vlatune.train.failures import root_cause
 from vlatune.train.folder import RunFolder
@@ -115,7 +116,7 @@ class Supervisor:
         """Kill all workers of the group, which Ray Train then sees, after they have told where they are."""
         texts = {state.rank: self._ask_and_kill(state) for state in states}
         file = self._folder.new_log("hang")
-        file.write_text("\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
+        write_text(file, "\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
         _wait(outcome, END_S)
         how = {rank: text.splitlines()[0] for rank, text in texts.items()}
         hung = find_culprit(states, how)

@@ -16,6 +16,7 @@ from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
 from vlatune.config import RunConfig, makes_base
 from vlatune.dataset.feature_map import as_flag, likely_name
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.files import read_json
 from vlatune.report.sinks import write_json
 from vlatune.train.folder import RunFolder, check_run, only_one
 from vlatune.train.setup import load_metas
@@ -110,7 +111,7 @@ def _ensure(run_dir: Path, fit: Fit, say: Callable[[str], None]) -> None:
     if base.is_dir():
         if not (base / MADE_FOR).is_file():
             raise ValueError(f"'{base}' is in the way of the run's own base model; take it with --policy.path={base}")
-        if json.loads((base / MADE_FOR).read_bytes()) == made_for:
+        if read_json(base, MADE_FOR) == made_for:
             return
     say(
         f"no --policy.path: making a small PI0.5 with random weights for {', '.join(fit.cameras)}, {fit.state_dim} state and "
@@ -136,7 +137,7 @@ def _ensure(run_dir: Path, fit: Fit, say: Callable[[str], None]) -> None:
 
 def _name_tokenizer(file: Path, name: str) -> None:
     """LeRobot's processor has the tokenizer's place, which is another after the folder was renamed."""
-    content = json.loads(file.read_bytes())
+    content = read_json(file.parent, file.name)
     for step in content["steps"]:
         if step.get("registry_name") == "tokenizer_processor":
             step["config"]["tokenizer_name"] = name

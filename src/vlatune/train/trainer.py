@@ -10,8 +10,10 @@ placement groups. Only the workers import torch; what joins them to a process gr
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import ray
@@ -34,6 +36,9 @@ SETTINGS = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
 }
 LEAVE_S = 5.0
+JOIN_S = 1800.0
+"""As long as Ray Train waits for a collective operation."""
+LOOPBACK = "127.0.0.1"
 UNUSED = (DatasetsCallback,)
 UNUSED_ON_OUR_OWN = (DatasetsCallback, PlacementGroupCleanerCallback)
 
@@ -154,7 +159,27 @@ def _join(address: str, port: int, group: TorchGroup, rank: int, size: int) -> N
 
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     config._set_torch_distributed_env_vars()
-    config._setup_torch_process_group(group.backend, rank, size, "env://")
+    if address == LOOPBACK:
+        _join_on_loopback(port, group.backend, rank, size)
+    else:
+        config._setup_torch_process_group(group.backend, rank, size, "env://")
+
+
+def _join_on_loopback(port: int, backend: str, rank: int, size: int) -> None:
+    """The same, but that the store by which the workers find each other is not open to the network: torch's would be."""
+    from torch import distributed
+
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as Ray Train has it
+    listening = None
+    if rank == 0:
+        with socket.socket() as opened:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind((LOOPBACK, port))
+            opened.listen()
+            listening = opened.detach()  # the store closes it
+    wait = timedelta(seconds=JOIN_S)
+    store = distributed.TCPStore(LOOPBACK, port, size, rank == 0, wait, master_listen_fd=listening)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
 
 
 def _leave() -> None:

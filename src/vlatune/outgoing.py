@@ -1,0 +1,73 @@
+"""Text on its way out of the process: secrets are cut out of it, and a terminal shows it instead of obeying it.
+
+Messages quote file names, sentences and addresses that strangers chose, and errors of libraries that quote requests.
+All that is printed goes through `say` or `warn`; what is kept in logs goes through `redacted`.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+CUT = "***"
+SECRET_WORDS = ("key", "secret", "token", "pass", "sas", "credential", "connection_string", "auth", "cookie", "header")
+"""Parts of names of what is secret: options of fsspec's drivers (account_key, sas_token, ...), queries, variables."""
+USER_AND_PASSWORD = re.compile(r"(://)[^/@\s'\"]*:(?!\d{1,5}(?:[/?#]|$))(?P<password>[^@\s'\"]*)@")
+"""s3://key:sec/ret@bucket; not the port in http://host:8080/a@b."""
+TOKEN_AS_USER = re.compile(r"\b((?:https?|s3a?|hf|gs|gcs)://)[^/:@\s'\"]+@")
+"""https://TOKEN@host; in other schemes a name before the @ is a user's, or a container's (abfs)."""
+IN_QUERY = re.compile(
+    rf"([?&;](?:[\w-]*(?:{'|'.join(SECRET_WORDS)})[\w-]*|[\w-]*signature|sig|googleaccessid)=)[^&;\s'\"]+",
+    re.IGNORECASE,
+)
+"""Presigned addresses of S3 and Google, SAS of Azure, its connection strings, and what others put into a query."""
+IN_TEXT = re.compile(
+    r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{12,}|(\b(?:accountkey|sharedaccesssignature)=)[^;\s'\"]+"
+    r"|()\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)",
+    re.IGNORECASE,
+)
+"""Headers, Azure's connection strings, and tokens that have a form of their own."""
+MIN_SECRET_CHARS = 8
+"""Shorter values of such variables are words like `true`; a path is where the secret is kept (SSH_AUTH_SOCK)."""
+
+
+def is_secret_name(name: str) -> bool:
+    return any(word in name.lower() for word in SECRET_WORDS)
+
+
+def has_secret(url: str) -> bool:
+    """Whether an address carries a password, a token or a signature."""
+    return any(pattern.search(url) for pattern in (USER_AND_PASSWORD, TOKEN_AS_USER, IN_QUERY))
+
+
+def redacted(text: str) -> str:
+    """The text without what looks like a secret, or is one: the value of a variable such as AWS_SECRET_ACCESS_KEY."""
+    for name, value in os.environ.items():
+        if len(value) >= MIN_SECRET_CHARS and value in text and is_secret_name(name) and not Path(value).exists():
+            text = text.replace(value, CUT)
+    text = USER_AND_PASSWORD.sub(rf"\1{CUT}@", text)
+    text = TOKEN_AS_USER.sub(rf"\1{CUT}@", text)
+    text = IN_QUERY.sub(rf"\1{CUT}", text)
+    return IN_TEXT.sub(lambda found: f"{found[1] or found[2] or ''}{CUT}", text)
+
+
+def printable(text: str) -> str:
+    """Control characters and the like as '?': no escape sequence, no new line, no change of direction."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def say(text: str) -> None:
+    """Lines for the person, to stdout."""
+    _write(sys.stdout, text)
+
+
+def warn(text: str) -> None:
+    """Lines for the person, to stderr."""
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    lines = redacted(text).split("\n")
+    stream.write("\n".join(printable(line) for line in lines) + "\n")
+    stream.flush()

@@ -1,0 +1,358 @@
+"""Files that strangers made, met the user's way: each is refused with its message and exit code, and nothing else happens.
+
+To add a case add a row. After every row these hold: no payload ran, nothing of the user's was carried out of its folder
+or changed there, and neither a traceback nor a terminal escape was printed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from place import (
+    CANARY,
+    Case,
+    Place,
+    a_link_to,
+    a_socket,
+    as_fifo,
+    linked_out,
+    nothing,
+    replaced,
+    resealed,
+    text,
+    updated,
+    with_step,
+)
+
+from vlatune import cli
+
+INFO, TASKS, STATS = "meta/info.json", "meta/tasks.parquet", "meta/stats.json"
+DATA, VIDEO = "data/chunk-000/file-000.parquet", "videos/observation.images.top/chunk-000/file-000.mp4"
+PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
+INSPECT, TRAIN = (
+    "inspect {dataset}",
+    "train --dataset.root={dataset} --policy.path={base} --output_dir={out} --batch_size=4",
+)
+RESUME = (
+    "train --resume=true --dataset.root={dataset} --policy.path={base} --output_dir={run} --batch_size=4 --steps=20 "
+    "--dataset.run_length=4 --dataset.window_rows=8 --policy.train=heads"
+)
+REPORT, EXPORT = "report {run}", "export {run} {out}"
+OUT, LOOP, SPECIAL = "is a link that leads out of", "is a link that leads back to itself", "is a FIFO, expected a file"
+PAYLOAD = {"class": "subprocess.Popen", "config": {"args": ["touch", "MARKER"]}}
+SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 0.0.0.0\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+PLAYLIST = "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/passwd\n#EXT-X-ENDLIST\n"
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
+
+DATASETS = [
+    Case("info.json is a link out", linked_out("dataset", INFO), INSPECT, OUT, 1),
+    Case("info.json is a link out, train", linked_out("dataset", INFO), TRAIN, OUT),
+    Case("info.json is a FIFO", as_fifo("dataset", INFO), INSPECT, SPECIAL, 1),
+    Case("info.json is a FIFO, train", as_fifo("dataset", INFO), TRAIN, SPECIAL),
+    Case("info.json is an endless device", replaced("dataset", INFO, a_link_to("/dev/zero")), INSPECT, OUT, 1),
+    Case("info.json is a socket", replaced("dataset", INFO, a_socket), TRAIN, "is a socket, expected a file"),
+    Case("info.json is a folder", replaced("dataset", INFO, Path.mkdir), TRAIN, "is a folder, expected a file"),
+    Case("info.json is too large", replaced("dataset", INFO, text(" " * (17 << 20))), TRAIN, "16,777,216 bytes"),
+    Case("stats.json is a link out", linked_out("dataset", STATS), TRAIN, OUT),
+    Case("stats.json is a FIFO", as_fifo("dataset", STATS), TRAIN, SPECIAL),
+    Case("tasks.parquet is a link out", linked_out("dataset", TASKS), TRAIN, OUT),
+    Case("tasks.parquet is a FIFO", as_fifo("dataset", TASKS), INSPECT, SPECIAL, 1),
+    Case("a data file is a link out", linked_out("dataset", DATA), TRAIN, OUT),
+    Case("a data file is a FIFO", as_fifo("dataset", DATA), TRAIN, SPECIAL),
+    Case("a data file is a link to itself", replaced("dataset", DATA, a_link_to("file-000.parquet")), TRAIN, "missing"),
+    Case("the data folder is a link out", linked_out("dataset", "data"), TRAIN, OUT),
+    Case("a video is a link out", linked_out("dataset", VIDEO), TRAIN, OUT),
+    Case("a video is a link out, inspect", linked_out("dataset", VIDEO), INSPECT, OUT, 1),
+    Case("a video is a FIFO", as_fifo("dataset", VIDEO), TRAIN, SPECIAL),
+    Case("a video is a FIFO, inspect", as_fifo("dataset", VIDEO), INSPECT, SPECIAL, 1),
+    Case("a video is an SDP text", replaced("dataset", VIDEO, text(SDP)), INSPECT, "Invalid data", 1),
+    Case("a video is an SDP text, train", replaced("dataset", VIDEO, text(SDP)), TRAIN, "cannot be opened as video"),
+    Case("a video is a playlist", replaced("dataset", VIDEO, text(PLAYLIST)), INSPECT, "Invalid data", 1),
+    Case("fps is an escape sequence", updated("dataset", INFO, fps=ESCAPE), TRAIN, "'fps' is"),
+    Case(
+        "the version is an escape sequence",
+        updated("dataset", INFO, codebase_version=ESCAPE),
+        TRAIN,
+        "codebase_version",
+    ),
+    Case("a template is an escape sequence", updated("dataset", INFO, data_path=f"data/{ESCAPE}"), TRAIN, "data"),
+]
+
+OLDER = [
+    Case(f"{file} is {what}", make("older", f"meta/{file}"), command, says, code)
+    for file in ("episodes.jsonl", "tasks.jsonl")
+    for what, make, says in (("a link out", linked_out, OUT), ("a FIFO", as_fifo, SPECIAL))
+    for command, code in ((TRAIN.replace("{dataset}", "{older}"), 2),)
+]
+
+BASES = [
+    Case("the size is a FIFO", as_fifo("base", "vlatune_size.json"), TRAIN, SPECIAL),
+    Case("the size is a link out", linked_out("base", "vlatune_size.json"), TRAIN, OUT),
+    Case("the index of the weights is a FIFO", as_fifo("base", "model.safetensors.index.json"), TRAIN, SPECIAL),
+    Case("the tokenizer's config is a FIFO", as_fifo("base", "tokenizer/tokenizer_config.json"), TRAIN, SPECIAL),
+    Case("config.json is a link out", linked_out("base", "config.json"), TRAIN, OUT),
+    Case("config.json is a FIFO", as_fifo("base", "config.json"), TRAIN, SPECIAL),
+    Case(
+        "config.json has an object for a number",
+        updated("base", "config.json", chunk_size={}),
+        TRAIN,
+        "expected a number",
+    ),
+    Case("the weights are a link out", linked_out("base", "model.safetensors"), TRAIN, OUT),
+    Case("the weights are a FIFO", as_fifo("base", "model.safetensors"), TRAIN, SPECIAL),
+    Case("the tokenizer is a link out", linked_out("base", "tokenizer/tokenizer.json"), TRAIN, OUT),
+    Case("the tokenizer is a FIFO", as_fifo("base", "tokenizer/tokenizer.json"), TRAIN, SPECIAL),
+    Case("the preprocessor is a FIFO", as_fifo("base", PRE), TRAIN, SPECIAL),
+    Case(
+        "the preprocessor names a class", with_step("base", PRE, PAYLOAD), TRAIN, "names the class 'subprocess.Popen'"
+    ),
+    Case(
+        "the postprocessor names a class", with_step("base", POST, PAYLOAD), TRAIN, "names the class 'subprocess.Popen'"
+    ),
+    Case(
+        "a class beside a known name",
+        with_step("base", PRE, {"registry_name": "to_batch_processor", **PAYLOAD}),
+        TRAIN,
+        "names the class 'subprocess.Popen'",
+    ),
+    Case("a step that is not listed", with_step("base", PRE, {"registry_name": "evil"}), TRAIN, "'evil' is not known"),
+    Case(
+        "a tokenizer that runs code",
+        with_step("base", PRE, {"registry_name": "tokenizer_processor", "config": {"trust_remote_code": True}}),
+        TRAIN,
+        "'trust_remote_code' is not known",
+    ),
+    Case(
+        "a step's tensors lie elsewhere",
+        with_step("base", PRE, {"registry_name": "normalizer_processor", "state_file": "../../x.safetensors"}),
+        TRAIN,
+        "is not a name that LeRobot gives",
+    ),
+]
+
+RUNS = [
+    Case("summary.json is a FIFO, report", as_fifo("run", "summary.json"), REPORT, SPECIAL),
+    Case("summary.json is a FIFO, train", as_fifo("run", "summary.json"), RESUME, SPECIAL),
+    Case("config.json is a FIFO", as_fifo("run", "config.json"), REPORT, SPECIAL),
+    Case("config.json is a link out", linked_out("run", "config.json"), EXPORT, OUT),
+    Case("eval.json is a link out", linked_out("run", "eval.json"), REPORT, OUT),
+    Case("eval.json is a FIFO", as_fifo("run", "eval.json"), REPORT, SPECIAL),
+    Case("metrics.jsonl is a FIFO", as_fifo("run", "metrics.jsonl"), REPORT, SPECIAL),
+    Case("eval_samples.npz is a FIFO", as_fifo("run", "eval_samples.npz"), REPORT, SPECIAL, 1),
+    Case(".lock is a link out", linked_out("run", ".lock"), RESUME, OUT),
+    Case(".pen is a link out", linked_out("run", ".pen"), RESUME, OUT),
+    Case("logs is a link out", linked_out("run", "logs"), RESUME, OUT),
+    Case("logs/traceback.txt is a link out", linked_out("run", "logs/traceback.txt"), RESUME, OUT),
+    Case("checkpoints is a link out", linked_out("run", "checkpoints"), RESUME, "is a link"),
+    Case("checkpoints is a link out, export", linked_out("run", "checkpoints"), EXPORT, "is a link"),
+]
+
+EXPORTS = [
+    Case("tensors are a link out", linked_out("run", "checkpoints/00000002/trainable.safetensors"), EXPORT, OUT),
+    Case("tensors are a FIFO", as_fifo("run", "checkpoints/00000002/trainable.safetensors"), EXPORT, SPECIAL),
+    Case(
+        "tensors are a link out, resume", linked_out("run", "checkpoints/00000002/trainable.safetensors"), RESUME, OUT
+    ),
+    Case("the manifest is a FIFO", as_fifo("run", "checkpoints/00000002/manifest.json"), EXPORT, SPECIAL),
+    Case("the manifest is a FIFO, resume", as_fifo("run", "checkpoints/00000002/manifest.json"), RESUME, SPECIAL),
+    Case("state.json is a link out", resealed(linked_out("run", "checkpoints/00000002/state.json")), RESUME, OUT),
+    Case("a link out in policy/", linked_out("run", "checkpoints/00000002/policy/more.json"), EXPORT, "damaged"),
+    Case(
+        "a link out in policy/, with a new manifest",
+        resealed(linked_out("run", "checkpoints/00000002/policy/policy_preprocessor.json")),
+        EXPORT,
+        OUT,
+    ),
+    Case("policy/config.json is a FIFO", as_fifo("run", "checkpoints/00000002/policy/config.json"), EXPORT, "FIFO"),
+    Case(
+        "a manifest without files",
+        updated("run", "checkpoints/00000002/manifest.json", files={}),
+        EXPORT,
+        "names no files",
+    ),
+    Case(
+        "a file that the manifest does not name",
+        replaced("run", "checkpoints/00000002/ema.safetensors", text("x")),
+        EXPORT,
+        "ema.safetensors is not in manifest.json",
+    ),
+    Case(
+        "a checkpoint that names a class",
+        resealed(with_step("run", f"checkpoints/00000002/policy/{PRE}", PAYLOAD)),
+        EXPORT,
+        "names the class 'subprocess.Popen'",
+    ),
+    Case(
+        "a checkpoint whose config has an object for a number",
+        resealed(updated("run", "checkpoints/00000002/policy/config.json", chunk_size={"a": 1})),
+        EXPORT,
+        "expected a number",
+    ),
+]
+
+FLAGS = [
+    Case("an S3 secret with a slash", nothing, "inspect s3://AKIA:can/ary-4f1d-must@bucket/x", "holds a password"),
+    Case("a token in an address", nothing, f"inspect https://{CANARY}@host/x", "holds a password, a token"),
+    Case("a presigned address", nothing, f"inspect https://host/x?X-Amz-Signature={CANARY}", "or a signature"),
+    Case("an address with SAS", nothing, f"inspect abfs://c@host/x?sv=1&sig={CANARY}", "or a signature"),
+    Case("a name with escapes", nothing, f"inspect /no/{ESCAPE}", "there is no such folder"),
+    Case("a command with escapes", nothing, f"{ESCAPE} x", "unknown command"),
+    Case(
+        "a config file that is a FIFO",
+        as_fifo("outside", "config.yaml"),
+        "train --config_path={outside}/config.yaml",
+        "is a FIFO",
+    ),
+]
+
+CASES = [*DATASETS, *OLDER, *BASES, *RUNS, *EXPORTS, *FLAGS]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_is_refused_and_nothing_else_happens(case: Case, place: Place, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("VLATUNE_TRACEBACK", raising=False)
+    case.make(place)
+    words, before = place.words(case.command), content_of(place.folder / "outside")
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    said = out + err
+    assert case.says in " ".join(said.split()), said
+    assert code == case.code, said
+    assert "Traceback" not in said
+    assert all(one.isprintable() or one == "\n" for one in said), repr(said)
+    assert not place.marker.exists()
+    assert CANARY not in said
+    assert content_of(place.folder / "outside") == before
+    assert not (place.folder / "out").exists()
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.timeout(60)
+def test_links_to_each_other_in_data_end(place: Place, capsys) -> None:
+    folders = [place.dataset / "data" / f"f{number}" for number in range(12)]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders:
+        for other in folders:
+            (folder / f"to-{other.name}").symlink_to(other)
+    assert cli.main(["inspect", str(place.dataset)]) == 0
+    assert "problems" in capsys.readouterr().out
+
+
+def test_links_inside_the_dataset_are_fine(place: Place, capsys) -> None:
+    for file in (INFO, DATA, VIDEO):
+        path = place.dataset / file
+        kept = place.dataset / ".annex" / path.name
+        kept.parent.mkdir(exist_ok=True)
+        shutil.move(path, kept)
+        path.symlink_to(kept)
+    assert cli.main(["inspect", str(place.dataset)]) == 0
+    assert "no problems found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("which", ["dataset", "base"])
+def test_the_hubs_cache_is_read(place: Place, which: str, capsys) -> None:
+    """Its snapshots are links to blobs beside them; links to anywhere else are links out."""
+    cache = place.folder / "hub" / "x--owner--name"
+    snapshot = Path(shutil.copytree(getattr(place, which), cache / "snapshots" / "1234567890abcdef"))
+    (cache / "blobs").mkdir()
+    files = [path for path in snapshot.rglob("*") if path.is_file()]
+    for number, path in enumerate(files):
+        shutil.move(path, cache / "blobs" / str(number))
+        path.symlink_to(Path("../" * len(path.relative_to(cache).parts[:-1])) / "blobs" / str(number))
+    words = place.words(TRAIN.replace("--batch_size=4", "--batch_size=4096"))  # refused for that at last
+    honest, mine = f"={getattr(place, which)}", f"={snapshot}"
+    assert cli.main([word.replace(honest, mine) for word in words]) == 2
+    assert "less than one global batch" in capsys.readouterr().err
+    (cache / "blobs" / "0").rename(cache / "other")
+    files[0].unlink()
+    files[0].symlink_to(cache / "other")
+    assert cli.main([word.replace(honest, mine) for word in words]) == 2
+    assert OUT in capsys.readouterr().err
+
+
+def test_a_remote_sdp_text_opens_no_port(place: Place, capsys) -> None:
+    """A file object has no protocol of its own, so FFmpeg would allow all of them."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    (place.dataset / VIDEO).write_text(SDP)
+    memory.put(str(place.dataset), "/hostile-sdp", recursive=True)
+    assert cli.main(["inspect", "memory://hostile-sdp"]) == 1
+    assert "Invalid data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", [".git/config", "notes.txt", "src/train.py"])
+def test_the_demo_empties_no_folder_of_others(place: Place, there: str, capsys) -> None:
+    folder = place.folder / "project"
+    (folder / there).parent.mkdir(parents=True)
+    (folder / there).write_text("precious")
+    (folder / "config.json").write_text(json.dumps({"job_name": "demo"}))
+    assert cli.main(["demo", f"--output_dir={folder}"]) == 2
+    assert "is not the folder of a demo" in capsys.readouterr().err
+    assert content_of(folder).keys() == {there, "config.json"}
+
+
+def test_the_demo_empties_no_other_run(place: Place, capsys) -> None:
+    before = content_of(place.run)
+    assert cli.main(["demo", f"--output_dir={place.run}"]) == 2
+    assert "its config.json is of another run" in capsys.readouterr().err
+    assert content_of(place.run) == before
+
+
+def test_pruning_takes_only_what_is_named_like_a_checkpoint(place: Place) -> None:
+    from vlatune.checkpoint.local_store import LocalStore
+    from vlatune.checkpoint.store import prune
+
+    folder = place.run / "checkpoints"
+    (folder / "2024").mkdir()
+    (folder / "00000001").symlink_to(place.outside / "00000001")
+    store = LocalStore(folder)
+    assert store.steps() == [2]
+    prune(store, keep_last=1)
+    assert (folder / "2024").is_dir()
+    assert (place.outside / "00000001" / "precious").read_text() == CANARY
+
+
+def test_a_field_that_lerobots_config_has_not_is_not_passed_on(place: Place) -> None:
+    from vlatune.checkpoint.policy_files import make_policy_files, read_policy_files
+    from vlatune.policies.base import Binding
+    from vlatune.policies.pi05 import Pi05Adapter
+
+    binding = Binding((("a", "a"),), (), 7, 7, ())
+    updated("base", "config.json", hook="os.system")(place)
+    made = make_policy_files(Pi05Adapter().read_spec(place.base), binding, {}, dtype=None)
+    assert "hook" not in json.loads(made["config.json"])
+    updated("run", "checkpoints/00000002/policy/config.json", hook="os.system")(place)
+    assert "hook" not in json.loads(read_policy_files(place.checkpoint)["config.json"])
+
+
+def test_a_traceback_is_not_written_through_a_link(place: Place, capsys, monkeypatch) -> None:
+    """A library's error while a report is written."""
+    linked_out("run", "logs/traceback.txt")(place)
+    before = content_of(place.outside)
+    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_: json.loads("{"))
+    assert cli.main(["report", str(place.run)]) == 2
+    assert "JSONDecodeError" in capsys.readouterr().err
+    assert content_of(place.outside) == before
+    assert not (place.run / "logs/traceback.txt").is_symlink()
+
+
+def test_a_secret_of_the_environment_is_cut_out_of_what_is_printed_and_kept(place: Place, capsys, monkeypatch) -> None:
+    """A library quotes it in an error, once in one with a file name and once in any other."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
+    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_: shutil.copy(f"/no/{CANARY}", "/no/where"))
+    assert cli.main(["report", str(place.run)]) == 1
+    assert "/no/***: No such file" in capsys.readouterr().err
+    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_: shutil.get_archive_formats()[CANARY])
+    assert cli.main(["report", str(place.run)]) == 1
+    assert CANARY not in capsys.readouterr().err
+    kept = (place.run / "logs/traceback.txt").read_text()
+    assert CANARY not in kept
+    assert "TypeError" in kept

@@ -1,0 +1,98 @@
+"""What leaves the process: addresses without their secrets, and text that a terminal shows instead of obeying it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vlatune.outgoing import has_secret, printable, redacted, say
+
+SRC = Path(__file__).parents[1] / "src" / "vlatune"
+OTHERS = {
+    "outgoing.py": "the one place",
+    "cli.py": "JSON, which escapes by itself, our own help, and counts",
+    "dataset/health.py": "counts",
+    "inspect/text.py": "a table into a string, of cells that are cleaned",
+    "train/progress.py": "numbers, beside a bar",
+}
+"""Modules that print by themselves -> what."""
+SECRET = "aaBBcc11dd22ee33ff44"
+WITH_SECRET = [
+    f"s3://AKIAXYZ:{SECRET}@bucket/x",
+    f"s3://AKIAXYZ:aa/BB{SECRET}@bucket/x",
+    f"https://{SECRET}@host/x",
+    f"https://user:{SECRET}@host:8443/x",
+    f"https://bucket.s3.amazonaws.com/x?X-Amz-Credential=AKIA&X-Amz-Signature={SECRET}&X-Amz-Date=1",
+    f"https://storage.googleapis.com/x?X-Goog-Signature={SECRET}",
+    f"https://acct.blob.core.windows.net/c/x?sv=2024-01-01&se=2030&sig={SECRET}",
+    f"https://host/x?access_token={SECRET}",
+]
+WITHOUT = [
+    "s3://bucket/a@2x/b",
+    "hf://datasets/owner/name@main/data",
+    "abfs://container@account.dfs.core.windows.net/x",
+    "http://host:8080/a@b",
+    "/data/user:name@host",
+    "sftp://me@host/x",
+    "https://host/x?revision=main",
+]
+
+
+@pytest.mark.parametrize("url", WITH_SECRET)
+def test_an_address_with_a_secret_is_known_and_redacted(url) -> None:
+    assert has_secret(url)
+    said = redacted(f"could not read '{url}': 403")
+    assert SECRET not in said
+    assert "***" in said
+    assert said.endswith("': 403")
+
+
+@pytest.mark.parametrize("url", WITHOUT)
+def test_an_address_without_one_stays_as_it_is(url) -> None:
+    assert not has_secret(url)
+    assert redacted(f"could not read '{url}': 403") == f"could not read '{url}': 403"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Authorization: Bearer {SECRET}",
+        f"DefaultEndpointsProtocol=https;AccountName=x;AccountKey={SECRET}==;EndpointSuffix=y",
+        f"token hf_{SECRET}",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.aaBBcc11dd22ee33ff44",
+    ],
+)
+def test_tokens_in_a_text_are_cut_out(text) -> None:
+    assert SECRET not in redacted(text)
+
+
+def test_values_of_secret_variables_are_cut_out(monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("HF_TOKEN", "short")
+    assert redacted(f"a{SECRET}b, short") == "a***b, short"
+
+
+def test_a_terminal_is_told_nothing(capsys) -> None:
+    assert printable("a\x1b[31mb\x9b2Jc\rd\u202ee\x07") == "a?[31mb?2Jc?d?e?"
+    say("one\x1b[2J\ntwo é 手")
+    assert capsys.readouterr().out == "one?[2J\ntwo é 手\n"
+
+
+def printing(module: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.rpartition(".")[2] == "print" or called.startswith(("sys.stdout.write", "sys.stderr.write")):
+                yield f"{module.name}:{node.lineno}: {called}"
+
+
+def test_all_is_printed_at_one_place() -> None:
+    modules = {path.relative_to(SRC).as_posix(): path for path in SRC.rglob("*.py")}
+    odd = [
+        call
+        for name, path in modules.items()
+        if name not in OTHERS and not name.startswith("bench/")
+        for call in printing(path)
+    ]
+    assert not odd, f"{odd}: print with vlatune.outgoing's say or warn, or give the module a line in OTHERS"
