@@ -85,7 +85,7 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
     if len(setup.held_out) == 0:
         raise ValueError(f"run '{run_dir}' holds no episodes out; train with --dataset.eval_split above 0 to evaluate")
     one_draw = replace(ModuleOptions.of(config.policy), flow_samples=1)
-    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw).to(device).eval()
+    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device).eval()
     rows = read_held_out(setup, options.max_samples)
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = []
