@@ -12,7 +12,7 @@ from vlatune.aside import whole_folder
 from vlatune.config import RunConfig
 from vlatune.dataset.meta import load_meta
 from vlatune.policies.registry import get_adapter
-from vlatune.train.folder import check_run
+from vlatune.train.driver.folder_checks import check_run
 
 DIE_WHEN_CALLED = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
 

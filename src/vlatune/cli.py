@@ -93,13 +93,13 @@ def inspect(options: Any, *datasets: str) -> int:
 
 
 def train(config: RunConfig) -> None:
-    from vlatune.train import launch
+    from vlatune.train.driver import launch
 
     launch.train(config)
 
 
 def evaluate(options: EvalConfig, run_dir: str) -> None:
-    from vlatune.train.evaluate import evaluate_run
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():

@@ -32,11 +32,11 @@ def run_demo(options: DemoConfig) -> None:
     dataset = ensure_dataset(folder / "dataset", options.seed)
     base = ensure_base(folder / "base", dataset, options.seed)
     _say(f"data and base model ready after {time.perf_counter() - begin:.0f} s; now training on the CPU")
-    from vlatune.train.launch import train
+    from vlatune.train.driver.launch import train
 
     begin = time.perf_counter()
     train(_demo_config(options, dataset, base))
-    from vlatune.train.evaluate import evaluate_run
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     _say("evaluating on held-out episodes: as it is, with pictures blanked, with the sentence blanked")
     figures = evaluate_run(folder, EvalConfig())

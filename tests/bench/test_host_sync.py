@@ -13,11 +13,11 @@ from vlatune.bench.step_model import Base, make_rows, make_small_base
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
-from vlatune.train.device import DeviceBatch, device_batches
 from vlatune.train.ema import Ema
-from vlatune.train.finite import FiniteWatch
-from vlatune.train.optim import learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.step import Updater
+from vlatune.train.worker.device import DeviceBatch, device_batches
+from vlatune.train.worker.non_finite_guard import FiniteWatch
+from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer_step import Updater
 
 RESIDENT = torch.arange(4.0)
 HOST = torch.arange(4.0)

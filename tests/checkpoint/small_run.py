@@ -10,14 +10,14 @@ from torch import Tensor
 
 from vlatune.batch import IDS, SLOT, Columns
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
+from vlatune.train.driver.folder_checks import open_run
+from vlatune.train.driver.resume_point import Start, find_start
 from vlatune.train.ema import Ema
-from vlatune.train.evaluate import read_held_out
-from vlatune.train.folder import open_run
-from vlatune.train.optim import make_optimizer
-from vlatune.train.resume import Start, find_start
-from vlatune.train.saving import Learning, Saving
+from vlatune.train.worker.checkpointer import Learning, Saving
+from vlatune.train.worker.optimizer import make_optimizer
 
 
 def small_config(dataset: Path, base: Path, run_dir: Path, **changes: Any) -> RunConfig:

@@ -14,9 +14,9 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import CHANGEABLE, OptimizerConfig, RunConfig, validate
 from vlatune.flags import leaf_types
 from vlatune.train import fingerprint
-from vlatune.train.changes import FREE
-from vlatune.train.folder import check_run
-from vlatune.train.resume import Start, find_start
+from vlatune.train.driver.folder_checks import check_run
+from vlatune.train.driver.resume_point import Start, find_start
+from vlatune.train.driver.resume_rules import FREE
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies import pi05_load, pi05_module
-from vlatune.train import loop, recorder
-from vlatune.train.job import WorkerJob
-from vlatune.train.resume import find_start
+from vlatune.train.driver.resume_point import find_start
 from vlatune.train.wish import Wish
+from vlatune.train.worker import loop, metrics_logger
+from vlatune.train.worker_job import WorkerJob
 
 WORKERS, MOST_STARTS = 2, 4
 BEFORE_FORKING = (pi05_load, pi05_module)
@@ -124,7 +124,7 @@ def main(config: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     loop.get_device = lambda: torch.device("cpu")
     loop.Feed = ReadyBatches
-    recorder.SpillMeter = NoSpills
+    metrics_logger.SpillMeter = NoSpills
     base = config_from_dict(RunConfig, config, "the test")
     for one in runs:
         faults = tuple(Fault(**fault) for fault in one["faults"])

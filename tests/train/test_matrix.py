@@ -22,13 +22,14 @@ from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import TRAIN_WAYS, RunConfig
+from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.flags import config_from_dict
 from vlatune.pipeline.transforms import Normalise, apply_all
 from vlatune.policies.base import ModuleOptions
-from vlatune.train import loop, trainer
-from vlatune.train.evaluate import read_held_out
-from vlatune.train.folder import RunFolder
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
+from vlatune.train.driver import trainer
+from vlatune.train.driver.folder_checks import RunFolder
+from vlatune.train.worker import loop
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 

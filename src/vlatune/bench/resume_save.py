@@ -33,11 +33,11 @@ from vlatune.dataset.order import OrderSpec
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
 from vlatune.policies.pi05_weights import expected_shapes
-from vlatune.train.device import device_batches
-from vlatune.train.optim import make_optimizer
-from vlatune.train.resume import CheckpointPlan
-from vlatune.train.saving import Learning, Saving
-from vlatune.train.step import Updater
+from vlatune.train.worker.checkpointer import Learning, Saving
+from vlatune.train.worker.device import device_batches
+from vlatune.train.worker.optimizer import make_optimizer
+from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker_job import CheckpointPlan
 
 TRAINED = ("heads", "expert")
 OURS, TEMPLATE = "vlatune", "the template's way"

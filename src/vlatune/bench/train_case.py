@@ -17,7 +17,7 @@ from vlatune.demo import ensure_base, ensure_dataset
 from vlatune.flags import config_from_dict
 from vlatune.names import did_you_mean
 from vlatune.recipes import get_recipe
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
 
 MIB = 1024 * 1024
 VIDEOS = SyntheticSpec(

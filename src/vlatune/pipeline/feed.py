@@ -17,11 +17,11 @@ from typing import Any
 import ray
 
 from vlatune.batch import SLOT, Columns
+from vlatune.pipeline.bounded_queue import Handover
 from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead, start_coordinator
-from vlatune.pipeline.handover import Handover
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Share
-from vlatune.pipeline.rows import RowBuffer
+from vlatune.pipeline.reorder_buffer import RowBuffer
 from vlatune.pipeline.source import READ_S
 
 QUEUED_BYTES = 64 * 1024 * 1024

@@ -18,13 +18,13 @@ from vlatune.report.eval_samples import FILE_NAME, EvalSample, load_eval_samples
 from vlatune.report.sinks import read_jsonl, write_json
 from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, SKIPPED_FILE = "config.json", "skipped_episodes.json"
 RUN_ENTRIES = (
     CONFIG_FILE,
     "metrics.jsonl",
     "samples.jsonl",
     SUMMARY_FILE,
-    "skipped_episodes.json",
+    SKIPPED_FILE,
     "eval.json",
     FILE_NAME,
     "report.html",

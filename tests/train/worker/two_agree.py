@@ -1,0 +1,34 @@
+"""One of two processes that agree over gloo: `python two_agree.py RANK FOLDER`. Run by test_agreement.py.
+
+Rank 1 wishes for a save after step 3 and a stop after step 6. Writes what each step was told to FOLDER/RANK.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vlatune.pipeline.plan import Share
+from vlatune.train.wish import Wish
+from vlatune.train.worker.collectives import Agreement
+
+WISHES = {3: Wish.SAVE, 6: Wish.STOP}
+
+
+def main(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    agreement, told, step = Agreement(Share(rank, 2)), [], 0
+    while not told or told[-1] != Wish.STOP:
+        step += 1
+        told.append(int(agreement.take()))
+        agreement.give(WISHES.get(step, Wish.NOTHING) if rank == 1 else Wish.NOTHING)
+    everyone = agreement.gather({"rank": rank})
+    (folder / f"{rank}.json").write_text(json.dumps({"told": told, "everyone": everyone}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), Path(sys.argv[2]))
