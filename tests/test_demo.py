@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from vlatune import demo
-from vlatune.aside import whole_folder
 from vlatune.config import RunConfig
 from vlatune.dataset.meta import load_meta
+from vlatune.files import whole_folder
 from vlatune.policies.registry import get_adapter
 from vlatune.train.driver.folder_checks import check_run
 

@@ -26,7 +26,7 @@ LAYERS = [
     {"run_setup"},
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
-    {"aside", "batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "random_streams", "recipes"},
+    {"batch", "config", "errors", "flags", "flag_values", "random_streams", "recipes"},
     {"files", "outgoing"},
 ]
 """From the command line down; a room imports from its own line and from those below. `train` is what both sides share."""

@@ -19,10 +19,9 @@ from typing import Any
 
 from vlatune import __version__
 from vlatune.config import DemoConfig, EvalConfig, ExportConfig, RunConfig
-from vlatune.errors import TerminatedError
+from vlatune.errors import TerminatedError, did_you_mean
 from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
-from vlatune.names import did_you_mean
 from vlatune.outgoing import redacted, say, warn
 
 OK, FAILED, MISUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -110,7 +109,7 @@ def evaluate(options: EvalConfig, run_dir: str) -> None:
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
-        from vlatune.report.eval_text import eval_text
+        from vlatune.evaluate.eval_text import eval_text
 
         say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / 'report.html'}")
 
@@ -334,7 +333,7 @@ def _make_command_job(name: str, command: Command, words: list[str]) -> Job:
 
 
 def _help() -> str:
-    from vlatune.flag_help import table
+    from vlatune.flags import table
 
     commands = table({name: command.description for name, command in COMMANDS.items()})
     return (
@@ -343,7 +342,7 @@ def _help() -> str:
 
 
 def _command_help(name: str, command: Command) -> str:
-    from vlatune.flag_help import help_text, table
+    from vlatune.flags import help_text, table
     from vlatune.recipes import RECIPES
 
     cls = command.flags()

@@ -13,10 +13,10 @@ from typing import Any
 from vlatune.config import DemoConfig, EvalConfig, RunConfig
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
 from vlatune.outgoing import say
 from vlatune.recipes import get_recipe
-from vlatune.report.eval_text import error_lines
 from vlatune.report.run_folder import BESIDE, CONFIG_FILE, RUN_ENTRIES, read_settings
 
 JOB_NAME = "demo"

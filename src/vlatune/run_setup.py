@@ -25,7 +25,7 @@ from vlatune.dataset.stats_check import check_stats
 from vlatune.dataset.stats_rows import doubts, look_at_rows
 from vlatune.dataset.storage import Root
 from vlatune.dataset.storage_options import parse_storage_options
-from vlatune.files import read_json
+from vlatune.files import read_json, write_json
 from vlatune.outgoing import warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
@@ -33,7 +33,6 @@ from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind
 from vlatune.policies.hub import resolve_folder
 from vlatune.policies.registry import get_adapter
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
-from vlatune.report.sinks import write_json
 
 
 @dataclass(frozen=True)

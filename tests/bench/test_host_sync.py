@@ -13,10 +13,9 @@ from vlatune.bench.step_model import Base, make_rows, make_small_base
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
-from vlatune.train.ema import Ema
 from vlatune.train.worker.device import DeviceBatch, device_batches
 from vlatune.train.worker.non_finite_guard import FiniteWatch
-from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer import Ema, learning_rate, make_optimizer, set_learning_rate
 from vlatune.train.worker.optimizer_step import Updater
 
 RESIDENT = torch.arange(4.0)

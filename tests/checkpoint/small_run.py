@@ -15,9 +15,8 @@ from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.train.driver.folder_checks import open_run
 from vlatune.train.driver.resume_point import Start, find_start
-from vlatune.train.ema import Ema
 from vlatune.train.worker.checkpointer import Learning, Saving
-from vlatune.train.worker.optimizer import make_optimizer
+from vlatune.train.worker.optimizer import Ema, make_optimizer
 
 
 def small_config(dataset: Path, base: Path, run_dir: Path, **changes: Any) -> RunConfig:

@@ -29,7 +29,7 @@ from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies import pi05_load, pi05_module
 from vlatune.train.driver.resume_point import find_start
-from vlatune.train.wish import Wish
+from vlatune.train.heartbeat import Wish
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob
 

@@ -21,10 +21,10 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.dataset.meta import load_meta
 from vlatune.policies.base import ModuleOptions
-from vlatune.report.kept import KEPT_SHARE_FINE
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
+from vlatune.report.verdict import KEPT_SHARE_FINE
 from vlatune.run_setup import make_setup
 from vlatune.train.driver.launch import train
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from vlatune.checkpoint.phases import OnPhase, no_phase
+from vlatune.checkpoint.manifest import OnPhase, no_phase
 from vlatune.checkpoint.store import Store, WriteFile, prune, write_checkpoint
 from vlatune.errors import RunStoppedError
 

@@ -22,11 +22,11 @@ from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.dataset.stats import feature_stats
 from vlatune.evaluate.predictions import OnBatch, Predictions, predict_all
+from vlatune.files import write_json
 from vlatune.outgoing import warn
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
 from vlatune.report.run_folder import read_config
-from vlatune.report.sinks import write_json
 from vlatune.run_setup import Setup, make_setup
 
 SHOWN_SAMPLES = 6

@@ -17,8 +17,7 @@ from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
 from vlatune.inspect import facts
 from vlatune.inspect.data_files import data_problems
-from vlatune.inspect.files import data_rows, video_files
-from vlatune.inspect.layout import file_problems
+from vlatune.inspect.layout import data_rows, file_problems, video_files
 from vlatune.inspect.problems import Problem, meta_problems, refusal
 from vlatune.inspect.row_stats import row_stats_problems
 from vlatune.inspect.spans import span_problems

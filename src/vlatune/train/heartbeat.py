@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.files import make_folder, open_to_append
 from vlatune.train.stack_dump import answer_in, answer_no_more
-from vlatune.train.wish import Wish
+
+
+class Wish(IntEnum):
+    """The largest of all workers' wishes is carried out."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP = 2
+    """Save, then end."""
+
 
 BEAT_S = 1.0
 ANSWER_S = 10.0

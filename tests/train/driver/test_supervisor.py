@@ -25,8 +25,7 @@ from vlatune.train.driver.supervisor import (
     find_hung,
     sigterm_sets,
 )
-from vlatune.train.heartbeat import Heartbeat, Lookout, RankState
-from vlatune.train.wish import Wish
+from vlatune.train.heartbeat import Heartbeat, Lookout, RankState, Wish
 
 
 def state(rank: int, *, still_s: float, moves: int = 5) -> RankState:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from vlatune.pipeline.plan import Share
-from vlatune.train.wish import Wish
+from vlatune.train.heartbeat import Wish
 from vlatune.train.worker.collectives import Agreement
 
 

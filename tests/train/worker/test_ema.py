@@ -2,7 +2,7 @@
 
 import torch
 
-from vlatune.train.ema import Ema
+from vlatune.train.worker.optimizer import Ema
 
 
 def make_weights(dtype=torch.float32) -> dict[str, torch.nn.Parameter]:

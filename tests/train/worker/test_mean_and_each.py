@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vlatune.pipeline.plan import Share
-from vlatune.train.exchange import mean_and_each
+from vlatune.train.worker.collectives import mean_and_each
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -25,11 +25,10 @@ from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup, make_setup
-from vlatune.train.ema import Ema
-from vlatune.train.exchange import mean_and_each
 from vlatune.train.worker.collate import collate
+from vlatune.train.worker.collectives import mean_and_each
 from vlatune.train.worker.non_finite_guard import FiniteWatch
-from vlatune.train.worker.optimizer import make_optimizer
+from vlatune.train.worker.optimizer import Ema, make_optimizer
 from vlatune.train.worker.optimizer_step import Updater
 from vlatune.train.worker.transfer import StreamTransfer
 

@@ -22,7 +22,7 @@ from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.report.sinks import read_jsonl
 from vlatune.train.driver.resume_point import find_start
-from vlatune.train.wish import Wish
+from vlatune.train.heartbeat import Wish
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob
 

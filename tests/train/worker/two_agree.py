@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vlatune.pipeline.plan import Share
-from vlatune.train.wish import Wish
+from vlatune.train.heartbeat import Wish
 from vlatune.train.worker.collectives import Agreement
 
 WISHES = {3: Wish.SAVE, 6: Wish.STOP}

@@ -12,7 +12,7 @@ from typing import Any
 
 from vlatune.files import open_file
 from vlatune.outgoing import say
-from vlatune.report.kept import KEPT_SHARE_FINE
+from vlatune.report.verdict import KEPT_SHARE_FINE
 
 POLL_S = 0.25
 

@@ -25,9 +25,8 @@ from vlatune.files import write_text
 from vlatune.train.driver.cluster import Cluster
 from vlatune.train.driver.failures import root_cause
 from vlatune.train.driver.folder_checks import RunFolder
-from vlatune.train.heartbeat import NO_WISH, RankState, remove_empty_stacks, stacks_file, start_lookout
+from vlatune.train.heartbeat import NO_WISH, RankState, Wish, remove_empty_stacks, stacks_file, start_lookout
 from vlatune.train.stack_dump import ask_and_kill
-from vlatune.train.wish import Wish
 
 LOOK_S = 1.0
 STARTING = 3

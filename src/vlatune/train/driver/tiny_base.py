@@ -16,8 +16,7 @@ from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
 from vlatune.config import RunConfig, makes_base
 from vlatune.dataset.feature_map import as_flag, likely_name
 from vlatune.dataset.meta import DatasetMeta
-from vlatune.files import read_json
-from vlatune.report.sinks import write_json
+from vlatune.files import read_json, write_json
 from vlatune.run_setup import load_metas
 from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one
 

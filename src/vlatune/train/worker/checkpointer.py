@@ -16,7 +16,7 @@ from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
 
 from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
-from vlatune.checkpoint.phases import OnPhase, no_phase
+from vlatune.checkpoint.manifest import OnPhase, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng, stack_rng
 from vlatune.checkpoint.snapshot import Snapshot, Staging, TorchHost

@@ -24,12 +24,9 @@ from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.cpu_clocks import CpuClocks
 from vlatune.report.meters import STAGES, StepMeter
-from vlatune.train.ema import Ema
-from vlatune.train.exchange import mean_and_each
-from vlatune.train.heartbeat import Heartbeat
-from vlatune.train.wish import Wish
+from vlatune.train.heartbeat import Heartbeat, Wish
 from vlatune.train.worker.checkpointer import Learning, Saving
-from vlatune.train.worker.collectives import Agreement
+from vlatune.train.worker.collectives import Agreement, mean_and_each
 from vlatune.train.worker.device import (
     deterministic_kernels,
     device_batches,
@@ -38,7 +35,7 @@ from vlatune.train.worker.device import (
 )
 from vlatune.train.worker.metrics_logger import Recorder
 from vlatune.train.worker.non_finite_guard import FiniteWatch
-from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer import Ema, learning_rate, make_optimizer, set_learning_rate
 from vlatune.train.worker.optimizer_step import Batch, StepResult, Updater, make_parallel
 from vlatune.train.worker_job import WorkerJob
 

@@ -1,7 +1,7 @@
-"""What is optimised, how, and at which rate. The rate is a pure function of the optimizer step."""
+"""What is optimised, how, at which rate, and its moving average. The rate is a pure function of the optimizer step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -35,3 +35,28 @@ def learning_rate(optimizer_step: int, total_steps: int, peak_lr: float, config:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+class Ema:
+    """An exponential moving average of the trained weights, kept on the device beside them.
+
+    `average <- decay * average + (1 - decay) * weight` after every optimizer step, beginning with the base's weights.
+    Evaluation and export take the average where there is one; training goes on with the weights themselves.
+    """
+
+    def __init__(self, trainable: Mapping[str, Tensor], decay: float) -> None:
+        self._weights = dict(trainable)
+        # float32 whatever the weights are: with a decay of 0.999 a bfloat16 average would never move.
+        self._averages = {name: weight.detach().to(torch.float32, copy=True) for name, weight in trainable.items()}
+        self._new_share = 1.0 - decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """One kernel for all weights; no host sync."""
+        weights = [weight.float() for weight in self._weights.values()]
+        averages = list(self._averages.values())
+        torch._foreach_lerp_(averages, weights, self._new_share)  # pyright: ignore[reportPrivateImportUsage]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages under the weights' names: the tensors themselves, so that what is copied into them counts."""
+        return dict(self._averages)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vlatune.outgoing import printable
-from vlatune.report.units import format_number, plural
+from vlatune.report.formatting import format_number, plural
 from vlatune.report.verdict import eval_meaning
 
 MAX_DIMS = 16

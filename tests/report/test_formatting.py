@@ -2,7 +2,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.report.units import format_bytes, format_number, format_rate, format_seconds, format_share, plural
+from vlatune.report.formatting import (
+    Html,
+    format_bytes,
+    format_number,
+    format_rate,
+    format_seconds,
+    format_share,
+    join,
+    plural,
+    shorten,
+    tag,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +82,25 @@ def test_no_byte_count_is_written_in_powers(num_bytes):
 def test_rates_and_plurals():
     assert format_rate(31.24, "samples") == "31.2 samples/s"
     assert [plural(1, "step"), plural(0, "step"), plural(12000, "step")] == ["1 step", "0 steps", "12,000 steps"]
+
+
+def test_children_and_attributes_are_escaped():
+    made = tag("p", "<script>", tag("b", "a & b"), title='"><script>', class_="note", aria_label=None)
+    assert made == '<p title="&quot;&gt;&lt;script&gt;" class="note">&lt;script&gt;<b>a &amp; b</b></p>'
+
+
+def test_void_tags_do_not_close():
+    assert tag("img", src="data:,", alt="") == '<img src="data:," alt="">'
+
+
+@given(st.text())
+def test_no_text_opens_a_tag_or_leaves_an_attribute(text):
+    made = tag("p", text, title=text)
+    assert made.count("<") == made.count(">") == 2
+    assert made.count('"') == 2
+    assert isinstance(join([made, text]), Html)
+
+
+def test_shorten_says_that_something_is_missing():
+    assert shorten("abcdef", 6) == "abcdef"
+    assert shorten("abcdefg", 6) == "abcde…"
