@@ -76,7 +76,7 @@ def worker_with(
 def arm(faults: Faults) -> None:
     from vlatune.checkpoint.background_writer import BackgroundWriter
     from vlatune.train.worker.loop import Worker
-    from vlatune.train.worker.metrics_logger import Recorder
+    from vlatune.train.worker.metrics_logger import MetricsLogger
     from vlatune.train.worker.optimizer_step import Updater
 
     def before(owner: Any, name: str, act: Callable[[Any], None]) -> None:
@@ -114,7 +114,7 @@ def arm(faults: Faults) -> None:
     before(Updater, "_forward", lambda _: faults.reach("forward"))
     before(Updater, "_backward", lambda _: faults.reach("backward"))
     after(Worker, "_note", "after step")
-    after(Recorder, "log", "report")
+    after(MetricsLogger, "log", "report")
 
     real_save, real_init = BackgroundWriter.save, BackgroundWriter.__init__
 

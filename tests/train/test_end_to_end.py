@@ -24,7 +24,7 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
-from vlatune.report.verdict import KEPT_SHARE_FINE
+from vlatune.report.verdict import CONTENTION_FINE
 from vlatune.run_setup import make_setup
 from vlatune.train.driver.launch import train
 
@@ -134,7 +134,7 @@ def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
     assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= cpu["loop_s"] * 1.01 <= loop_s * 1.02
     parts = ("start", "wait", "compute", "kept_own", "kept_others", "checkpoint")
     assert sum(time_s[part] for part in parts) == pytest.approx(time_s["total"])
-    if cpu["kept_own_s"] + cpu["kept_others_s"] >= KEPT_SHARE_FINE * cpu["loop_s"]:
+    if cpu["kept_own_s"] + cpu["kept_others_s"] >= CONTENTION_FINE * cpu["loop_s"]:
         assert "compute-bound" not in summary["verdict"]
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from vlatune.train.stack_dump import ask_and_kill, state_of
+from vlatune.train.stack_dump import dump_and_kill, process_state
 
 PROGRAM = """
 import ctypes, sys, threading, time
-from vlatune.train.stack_dump import answer_in
+from vlatune.train.stack_dump import dump_stacks_to
 
 there = threading.Event()
 
@@ -24,7 +24,7 @@ def beside():
     threading.Event().wait()
 
 file = open(sys.argv[1], "w")
-answer_in(file)
+dump_stacks_to(file)
 threading.Thread(target=beside, daemon=True).start()
 there.wait()
 here_it_stands()
@@ -49,7 +49,7 @@ def start(body: str, file: Path) -> subprocess.Popen[str]:
 def test_a_process_that_stands_tells_where_and_is_gone(how, tmp_path):
     file = tmp_path / "stacks.txt"
     process = start(BODIES[how], file)
-    text = ask_and_kill(process.pid, file)
+    text = dump_and_kill(process.pid, file)
     assert process.wait() == -signal.SIGKILL
     assert text.startswith("running\n")
     assert "here_it_stands" in text
@@ -60,9 +60,9 @@ def test_a_stopped_process_tells_where_it_was_stopped(tmp_path):
     file = tmp_path / "stacks.txt"
     process = start(BODIES["busy"], file)
     process.send_signal(signal.SIGSTOP)
-    while state_of(process.pid) != "stopped by a signal":
+    while process_state(process.pid) != "stopped by a signal":
         pass
-    text = ask_and_kill(process.pid, file)
+    text = dump_and_kill(process.pid, file)
     assert process.wait() == -signal.SIGKILL
     assert text.startswith("stopped by a signal\n")
     assert "here_it_stands" in text
@@ -70,11 +70,11 @@ def test_a_stopped_process_tells_where_it_was_stopped(tmp_path):
 
 def test_one_that_does_not_answer_is_ended_nevertheless(tmp_path):
     process = subprocess.Popen(["sleep", "1000"])
-    assert ask_and_kill(process.pid, tmp_path / "none.txt", wait_s=0.1).endswith("it did not tell its stacks")
+    assert dump_and_kill(process.pid, tmp_path / "none.txt", wait_s=0.1).endswith("it did not tell its stacks")
     assert process.wait() < 0
 
 
 def test_a_process_that_is_gone_is_left_alone(tmp_path):
     process = subprocess.Popen(["true"])
     process.wait()
-    assert ask_and_kill(process.pid, tmp_path / "none.txt") == "gone"
+    assert dump_and_kill(process.pid, tmp_path / "none.txt") == "gone"

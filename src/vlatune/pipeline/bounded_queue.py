@@ -5,7 +5,7 @@ from collections import deque
 from typing import Any
 
 
-class Handover:
+class BoundedQueue:
     """At most `depth` items from one thread to one other."""
 
     def __init__(self, depth: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from vlatune.batch import SLOT, Columns, num_rows
 
 
-class RowBuffer:
+class ReorderBuffer:
     """Rows by slot. Slots [first, first + total) arrive each exactly once and are taken in rising order."""
 
     def __init__(self, *, capacity: int, first_slot: int, total_slots: int) -> None:

@@ -27,7 +27,7 @@ STEPS_TO_JUDGE = 20
 """The first steps allocate, compile and fill queues; a shorter run measures mostly those."""
 USED_GROWTH = 0.10
 """An input counts as used when the error without it grows by a tenth: smaller differences appear between seeds."""
-KEPT_SHARE_FINE = 0.05
+CONTENTION_FINE = 0.05
 """Below this, having the cores to itself would save less than a twentieth of the time."""
 IDLE_SHARE_FREE = 0.4
 """With two cores in five idle no other load can be the reason that threads queue."""
@@ -87,8 +87,8 @@ def _spilled(summary: Summary, config: dict[str, Any]) -> Verdict | None:
 
 def _held_up(summary: Summary, config: dict[str, Any]) -> Verdict | None:
     """Waiting for data, or being kept from computing: the larger share first, and the other too where it is not small."""
-    share, waited = kept_share(summary) or 0.0, _waited(summary, config)
-    kept = Verdict("warn", why_kept(summary, config)) if share >= KEPT_SHARE_FINE else None
+    share, waited = contention_share(summary) or 0.0, _waited(summary, config)
+    kept = Verdict("warn", explain_contention(summary, config)) if share >= CONTENTION_FINE else None
     if waited is None or kept is None:
         return waited or kept
     first, second = (kept, waited) if share > summary.wait_share else (waited, kept)
@@ -158,7 +158,7 @@ def _checkpointed(summary: Summary) -> Verdict | None:
 
 
 def _computed(summary: Summary) -> Verdict:
-    waited, kept = f"data wait {format_share(summary.wait_share)} of the time", kept_share(summary)
+    waited, kept = f"data wait {format_share(summary.wait_share)} of the time", contention_share(summary)
     if kept is not None:
         return Verdict("good", f"compute-bound: {waited}, kept from computing {format_share(kept)}; 0 bytes spilled")
     cpu = summary.cpu or {}
@@ -188,11 +188,11 @@ def _use_of(what: str, blank_error: float, error: float) -> str:
     return f"Without {what} it {change}, so on these samples the model does not rely on {what}."
 
 
-# Being kept from computing: by the process's own threads, by readers on the same cores, by other load. The figures are
-# cpu_split.py's, which says what can be known from them.
+# CPU contention: kept from computing by the process's own threads, by readers on the same cores, by other load. The
+# figures are cpu_split.py's, which says what can be known from them.
 
 
-def kept_share(summary: Summary) -> float | None:
+def contention_share(summary: Summary) -> float | None:
     """Share of the loop's time in which the training thread was kept from computing; None where that is not known."""
     cpu = _cpu(summary)
     if "kept_own_s" not in cpu or not cpu.get("loop_s"):
@@ -200,7 +200,7 @@ def kept_share(summary: Summary) -> float | None:
     return (cpu["kept_own_s"] + cpu["kept_others_s"]) / cpu["loop_s"]
 
 
-def why_kept(summary: Summary, config: dict[str, Any]) -> str:
+def explain_contention(summary: Summary, config: dict[str, Any]) -> str:
     """Who kept it, how much that cost, and what to do; for a run whose share is known and not small."""
     words = {"own process": _by_itself, "readers": _by_readers}.get(summary.kept_by or "", _by_load)
     return words(summary, config)

@@ -13,22 +13,22 @@ import time
 from pathlib import Path
 from typing import IO
 
-ASK = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGUSR1
 STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for the disk or a driver", "Z": "dead"}
 POLL_S = 0.05
 
 
-def answer_in(file: IO[str]) -> None:
-    """From now on ASK writes all threads' stacks to this open file."""
-    faulthandler.register(ASK, file=file, all_threads=True)
+def dump_stacks_to(file: IO[str]) -> None:
+    """From now on DUMP_SIGNAL writes all threads' stacks to this open file."""
+    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
 
 
-def answer_no_more() -> None:
+def dump_stacks_no_more() -> None:
     """Before the file is closed."""
-    faulthandler.unregister(ASK)
+    faulthandler.unregister(DUMP_SIGNAL)
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """In words, by the kernel: running, stopped by a signal, gone, ..."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -38,17 +38,17 @@ def state_of(pid: int) -> str:
     return STATES.get(found[1], "running") if found else "running"
 
 
-def ask_and_kill(pid: int, file: Path, *, wait_s: float = 3.0) -> str:
+def dump_and_kill(pid: int, file: Path, *, wait_s: float = 3.0) -> str:
     """The process's state and stacks in words, after which it is gone.
 
     The signal to continue comes after the question, so that a stopped process answers before anything else.
     """
-    state = state_of(pid)
+    state = process_state(pid)
     if state in ("gone", STATES["Z"]):
         return state
     before = _size(file)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, ASK)
+        os.kill(pid, DUMP_SIGNAL)
         os.kill(pid, signal.SIGCONT)
         _wait_for_more(file, before, wait_s)
         os.kill(pid, signal.SIGKILL)

@@ -39,5 +39,5 @@ class WorkerJob:
     """Of the object store that the budget is a share of."""
     coordinators: tuple[Any, ...] = ()
     """Handles of the processes that read for each rank, where they were started ahead."""
-    lookout: Any = None
+    monitor: Any = None
     """Handle of the actor that hears how far the workers are."""

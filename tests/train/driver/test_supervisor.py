@@ -25,7 +25,7 @@ from vlatune.train.driver.supervisor import (
     find_hung,
     sigterm_sets,
 )
-from vlatune.train.heartbeat import Heartbeat, Lookout, RankState, Wish
+from vlatune.train.heartbeat import Heartbeat, HeartbeatMonitor, RankState, Request
 
 
 def state(rank: int, *, still_s: float, moves: int = 5) -> RankState:
@@ -54,36 +54,36 @@ def test_the_one_for_whom_the_others_wait_is_named():
     assert find_culprit(states[:2], running).rank == 0  # stood first
 
 
-def test_the_lookout_counts_from_the_last_thing_done(monkeypatch):
+def test_the_monitor_counts_from_the_last_thing_done(monkeypatch):
     now_s = 100.0
     monkeypatch.setattr("vlatune.train.heartbeat.time.monotonic", lambda: now_s)
-    lookout = Lookout()
-    assert lookout.look(1) == []
-    assert lookout.beat(1, 0, 4711, "a", 0) == (0, Wish.NOTHING)
-    lookout.look(1, (1, Wish.STOP))
+    monitor = HeartbeatMonitor()
+    assert monitor.look(1) == []
+    assert monitor.beat(1, 0, 4711, "a", 0) == (0, Request.NOTHING)
+    monitor.look(1, (1, Request.STOP))
     now_s = 103.0
-    assert lookout.beat(1, 0, 4711, "a", 0) == (1, Wish.STOP)  # a beat, and nothing done
-    assert lookout.look(1) == [RankState(0, 4711, "a", 0, still_s=3.0)]
-    lookout.beat(1, 0, 4711, "a", 1)
-    assert lookout.look(1) == [RankState(0, 4711, "a", 1, still_s=0.0)]
+    assert monitor.beat(1, 0, 4711, "a", 0) == (1, Request.STOP)  # a beat, and nothing done
+    assert monitor.look(1) == [RankState(0, 4711, "a", 0, still_s=3.0)]
+    monitor.beat(1, 0, 4711, "a", 1)
+    assert monitor.look(1) == [RankState(0, 4711, "a", 1, still_s=0.0)]
 
 
-def test_the_lookout_forgets_a_group_that_is_gone():
-    lookout = Lookout()
-    lookout.look(0)
-    lookout.beat(0, 0, 1, "a", 7)
-    lookout.look(0, (1, Wish.STOP))
-    assert lookout.look(1) == []
-    assert lookout.beat(0, 0, 1, "a", 8) == (0, Wish.NOTHING)  # still alive somewhere
-    assert lookout.beat(1, 0, 2, "a", 1) == (0, Wish.NOTHING)
-    lookout.leave(0, 0)
-    assert [one.pid for one in lookout.look(1)] == [2]
-    lookout.leave(1, 0)
-    assert lookout.look(1) == []
+def test_the_monitor_forgets_a_group_that_is_gone():
+    monitor = HeartbeatMonitor()
+    monitor.look(0)
+    monitor.beat(0, 0, 1, "a", 7)
+    monitor.look(0, (1, Request.STOP))
+    assert monitor.look(1) == []
+    assert monitor.beat(0, 0, 1, "a", 8) == (0, Request.NOTHING)  # still alive somewhere
+    assert monitor.beat(1, 0, 2, "a", 1) == (0, Request.NOTHING)
+    monitor.leave(0, 0)
+    assert [one.pid for one in monitor.look(1)] == [2]
+    monitor.leave(1, 0)
+    assert monitor.look(1) == []
 
 
 @pytest.mark.timeout(120)
-def test_a_lookout_that_dies_keeps_no_wish_from_the_workers(ray_local, tmp_path):
+def test_a_monitor_that_dies_keeps_no_request_from_the_workers(ray_local, tmp_path):
     """SIGTERM at the worst moment: nobody is left who knows that the workers began."""
     folder, terminated, heard = RunFolder(tmp_path), threading.Event(), []
     folder.logs.mkdir()
@@ -92,21 +92,21 @@ def test_a_lookout_that_dies_keeps_no_wish_from_the_workers(ray_local, tmp_path)
     supervisor = Supervisor(config, folder, Cluster(sizing, None, ours=False), terminated, say=lambda _: None)
 
     def fit() -> None:
-        heart = Heartbeat(supervisor.lookout, 3, 0, tmp_path)
+        heartbeat = Heartbeat(supervisor.monitor, 3, 0, tmp_path)
         try:
             wait_until(lambda: supervisor._began)
-            ray.kill(supervisor.lookout, no_restart=False)
+            ray.kill(supervisor.monitor, no_restart=False)
             terminated.set()
-            wait_until(lambda: supervisor._wished[0] == 1)
-            ray.kill(supervisor.lookout, no_restart=False)  # and the wish with it
-            wait_until(lambda: heard.append(heart.take_wish()) or heard[-1] is Wish.STOP)
+            wait_until(lambda: supervisor._requested[0] == 1)
+            ray.kill(supervisor.monitor, no_restart=False)  # and the request with it
+            wait_until(lambda: heard.append(heartbeat.take_request()) or heard[-1] is Request.STOP)
         finally:
-            heart.close()
+            heartbeat.close()
 
     with pytest.raises(TerminatedError, match="all is saved"):
         supervisor.run(fit, attempt=3)
-    assert heard[-1] is Wish.STOP
-    ray.kill(supervisor.lookout)
+    assert heard[-1] is Request.STOP
+    ray.kill(supervisor.monitor)
 
 
 def wait_until(there: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ import torch
 from regression import Regression, make_batches, make_model, make_updater
 
 from vlatune.errors import RunStoppedError
-from vlatune.train.worker.non_finite_guard import MOST_SAMPLES_NAMED, FiniteGuard, FiniteWatch, Part, explain
+from vlatune.train.worker.non_finite_guard import MOST_SAMPLES_NAMED, NonFiniteGuard, NonFiniteWatch, Part, explain
 
 
 def snapshot(model, updater) -> tuple:
@@ -60,7 +60,7 @@ def test_a_loss_that_is_not_finite_counts_even_where_its_gradient_is():
 
 def test_an_optimizer_that_the_device_cannot_switch_off_is_refused():
     with pytest.raises(ValueError, match="only a fused optimizer"):
-        FiniteGuard(torch.optim.AdamW(make_model().parameters()), torch.device("cpu"))
+        NonFiniteGuard(torch.optim.AdamW(make_model().parameters()), torch.device("cpu"))
 
 
 def alone(mine):
@@ -68,7 +68,7 @@ def alone(mine):
 
 
 def test_the_watch_names_the_step_the_loss_and_the_samples_of_the_bad_micro_batch():
-    watch = FiniteWatch()
+    watch = NonFiniteWatch()
     good, nan = torch.tensor([0.5, 0.4]), torch.tensor([0.5, float("nan")])
     for step, losses in enumerate((good, nan, nan), start=11):
         ids = [np.array([[0, 10 * step], [0, 10 * step + 1]]), np.array([[1, 10 * step + 2], [0, 10 * step + 3]])]
@@ -82,7 +82,7 @@ def test_the_watch_names_the_step_the_loss_and_the_samples_of_the_bad_micro_batc
 
 
 def test_a_look_that_finds_nothing_forgets_the_samples():
-    watch = FiniteWatch()
+    watch = NonFiniteWatch()
     watch.remember(torch.tensor([1.0]), torch.tensor(1.0), [np.array([[0, 1]])])
     watch.look(0.0, 1, alone)
     watch.remember(torch.tensor([float("inf")]), torch.tensor(float("nan")), [np.array([[0, 2]])])

@@ -27,7 +27,7 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup, make_setup
 from vlatune.train.worker.collate import collate
 from vlatune.train.worker.collectives import mean_and_each
-from vlatune.train.worker.non_finite_guard import FiniteWatch
+from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import Ema, make_optimizer
 from vlatune.train.worker.optimizer_step import Updater
 from vlatune.train.worker.transfer import StreamTransfer
@@ -96,7 +96,7 @@ def test_an_update_never_leaves_the_device(setup, train):
         batch = make_batch(setup)
         assert all(is_fake_cuda(tensor) for tensor in batch.values())
         module, trained, optimizer = make_learner(setup, train)
-        updater, ema, watch = NoBackward(module, optimizer), Ema(trained, 0.9), FiniteWatch()
+        updater, ema, watch = NoBackward(module, optimizer), Ema(trained, 0.9), NonFiniteWatch()
         result = updater.update([batch, batch], 2)
         ema.update()
         watch.remember(result.losses, result.grad_norm, [FRAMES])

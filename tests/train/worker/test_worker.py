@@ -21,8 +21,8 @@ from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.report.sinks import read_jsonl
-from vlatune.train.driver.resume_point import find_start
-from vlatune.train.heartbeat import Wish
+from vlatune.train.driver.resume_point import find_resume_point
+from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob
 
@@ -64,16 +64,16 @@ class ReadyBatches:
 
 
 class Driver:
-    """What the worker hears from the driver: after so many micro-batches, a wish."""
+    """What the worker hears from the driver: after so many micro-batches, a request."""
 
-    def __init__(self, wishes: dict[int, Wish] | None) -> None:
-        self._wishes, self._moves = dict(wishes or {}), 0
+    def __init__(self, requests: dict[int, Request] | None) -> None:
+        self._requests, self._moves = dict(requests or {}), 0
 
     def moved(self) -> None:
         self._moves += 1
 
-    def take_wish(self) -> Wish:
-        return self._wishes.pop(self._moves, Wish.NOTHING)
+    def take_request(self) -> Request:
+        return self._requests.pop(self._moves, Request.NOTHING)
 
 
 class NoSpills:
@@ -111,13 +111,13 @@ def run(monkeypatch):
     def run(
         config: RunConfig,
         poison: tuple[int, ...] = (),
-        wishes: dict[int, Wish] | None = None,
+        requests: dict[int, Request] | None = None,
         on_batch: Callable[[], object] = lambda: None,
     ) -> Path:
         feed = type("Feed", (ReadyBatches,), {"poison": poison, "on_batch": staticmethod(on_batch)})
         monkeypatch.setattr(loop, "Feed", feed)
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        start = find_start(config, say=lambda _: None)
+        start = find_resume_point(config, say=lambda _: None)
         job = WorkerJob(
             config=config,
             setup=start.setup,
@@ -126,7 +126,7 @@ def run(monkeypatch):
             checkpoints=start.plan(config),
             restarts=0,
         )
-        loop.work(loop.Worker(job, Share(0, 1), Driver(wishes)))
+        loop.work(loop.Worker(job, Share(0, 1), Driver(requests)))
         return config.run_dir
 
     return run
@@ -200,17 +200,17 @@ def test_averages_survive_a_restart(config, run, tmp_path):
         ).read_bytes()
 
 
-def test_a_wish_of_the_driver_is_carried_out_one_step_later(config, run):
+def test_a_request_of_the_driver_is_carried_out_one_step_later(config, run):
     """SAVE during step 2: a checkpoint after step 3, beside the one at the end; nothing else is different."""
     config = replace(config, save_freq=0, save_every_s=0.0)
-    run_dir = run(config, wishes={2 * MICRO_STEPS: Wish.SAVE})
+    run_dir = run(config, requests={2 * MICRO_STEPS: Request.SAVE})
     assert list(checkpoints(run_dir)) == [3, STEPS]
 
 
 def test_a_run_that_was_asked_to_stop_saves_and_goes_on_later(config, run, tmp_path):
     whole = run(config)
     asked = replace(config, output_dir=str(tmp_path / "asked"), save_freq=0, save_every_s=0.0)
-    run(asked, wishes={2 * MICRO_STEPS: Wish.STOP})
+    run(asked, requests={2 * MICRO_STEPS: Request.STOP})
     assert list(checkpoints(asked.run_dir)) == [3]
     assert not (asked.run_dir / "summary.json").exists()
     run(asked)

@@ -14,7 +14,7 @@ from regression import make_batches, make_model, make_updater
 from safetensors.torch import save_file
 
 from vlatune.errors import RunStoppedError
-from vlatune.train.worker.non_finite_guard import FiniteWatch
+from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer_step import make_parallel
 
 UPDATES, MICRO_STEPS, ROWS, WORKERS = 3, 2, 4, 2
@@ -24,7 +24,7 @@ def main(rank: int, folder: Path) -> None:
     (folder / str(rank)).mkdir()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORKERS)
     model = make_model()
-    updater, watch = make_updater(make_parallel(model)), FiniteWatch()
+    updater, watch = make_updater(make_parallel(model)), NonFiniteWatch()
     mine = make_batches(UPDATES * MICRO_STEPS * WORKERS, ROWS)[rank::WORKERS]
     for number in range(UPDATES):
         updater.update(mine[number * MICRO_STEPS :], MICRO_STEPS)
@@ -41,7 +41,7 @@ def main(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def look(watch: FiniteWatch, skipped: float, file: Path) -> None:
+def look(watch: NonFiniteWatch, skipped: float, file: Path) -> None:
     def gather(mine):
         everyone = [None] * WORKERS
         dist.all_gather_object(everyone, mine)

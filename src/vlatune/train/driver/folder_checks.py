@@ -1,7 +1,7 @@
 """The run folder on the driver's side: may this run start here.
 
 A folder that holds a finished run is refused, one that holds the same run unfinished is continued, and one that
-holds another run is refused with what differs (changes.py). One process at a time: a lock file says so.
+holds another run is refused with what differs (resume_rules.py). One process at a time: a lock file says so.
 """
 
 import fcntl

@@ -23,7 +23,7 @@ from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.failures import FINAL, root_cause
 from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one, open_run
 from vlatune.train.driver.progress import Progress
-from vlatune.train.driver.resume_point import Start, find_start
+from vlatune.train.driver.resume_point import ResumePoint, find_resume_point
 from vlatune.train.driver.tiny_base import with_base
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def train(config: RunConfig) -> None:
     setup = make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
     with only_one(folder):
         check_run(config)
-        start = find_start(config, setup, say=_say)
+        start = find_resume_point(config, setup, say=_say)
         folder = open_run(config)
         if config.dataset.on_bad_episode == "skip":
             write_skipped(folder.path, start.setup.skipped)
@@ -55,7 +55,7 @@ def train(config: RunConfig) -> None:
     _say(f"finished: {summary.optimizer_steps} steps, loss {summary.final_loss:.4f}; {summary.verdict}")
 
 
-def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster) -> None:
+def _train_until_done(config: RunConfig, folder: RunFolder, start: ResumePoint, cluster: Cluster) -> None:
     from vlatune.train.driver.supervisor import sigterm_sets
 
     _introduce(config, start, folder, cluster.sizing)
@@ -65,7 +65,7 @@ def _train_until_done(config: RunConfig, folder: RunFolder, start: Start, cluste
 
 
 def _try_until_done(
-    config: RunConfig, folder: RunFolder, start: Start, cluster: Cluster, terminated: threading.Event
+    config: RunConfig, folder: RunFolder, start: ResumePoint, cluster: Cluster, terminated: threading.Event
 ) -> None:
     from vlatune.train.driver.supervisor import Supervisor
 
@@ -81,7 +81,7 @@ def _try_until_done(
             reason = root_cause(error)
             if isinstance(reason, FINAL):
                 raise reason from None
-            before, start = start, find_start(config, start.setup, say=_say)
+            before, start = start, find_resume_point(config, start.setup, say=_say)
             in_vain = in_vain + 1 if start.step == before.step else 1
             if in_vain > config.max_restarts:
                 raise reason from None
@@ -94,12 +94,12 @@ def _try_until_done(
                 supervisor = Supervisor(config, folder, cluster, terminated, say=_say)
 
 
-def _name(start: Start) -> str:
+def _name(start: ResumePoint) -> str:
     return "the beginning" if start.step is None else start.store.where(start.step)
 
 
 def _run_group(
-    config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", attempt: int
+    config: RunConfig, start: ResumePoint, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", attempt: int
 ) -> None:
     from vlatune.pipeline.coordinator import end_coordinators
     from vlatune.train.worker_job import WorkerJob
@@ -115,7 +115,7 @@ def _run_group(
         checkpoints=checkpoints,
         restarts=attempt,
         coordinators=_start_reading(config, start, cluster, checkpoints.resume_step or 0),
-        lookout=supervisor.lookout,
+        monitor=supervisor.monitor,
     )
     try:
         _fit(config, start, folder, cluster, supervisor, job)
@@ -124,7 +124,7 @@ def _run_group(
             end_coordinators(job.coordinators)
 
 
-def _start_reading(config: RunConfig, start: Start, cluster: Cluster, first_step: int) -> tuple[Any, ...]:
+def _start_reading(config: RunConfig, start: ResumePoint, cluster: Cluster, first_step: int) -> tuple[Any, ...]:
     """Ahead of the workers, where it is known on which node they will be."""
     from vlatune.pipeline.coordinator import start_ahead
 
@@ -135,7 +135,12 @@ def _start_reading(config: RunConfig, start: Start, cluster: Cluster, first_step
 
 
 def _fit(
-    config: RunConfig, start: Start, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", job: "WorkerJob"
+    config: RunConfig,
+    start: ResumePoint,
+    folder: RunFolder,
+    cluster: Cluster,
+    supervisor: "Supervisor",
+    job: "WorkerJob",
 ) -> None:
     from vlatune.train.driver.trainer import make_trainer
     from vlatune.train.worker.loop import run_worker
@@ -172,7 +177,7 @@ def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
     )
 
 
-def _introduce(config: RunConfig, start: Start, folder: RunFolder, sizing: "Sizing") -> None:
+def _introduce(config: RunConfig, start: ResumePoint, folder: RunFolder, sizing: "Sizing") -> None:
     setup, order = start.setup, start.setup.order
     _say(
         f"{len(setup.training)} episodes, {order.num_samples} frames; held out for evaluation: {len(setup.held_out)} episodes; "

@@ -12,7 +12,7 @@ from typing import Any
 
 from vlatune.files import open_file
 from vlatune.outgoing import say
-from vlatune.report.verdict import KEPT_SHARE_FINE
+from vlatune.report.verdict import CONTENTION_FINE
 
 POLL_S = 0.25
 
@@ -20,7 +20,7 @@ POLL_S = 0.25
 def describe(line: dict[str, Any]) -> str:
     """One interval in one line; being kept from computing is told where it is worth a look."""
     kept = line.get("kept_share") or 0.0
-    held = f"  kept {kept:.0%} ({line['kept_by']})" if kept >= KEPT_SHARE_FINE else ""
+    held = f"  kept {kept:.0%} ({line['kept_by']})" if kept >= CONTENTION_FINE else ""
     return (
         f"loss {line['loss']:.4f}  grad {line['grad_norm']:.2f}  lr {line['lr']:.1e}  "
         f"{line['samples_per_s']:.0f} samples/s  wait {line['wait_share']:.1%}{held}  store {line['object_store_bytes'] / 1e6:.0f} MB"

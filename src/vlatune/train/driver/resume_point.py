@@ -14,7 +14,7 @@ from vlatune.train.worker_job import CheckpointPlan
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     store: Store
     step: int | None
     """Optimizer step of the checkpoint to go on from; None for a new run."""
@@ -28,7 +28,7 @@ class Start:
         return CheckpointPlan(run_dir, storage_path, self.step, self.fingerprints, self.policy_files)
 
 
-def find_start(config: RunConfig, setup: Setup | None = None, *, say: Callable[[str], None]) -> Start:
+def find_resume_point(config: RunConfig, setup: Setup | None = None, *, say: Callable[[str], None]) -> ResumePoint:
     """Read the newest checkpoint's page and hold it against the config; what differs is refused, or said.
 
     `setup` is the config's; it is made here for a caller that has none yet.
@@ -37,14 +37,14 @@ def find_start(config: RunConfig, setup: Setup | None = None, *, say: Callable[[
     store = open_store(config.run_dir, config.storage_path)
     step = find_newest(store, warn=say, strict=config.strict_resume)
     if step is None:
-        return Start(store, None, setup, fingerprints(setup), _policy_files(config, setup))
+        return ResumePoint(store, None, setup, fingerprints(setup), _policy_files(config, setup))
     stored = parse_state(store.read_bytes(step, STATE), store.where(step))
     _check_steps(config, stored, store.where(step))
     setup = setup.with_lanes(stored.lanes)
     made_of = fingerprints(setup)
     for change in check_changes(config, stored, made_of, store.where(step)):
         say(f"changed since the checkpoint: {change}")
-    return Start(store, step, setup, made_of, _policy_files(config, setup))
+    return ResumePoint(store, step, setup, made_of, _policy_files(config, setup))
 
 
 def _policy_files(config: RunConfig, setup: Setup) -> dict[str, bytes]:

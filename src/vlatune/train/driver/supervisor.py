@@ -25,8 +25,8 @@ from vlatune.files import write_text
 from vlatune.train.driver.cluster import Cluster
 from vlatune.train.driver.failures import root_cause
 from vlatune.train.driver.folder_checks import RunFolder
-from vlatune.train.heartbeat import NO_WISH, RankState, Wish, remove_empty_stacks, stacks_file, start_lookout
-from vlatune.train.stack_dump import ask_and_kill
+from vlatune.train.heartbeat import NO_REQUEST, RankState, Request, remove_empty_stacks, stacks_file, start_monitor
+from vlatune.train.stack_dump import dump_and_kill
 
 LOOK_S = 1.0
 STARTING = 3
@@ -50,15 +50,15 @@ class Supervisor:
         *,
         say: Callable[[str], None],
     ) -> None:
-        self.lookout = start_lookout()
+        self.monitor = start_monitor()
         self._config, self._folder, self._cluster, self._say = config, folder, cluster, say
-        self._attempt, self._wished, self._began = 0, NO_WISH, False
+        self._attempt, self._requested, self._began = 0, NO_REQUEST, False
         self._terminated = terminated
         self._told_nodes: set[str] = set()
 
     def run(self, fit: Callable[[], object], attempt: int) -> None:
         """Call `fit` and watch; raises what it raises, or why the group was ended."""
-        self._attempt, self._wished, self._began = attempt, NO_WISH, False
+        self._attempt, self._requested, self._began = attempt, NO_REQUEST, False
         with sigterm_sets(self._terminated):  # a cluster that was started anew has put Ray's handler there again
             error = self._watch(_on_thread(fit))
         remove_empty_stacks(self._folder.path)
@@ -80,7 +80,7 @@ class Supervisor:
             if part := self._cluster.lost_part():
                 return self._lose(part, outcome)
             if asked is None and now_s - looked_s >= LOOK_S:
-                asked, looked_s = self.lookout.look.remote(self._attempt, self._wished), now_s
+                asked, looked_s = self.monitor.look.remote(self._attempt, self._requested), now_s
             if asked is None or not ray.wait([asked], timeout=0)[0]:
                 continue
             states, asked = _answer(asked), None
@@ -97,7 +97,7 @@ class Supervisor:
         if not self._began:
             raise TerminatedError("asked to end by SIGTERM before the workers began; there is nothing new to save")
         self._say(f"asked to end by SIGTERM: saving a checkpoint, for at most {self._config.grace_s:g} s")
-        self._wish(Wish.STOP)
+        self._request(Request.STOP)
         return self._config.grace_s
 
     def _save_before_nodes_go(self, states: Sequence[RankState]) -> None:
@@ -105,15 +105,15 @@ class Supervisor:
         if going and not self._terminated.is_set():
             self._told_nodes |= going
             self._say(f"{len(going)} of the workers' nodes will be taken away: saving a checkpoint")
-            self._wish(Wish.SAVE)
+            self._request(Request.SAVE)
 
-    def _wish(self, wish: Wish) -> None:
+    def _request(self, request: Request) -> None:
         """Told with the next look, and with every one after it."""
-        self._wished = (self._wished[0] + 1, wish)
+        self._requested = (self._requested[0] + 1, request)
 
     def _end(self, states: Sequence[RankState], outcome: "queue.Queue[Any]") -> RuntimeError:
         """Kill all workers of the group, which Ray Train then sees, after they have told where they are."""
-        texts = {state.rank: self._ask_and_kill(state) for state in states}
+        texts = {state.rank: self._dump_and_kill(state) for state in states}
         file = self._folder.new_log("hang")
         write_text(file, "\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
         _wait(outcome, END_S)
@@ -129,9 +129,9 @@ class Supervisor:
         _wait(outcome, LOSE_S)
         return RuntimeError(f"Ray's {part} died")
 
-    def _ask_and_kill(self, state: RankState) -> str:
+    def _dump_and_kill(self, state: RankState) -> str:
         here = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
-        task = ray.remote(ask_and_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+        task = ray.remote(dump_and_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
         file: Path = stacks_file(self._folder.path.resolve(), self._attempt, state.rank)
         try:
             return ray.get(task.remote(state.pid, file), timeout=END_S)
@@ -148,7 +148,7 @@ def _what_is_saved(error: BaseException | None) -> str:
 def _answer(asked: Any) -> list[RankState]:
     try:
         return ray.get(asked)
-    except RayError:  # the lookout died; it comes back, and the next look will tell
+    except RayError:  # the monitor died; it comes back, and the next look will tell
         return []
 
 

@@ -3,7 +3,7 @@
 Ray Train starts an actor for its controller, one for its datasets, one that watches for preemption and one that removes
 placement groups after a crash; each imports ray.train, five seconds of CPU, and the workers are not started before the
 controller is. Here the controller runs in the driver, which has all of that loaded: one process less that could die.
-Our data has its own way to the workers, `supervise.py` watches the nodes, and a cluster of our own goes with its
+Our data has its own way to the workers, `supervisor.py` watches the nodes, and a cluster of our own goes with its
 placement groups. Only the workers import torch; what joins them to a process group is Ray Train's own code.
 """
 

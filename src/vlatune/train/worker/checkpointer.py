@@ -38,7 +38,7 @@ class Learning:
     ema: Tensors | None = None
 
 
-class Saving:
+class Checkpointer:
     def __init__(
         self,
         plan: CheckpointPlan,
@@ -91,7 +91,7 @@ class Saving:
             self._writer.check()
 
     def is_due(self) -> bool:
-        """By rank 0's clock; the others learn of it as of any wish."""
+        """By rank 0's clock; the others learn of it as of any request."""
         return self._writer is not None and self._writer.is_due()
 
     def save(self, done: int, loss_sum: Tensor, loss_count: int, gather: Callable[[Any], list[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Rank 0's pen: metrics, samples, summary, and the watch over the object store."""
+"""What rank 0 writes into the run folder: metrics, samples, summary; and its watch over the object store."""
 
 import fcntl
 import time
@@ -24,7 +24,7 @@ WRITER_LOCK = ".pen"
 LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 
 
-class Recorder:
+class MetricsLogger:
     def __init__(self, job: WorkerJob, first_step: int, performance_flags: Mapping[str, Scalar]) -> None:
         self.job = job
         self.performance_flags = performance_flags

@@ -22,7 +22,7 @@ Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """One worker's dict -> all workers' dicts, by rank."""
 
 
-class FiniteGuard:
+class NonFiniteGuard:
     """The device's side: switches the optimizer off from the first gradient on that is not finite."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Part:
         return bool(np.isfinite(self.losses[micro_step]))
 
 
-class FiniteWatch:
+class NonFiniteWatch:
     """The host's side: remembers the updates since the last look, to name the samples of the first bad one."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """One optimizer update over micro-batches. No Ray, no host sync: loss and gradient norm stay on the device.
 
-An update whose loss or gradient is not finite is not made, on no worker, and neither is any after it; `finite.py` says
+An update whose loss or gradient is not finite is not made, on no worker, and neither is any after it; `non_finite_guard.py` says
 how, and how the host learns of it.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vlatune.train.worker.non_finite_guard import FiniteGuard
+from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
 Batch = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ class Updater:
         self, module: nn.Module, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, *, clip_norm: float
     ) -> None:
         """`clip_norm` 0 leaves gradients as they are."""
-        self.guard = FiniteGuard(optimizer, parameters[0].device)
+        self.guard = NonFiniteGuard(optimizer, parameters[0].device)
         self._module = module
         self._parameters = parameters
         self._optimizer = optimizer

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from vlatune.batch import Columns
-from vlatune.pipeline.bounded_queue import Handover
+from vlatune.pipeline.bounded_queue import BoundedQueue
 from vlatune.train.worker.collate import DeviceBatch, HostBatch, collate
 
 
@@ -35,7 +35,7 @@ class Prefetcher:
 
     def __init__(self, source: Iterator[Columns], transfer: Transfer, *, depth: int) -> None:
         self._transfer = transfer
-        self._ready = Handover(depth)
+        self._ready = BoundedQueue(depth)
         self._is_first = True
         self._thread = threading.Thread(
             target=_prepare, args=(source, transfer, self._ready), name="prefetch", daemon=True
@@ -67,7 +67,7 @@ class Prefetcher:
         self._thread.join()
 
 
-def _prepare(source: Iterator[Columns], transfer: Transfer, ready: Handover) -> None:
+def _prepare(source: Iterator[Columns], transfer: Transfer, ready: BoundedQueue) -> None:
     """The thread's whole life. It holds no reference to the prefetcher, so that one that is dropped can go."""
     try:
         transfer.enter_thread()
