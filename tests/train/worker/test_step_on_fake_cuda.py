@@ -139,7 +139,7 @@ def test_a_log_line_reads_its_numbers_once(setup):
         numbers = torch.zeros(3, device=CUDA)
         with pytest.raises(DataDependentOutputException) as raised:
             mean_and_each(numbers, [0.0], SimpleNamespace(rank=0, num_workers=1), lambda _: None)
-    (line,) = [str(entry.statement) for entry in raised.traceback if entry.path.name == "exchange.py"]
+    (line,) = [str(entry.statement) for entry in raised.traceback if entry.path.name == "collectives.py"]
     assert "values.tolist()" in line
 
 
