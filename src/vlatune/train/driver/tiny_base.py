@@ -16,7 +16,7 @@ from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
 from vlatune.config import RunConfig, makes_base
 from vlatune.dataset.feature_map import as_flag, likely_name
 from vlatune.dataset.meta import DatasetMeta
-from vlatune.files import read_json, write_json
+from vlatune.files import read_json, remove_leftovers, write_json
 from vlatune.run_setup import load_metas
 from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one
 
@@ -54,6 +54,7 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
     fit = fit_datasets(load_metas(config), seed=config.seed)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
+        remove_leftovers(folder.path / ASIDE)
         check_run(config)
         _ensure(folder.path, fit, say)
     return config
