@@ -24,10 +24,10 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
         def train(config: RunConfig) -> None:
             raise error
 
-        module = types.ModuleType("vlatune.train.launch")
+        module = types.ModuleType("vlatune.train.driver.launch")
         module.train = train  # pyright: ignore[reportAttributeAccessIssue]
-        monkeypatch.setitem(sys.modules, "vlatune.train.launch", module)
-        monkeypatch.setattr("vlatune.train.launch", module, raising=False)
+        monkeypatch.setitem(sys.modules, "vlatune.train.driver.launch", module)
+        monkeypatch.setattr("vlatune.train.driver.launch", module, raising=False)
 
     return end_with
 
@@ -102,7 +102,7 @@ def test_a_misused_command_line_gets_one_line_and_exit_code_2(words: list[str], 
 
 def test_a_command_calls_one_function_with_what_was_parsed(monkeypatch, capsys) -> None:
     called: list[object] = []
-    module = types.ModuleType("vlatune.train.evaluate")
+    module = types.ModuleType("vlatune.evaluate.evaluate_run")
 
     def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: Callable[[int, int], None]) -> dict[str, float]:
         on_batch(1, 1)  # to a person at a terminal only
@@ -110,7 +110,7 @@ def test_a_command_calls_one_function_with_what_was_parsed(monkeypatch, capsys) 
         return {"loss": 0.5}
 
     module.evaluate_run = evaluate_run  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setitem(sys.modules, "vlatune.train.evaluate", module)
+    monkeypatch.setitem(sys.modules, "vlatune.evaluate.evaluate_run", module)
     assert cli.main(["eval", "runs/a", "--max_samples=3", "--json"]) == 0
     assert called == [Path("runs/a"), EvalConfig(max_samples=3, json=True)]
     assert capsys.readouterr() == ('{"loss": 0.5}\n', "")

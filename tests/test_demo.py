@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from vlatune import demo
-from vlatune.aside import whole_folder
 from vlatune.config import DatasetConfig, RunConfig
 from vlatune.dataset.meta import load_meta
+from vlatune.files import whole_folder
 from vlatune.policies.registry import get_adapter
-from vlatune.train.folder import check_run
-from vlatune.train.tiny_base import with_base
+from vlatune.train.driver.folder_checks import check_run
+from vlatune.train.driver.tiny_base import with_base
 
 DIE_WHEN_CALLED = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -43,9 +43,7 @@ def test_a_base_that_was_broken_off_is_made_anew(tmp_path, dataset_v3, small_bas
 
 def test_a_run_that_was_broken_off_while_it_made_its_base_makes_it_anew(tmp_path, dataset_v3):
     config = RunConfig(recipe="tiny", output_dir=str(tmp_path / "run"), dataset=DatasetConfig(root=(str(dataset_v3),)))
-    make = (
-        f"from vlatune.config import *\nfrom vlatune.train.tiny_base import with_base\nwith_base({config!r}, say=print)"
-    )
+    make = f"from vlatune.config import *\nfrom vlatune.train.driver.tiny_base import with_base\nwith_base({config!r}, say=print)"
     run_and_die(make, "vlatune.policies.small.write_size")
     assert not (tmp_path / "run/base").exists()
     base = tmp_path / "run/base"

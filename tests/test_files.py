@@ -21,7 +21,7 @@ OTHERS = {
     "checkpoint/remote_store.py": "the same; objects are read through dataset/storage.py",
     "checkpoint/snapshot.py": "writes into the store's new folder",
     "checkpoint/store.py": "writes into the store's new folder",
-    "train/saving.py": "the same",
+    "train/worker/checkpointer.py": "the same",
     "dataset/storage.py": "leads to the door, or to an object store",
     "dataset/images.py": "pictures in memory, out of parquet",
     "dataset/meta_v21.py": "through dataset/storage.py",
@@ -39,11 +39,11 @@ OTHERS = {
     "policies/pi05_size.py": "writes into a new base",
     "pipeline/host.py": "/proc and /sys",
     "report/cpu_clocks.py": "/proc",
-    "train/stacks.py": "/proc, and the stacks that a worker wrote",
+    "train/stack_dump.py": "/proc, and the stacks that a worker wrote",
     "report/eval_samples.py": "NumPy, from a file that the door opened",
     "report/html.py": "the page's own style, out of the package",
-    "train/cluster.py": "Ray's temporary folder, which is ours",
-    "train/resume.py": "through a checkpoint store",
+    "train/driver/cluster.py": "Ray's temporary folder, which is ours",
+    "train/driver/resume_point.py": "through a checkpoint store",
     "cli.py": "the null device, once the reader of a pipe is gone",
 }
 """Modules that call something of such a name -> why that opens nothing of a stranger's beside the door."""

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.config import OptimizerConfig, RunConfig, to_json
-from vlatune.flag_help import field_sentences, help_text
+from vlatune.errors import did_you_mean
 from vlatune.flag_values import NULLS
-from vlatune.flags import config_from_dict, leaf_types, parse_command, parse_flags
-from vlatune.names import did_you_mean
+from vlatune.flags import config_from_dict, field_sentences, help_text, leaf_types, parse_command, parse_flags
 
 
 @dataclass(frozen=True)

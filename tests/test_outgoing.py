@@ -15,7 +15,7 @@ OTHERS = {
     "cli.py": "JSON, which escapes by itself, our own help, and counts",
     "dataset/health.py": "counts",
     "inspect/text.py": "a table into a string, of cells that are cleaned",
-    "train/progress.py": "numbers, beside a bar",
+    "train/driver/progress.py": "numbers, beside a bar",
 }
 """Modules that print by themselves -> what."""
 SECRET = "aaBBcc11dd22ee33ff44"

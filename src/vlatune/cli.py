@@ -19,10 +19,9 @@ from typing import Any
 
 from vlatune import __version__
 from vlatune.config import DemoConfig, EvalConfig, ExportConfig, RunConfig
-from vlatune.errors import TerminatedError
+from vlatune.errors import TerminatedError, did_you_mean
 from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
-from vlatune.names import did_you_mean
 from vlatune.outgoing import redacted, say, warn
 
 OK, FAILED, MISUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -93,13 +92,13 @@ def inspect(options: Any, *datasets: str) -> int:
 
 
 def train(config: RunConfig) -> None:
-    from vlatune.train import launch
+    from vlatune.train.driver import launch
 
     launch.train(config)
 
 
 def evaluate(options: EvalConfig, run_dir: str) -> None:
-    from vlatune.train.evaluate import evaluate_run
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -110,7 +109,7 @@ def evaluate(options: EvalConfig, run_dir: str) -> None:
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
-        from vlatune.report.eval_text import eval_text
+        from vlatune.evaluate.eval_text import eval_text
 
         say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / 'report.html'}")
 
@@ -271,7 +270,7 @@ BENCHMARKS = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Invocation:
     """A command line, understood."""
 
     call: Callable[[], int | None]
@@ -282,9 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 (the world), 2 (the user's input) or 130 (Ctrl-C)."""
     run_dir = None
     try:
-        job = _make_job(list(sys.argv[1:] if argv is None else argv))
-        run_dir = job.run_dir
-        code = job.call()
+        invocation = _make_invocation(list(sys.argv[1:] if argv is None else argv))
+        run_dir = invocation.run_dir
+        code = invocation.call()
     except BrokenPipeError:  # `vlatune train --help | head`; what is still buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
@@ -297,21 +296,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or OK
 
 
-def _make_job(words: list[str]) -> Job:
+def _make_invocation(words: list[str]) -> Invocation:
     match words:
         case []:
             raise ValueError("COMMAND is missing; usage: vlatune COMMAND; `vlatune --help` lists the commands")
         case ["--version" | "-V", *_]:
-            return Job(partial(print, f"vlatune {__version__}", flush=True))
+            return Invocation(partial(print, f"vlatune {__version__}", flush=True))
         case ["--help" | "-h", *_]:
-            return Job(partial(print, _help(), flush=True))
+            return Invocation(partial(print, _help(), flush=True))
         case [name, *_] if name not in COMMANDS:
             hint = did_you_mean(name, COMMANDS) or "; `vlatune --help` lists the commands"
             raise ValueError(f"unknown command '{name}'{hint}")
     name, command, rest = _find_command(words)
     if "--help" in rest or "-h" in rest:
-        return Job(partial(print, _command_help(name, command), flush=True))
-    return _make_command_job(name, command, rest)
+        return Invocation(partial(print, _command_help(name, command), flush=True))
+    return _make_command_invocation(name, command, rest)
 
 
 def _find_command(words: list[str]) -> tuple[str, Command, list[str]]:
@@ -324,17 +323,17 @@ def _find_command(words: list[str]) -> tuple[str, Command, list[str]]:
     return name, COMMANDS[name], rest
 
 
-def _make_command_job(name: str, command: Command, words: list[str]) -> Job:
+def _make_command_invocation(name: str, command: Command, words: list[str]) -> Invocation:
     try:
         config, operands = parse_command(words, command.flags(), operands=command.operands)
     except MissingOperandError as error:
         raise ValueError(f"{error}; usage: {command.usage(name)}") from None
     run_dir = command.run_dir(config, *operands) if command.run_dir else None
-    return Job(partial(command.call, config, *operands), run_dir)
+    return Invocation(partial(command.call, config, *operands), run_dir)
 
 
 def _help() -> str:
-    from vlatune.flag_help import table
+    from vlatune.flags import table
 
     commands = table({name: command.description for name, command in COMMANDS.items()})
     return (
@@ -343,7 +342,7 @@ def _help() -> str:
 
 
 def _command_help(name: str, command: Command) -> str:
-    from vlatune.flag_help import help_text, table
+    from vlatune.flags import help_text, table
     from vlatune.recipes import RECIPES
 
     cls = command.flags()

@@ -13,10 +13,10 @@ from typing import Any
 from vlatune.config import DemoConfig, EvalConfig, RunConfig
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
 from vlatune.outgoing import say
 from vlatune.recipes import get_recipe
-from vlatune.report.eval_text import error_lines
 from vlatune.report.run_folder import BESIDE, CONFIG_FILE, RUN_ENTRIES, read_settings
 
 JOB_NAME = "demo"
@@ -32,11 +32,11 @@ def run_demo(options: DemoConfig) -> None:
     dataset = ensure_dataset(folder / "dataset", options.seed)
     base = ensure_base(folder / "base", dataset, options.seed)
     _say(f"data and base model ready after {time.perf_counter() - begin:.0f} s; now training on the CPU")
-    from vlatune.train.launch import train
+    from vlatune.train.driver.launch import train
 
     begin = time.perf_counter()
     train(_demo_config(options, dataset, base))
-    from vlatune.train.evaluate import evaluate_run
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     _say("evaluating on held-out episodes: as it is, with pictures blanked, with the sentence blanked")
     figures = evaluate_run(folder, EvalConfig())

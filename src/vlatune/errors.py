@@ -1,4 +1,10 @@
-"""Errors with a meaning of their own. ValueError is the user's input, RuntimeError the world."""
+"""Errors with a meaning of their own, and the "did you mean" at the end of a message about a misspelt name.
+
+ValueError is the user's input, RuntimeError the world.
+"""
+
+import difflib
+from collections.abc import Iterable
 
 
 class RunStoppedError(RuntimeError):
@@ -7,3 +13,19 @@ class RunStoppedError(RuntimeError):
 
 class TerminatedError(RuntimeError):
     """The process was asked to end (SIGTERM) and has done what it could."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """`"; did you mean --batch_size?"` when a known name is close to `name`, else nothing.
+
+    `lr` is close to `optimizer.lr`: a dotted name may be asked for by its end.
+    """
+    plain = {_plain(one): one for one in known}
+    wanted = _plain(name)
+    ends = [one for one in plain if one.endswith(f".{wanted}")]
+    close = ends[:1] or difflib.get_close_matches(wanted, plain, n=1)
+    return f"; did you mean {prefix}{plain[close[0]]}?" if close else ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")

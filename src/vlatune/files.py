@@ -3,14 +3,18 @@
 Reading: a regular file that really lies below the given folder, of at most so many bytes. Links that lead out, devices,
 FIFOs and sockets are refused without waiting for them; a link inside the folder is fine, and so is the Hugging Face
 cache, whose `snapshots/<revision>/file` is a link into `blobs/` beside it. Writing: no link is followed, neither by the
-file's name nor by a folder on the way. Whoever can change a folder while it is being read owns the machine already.
+file's name nor by a folder on the way; files and folders are whole or not there, written aside and renamed. Whoever can
+change a folder while it is being read owns the machine already.
 """
 
 import errno
 import json
+import math
 import os
+import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,6 +142,23 @@ def write_text(path: Path, text: str) -> None:
     write_aside(path, [text.encode("utf-8", errors="replace")])
 
 
+def write_json(path: Path, obj: Any) -> None:
+    """Write `obj` so that a reader sees the old file or the new one, whatever happens."""
+    require_finite(obj, Path(path).name)
+    write_text(Path(path), json.dumps(obj, indent=2, allow_nan=False) + "\n")
+
+
+def require_finite(value: Any, place: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RuntimeError(f"{place}: {value} cannot be recorded; the run has diverged, or a meter divided by zero")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            require_finite(part, f"{place}: {key}")
+    elif isinstance(value, list | tuple):
+        for position, part in enumerate(value):
+            require_finite(part, f"{place}[{position}]")
+
+
 def write_new(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """A file that must not be there yet."""
     with os.fdopen(os.open(path, NEW, mode), "wb") as file:
@@ -151,6 +172,42 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `folder` (missing or empty) at the end and is gone if anything comes between.
+
+    Who wants its files to outlive a power cut, too, syncs them.
+    """
+    remove_leftovers(folder)
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        aside.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What writers of `folder` left aside that were killed; one that is alive keeps its own."""
+    for left in folder.parent.glob(".*.partial"):
+        name, _, pid = left.name.removesuffix(".partial").rpartition(".")
+        if name == f".{folder.name}" and pid.isdecimal() and not _is_alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def refuse_links_out(folder: Path, *, skip: Collection[str] = ()) -> None:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from vlatune.names import did_you_mean
+from vlatune.errors import did_you_mean
 
 PI05 = {
     "policy": {"type": "pi05", "path": "lerobot/pi05_base", "dtype": "bfloat16"},

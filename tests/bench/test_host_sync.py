@@ -13,11 +13,10 @@ from vlatune.bench.step_model import Base, make_rows, make_small_base
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
-from vlatune.train.device import DeviceBatch, device_batches
-from vlatune.train.ema import Ema
-from vlatune.train.finite import FiniteWatch
-from vlatune.train.optim import learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.step import Updater
+from vlatune.train.worker.device import DeviceBatch, device_batches
+from vlatune.train.worker.non_finite_guard import NonFiniteWatch
+from vlatune.train.worker.optimizer import Ema, learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer_step import Updater
 
 RESIDENT = torch.arange(4.0)
 HOST = torch.arange(4.0)
@@ -119,7 +118,7 @@ class Cycle:
         trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(trainable.values(), OptimizerConfig())
         self.updater = Updater(self.module, list(trainable.values()), self.optimizer, clip_norm=1.0)
-        self.watch, self.ema = FiniteWatch(), Ema(trainable, 0.999)
+        self.watch, self.ema = NonFiniteWatch(), Ema(trainable, 0.999)
         self.loss_sum = torch.zeros((), device=device)
         columns = base.columns(make_rows(base, 2, seed=0), flow_samples=flow_samples)
         self.batches = device_batches(repeat(columns), torch.device(device))

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from vlatune.batch import IDS, SLOT, Columns
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
-from vlatune.train.ema import Ema
-from vlatune.train.evaluate import read_held_out
-from vlatune.train.folder import open_run
-from vlatune.train.optim import make_optimizer
-from vlatune.train.resume import Start, find_start
-from vlatune.train.saving import Learning, Saving
+from vlatune.train.driver.folder_checks import open_run
+from vlatune.train.driver.resume_point import ResumePoint, find_resume_point
+from vlatune.train.worker.checkpointer import Checkpointer, Learning
+from vlatune.train.worker.optimizer import Ema, make_optimizer
 
 
 def small_config(dataset: Path, base: Path, run_dir: Path, **changes: Any) -> RunConfig:
@@ -37,7 +36,7 @@ class SmallRun:
     def __init__(self, config: RunConfig) -> None:
         self.said: list[str] = []
         self.config = config
-        self.start: Start = find_start(config, say=self.said.append)
+        self.start: ResumePoint = find_resume_point(config, say=self.said.append)
         open_run(config)
         setup = self.start.setup
         torch.manual_seed(config.seed)
@@ -46,16 +45,16 @@ class SmallRun:
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.trainable.values(), config.optimizer)
         self.ema = Ema(self.trainable, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
-        self.saving = self._make_saving()
-        self.done, self.loss_sum, self.loss_count = self.saving.restore()
+        self.checkpointer = self._make_checkpointer()
+        self.done, self.loss_sum, self.loss_count = self.checkpointer.restore()
         self.rows = read_held_out(setup, 2)
 
-    def _make_saving(self) -> Saving:
+    def _make_checkpointer(self) -> Checkpointer:
         setup, cpu = self.start.setup, torch.device("cpu")
         averages = self.ema.tensors() if self.ema else None
         learning = Learning(self.trainable, self.optimizer, averages)
         plan = self.start.plan(self.config)
-        return Saving(plan, self.config, setup.order, setup.binding, learning=learning, rank=0, device=cpu)
+        return Checkpointer(plan, self.config, setup.order, setup.binding, learning=learning, rank=0, device=cpu)
 
     def batch(self) -> dict[str, Tensor]:
         columns: Columns = apply_all(self.start.setup.eval_transforms(0), self.rows)
@@ -71,22 +70,22 @@ class SmallRun:
             self.ema.update()
         self.done += 1
         self.loss_sum, self.loss_count = self.loss_sum + loss.detach(), self.loss_count + 1
-        self.saving.stepped(loss.detach())
+        self.checkpointer.stepped(loss.detach())
         return loss.item()
 
     def save(self) -> None:
-        self.saving.save(self.done, self.loss_sum, self.loss_count, gather=lambda mine: [mine])
+        self.checkpointer.save(self.done, self.loss_sum, self.loss_count, gather=lambda mine: [mine])
 
 
 @contextmanager
 def running(config: RunConfig) -> Iterator[SmallRun]:
     run = SmallRun(config)
-    run.saving.begin()
+    run.checkpointer.begin()
     try:
         yield run
-        run.saving.finish()
+        run.checkpointer.finish()
     finally:
-        run.saving.close()
+        run.checkpointer.close()
 
 
 def make_finished(config: RunConfig, steps: int = 2) -> Path:

@@ -14,9 +14,9 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import CHANGEABLE, OptimizerConfig, RunConfig, validate
 from vlatune.flags import leaf_types
 from vlatune.train import fingerprint
-from vlatune.train.changes import FREE
-from vlatune.train.folder import check_run
-from vlatune.train.resume import Start, find_start
+from vlatune.train.driver.folder_checks import check_run
+from vlatune.train.driver.resume_point import ResumePoint, find_resume_point
+from vlatune.train.driver.resume_rules import FREE
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def config(dataset_v3: Path, small_base: Path, tmp_path: Path) -> RunConfig:
     return config
 
 
-def start_of(config: RunConfig) -> tuple[Start, list[str]]:
+def start_of(config: RunConfig) -> tuple[ResumePoint, list[str]]:
     said: list[str] = []
-    return find_start(config, say=said.append), said
+    return find_resume_point(config, say=said.append), said
 
 
 def test_the_same_command_goes_on_without_a_word(config):

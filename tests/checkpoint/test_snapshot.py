@@ -146,7 +146,7 @@ def test_a_runs_save_takes_what_the_config_allows(config):
         files = tensors_to_save(run.trainable, run.optimizer)
         with TensorBytes() as counter:
             run.save()
-            run.saving.finish()
+            run.checkpointer.finish()
         saved = sum(bytes_of(tensors.values()) for tensors in files.values())
         assert saved > 10 * config.save_buffer_bytes
         assert counter.peak["cpu"] <= config.save_buffer_bytes + 1024  # and the sums of the losses
@@ -164,7 +164,7 @@ def test_a_full_disk_ends_the_run_though_the_buffer_is_small(config, monkeypatch
         run.step()
         with pytest.raises(RunStoppedError, match="No space left on device") as raised:
             run.save()
-        run.saving.finish = lambda: None  # the worker ends here
+        run.checkpointer.finish = lambda: None  # the worker ends here
     assert "--keep_checkpoints" in str(raised.value)
 
 

@@ -155,7 +155,7 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
         states.append(get_rng(CPU))
     with running(config) as run:
         run.step()
-        run.saving.save(1, run.loss_sum, 1, gather=lambda mine: [(0.25, 1.0, states[0]), (0.75, 1.0, states[1])])
+        run.checkpointer.save(1, run.loss_sum, 1, gather=lambda mine: [(0.25, 1.0, states[0]), (0.75, 1.0, states[1])])
     folder = config.run_dir / "checkpoints" / "00000001"
     for rank, expected in enumerate(states):
         found = load_rng(folder, rank, 2)
@@ -169,14 +169,14 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
 def test_only_rank_0_has_a_clock_and_a_pen(config):
     """The others learn of its decision, and give it what they have."""
     run = SmallRun(replace(config, save_every_s=1e-9))
-    run.saving.begin()
-    assert run.saving.is_due()
+    run.checkpointer.begin()
+    assert run.checkpointer.is_due()
     second = SmallRun(replace(config, save_every_s=1e-9))
-    second.saving._rank = 1
-    second.saving.begin()
-    assert not second.saving.is_due()
-    second.saving.save(1, second.loss_sum, 0, gather=lambda mine: [mine])
-    second.saving.finish()
+    second.checkpointer._rank = 1
+    second.checkpointer.begin()
+    assert not second.checkpointer.is_due()
+    second.checkpointer.save(1, second.loss_sum, 0, gather=lambda mine: [mine])
+    second.checkpointer.finish()
     assert list_checkpoints(config.run_dir) == []
 
 

@@ -14,9 +14,9 @@ from small_run import SmallRun, make_finished, small_config
 
 from vlatune import cli
 from vlatune.config import RunConfig
-from vlatune.train.changes import _made_of
+from vlatune.run_setup import make_setup
+from vlatune.train.driver.resume_rules import _made_of
 from vlatune.train.fingerprint import fingerprints
-from vlatune.train.setup import make_setup
 
 
 def rows_of(folder: Path, key: str) -> np.ndarray:

@@ -23,7 +23,7 @@ from vlatune.dataset.meta import load_meta
 from vlatune.dataset.reader import read_unit
 from vlatune.inspect.inspection import inspect_dataset
 from vlatune.pipeline.read_plan import ReadPlan, task_blocks
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
 
 EPISODES = list(range(7))
 OPTIONS = {"resize": None, "action_horizon": 4, "partitioning": "episode"}

@@ -15,7 +15,7 @@ from vlatune.dataset.reader import ReadSpec, make_unit, read_unit
 from vlatune.dataset.runs import concatenate_runs, take_stretch
 from vlatune.flags import parse_flags
 from vlatune.pipeline.plan import Share, plan_pieces
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
 
 unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 LENGTHS = np.array([30, 10, 25, 15])

@@ -29,8 +29,8 @@ def _make_run(dataset: Path, base: Path, run: Path) -> None:
     from vlatune.checkpoint.store import write_checkpoint
     from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, to_json
     from vlatune.report.sinks import MetricsFile
-    from vlatune.train.folder import open_run
-    from vlatune.train.resume import find_start
+    from vlatune.train.driver.folder_checks import open_run
+    from vlatune.train.driver.resume_point import find_resume_point
 
     config = RunConfig(
         dataset=DatasetConfig(root=(str(dataset),), run_length=4, window_rows=8),
@@ -39,7 +39,7 @@ def _make_run(dataset: Path, base: Path, run: Path) -> None:
         steps=20,
         batch_size=4,
     )
-    start = find_start(config, say=lambda _: None)
+    start = find_resume_point(config, say=lambda _: None)
     open_run(config)
     order = start.setup.order
     state = TrainState(

@@ -9,7 +9,7 @@ from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.pipeline.memory import CONSUMER_BLOCKS, STORE_SHARE, Budget, plan_budget
 from vlatune.pipeline.plan import DataPlan
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
 
 GLOBAL_BATCH = 8
 

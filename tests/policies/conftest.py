@@ -13,7 +13,7 @@ from vlatune.dataset.meta import load_meta
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Draw
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from vlatune.bench.host_sync import HostSyncSpy
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_flow import encode_time
 from vlatune.policies.pi05_trainable import set_trainable
-from vlatune.train.device import deterministic_kernels
+from vlatune.train.worker.device import deterministic_kernels
 
 
 def load(setup, train: str, **options: Any):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from summaries import summary
 
+from vlatune.files import write_json
 from vlatune.report.html import EvalSample, load_eval_samples, save_eval_samples, write_report
-from vlatune.report.sinks import write_json
 from vlatune.report.summary import write_summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&\ud800"

@@ -6,8 +6,7 @@ import pytest
 from summaries import summary
 
 from vlatune.dataset.shuffle_meter import Figure, Shuffle
-from vlatune.report.html import write_report
-from vlatune.report.shuffle import shuffle_meaning, shuffle_table
+from vlatune.report.html import shuffle_meaning, shuffle_table, write_report
 from vlatune.report.summary import write_summary
 
 GOOD = Shuffle(32, 1800, Figure(29.9, 29.65), Figure(0.0001, 0.0005), Figure(10.0, 548.0), 0.92)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.files import write_text
-from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl, write_json
+from vlatune.files import write_json, write_text
+from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
 
 
 def write_steps(path, steps):

@@ -64,7 +64,7 @@ def worker_with(
     def run_faulty_worker(settings: dict[str, Any]) -> None:
         import ray.train
 
-        from vlatune.train.loop import run_worker
+        from vlatune.train.worker.loop import run_worker
 
         os.environ.update(environment)
         arm(Faults(faults, folder, ray.train.get_context().get_world_rank()))
@@ -74,10 +74,10 @@ def worker_with(
 
 
 def arm(faults: Faults) -> None:
-    from vlatune.checkpoint.writer import BackgroundWriter
-    from vlatune.train.loop import Worker
-    from vlatune.train.recorder import Recorder
-    from vlatune.train.step import Updater
+    from vlatune.checkpoint.background_writer import BackgroundWriter
+    from vlatune.train.worker.loop import Worker
+    from vlatune.train.worker.metrics_logger import MetricsLogger
+    from vlatune.train.worker.optimizer_step import Updater
 
     def before(owner: Any, name: str, act: Callable[[Any], None]) -> None:
         real = getattr(owner, name)
@@ -114,7 +114,7 @@ def arm(faults: Faults) -> None:
     before(Updater, "_forward", lambda _: faults.reach("forward"))
     before(Updater, "_backward", lambda _: faults.reach("backward"))
     after(Worker, "_note", "after step")
-    after(Recorder, "log", "report")
+    after(MetricsLogger, "log", "report")
 
     real_save, real_init = BackgroundWriter.save, BackgroundWriter.__init__
 

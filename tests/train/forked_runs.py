@@ -28,10 +28,10 @@ from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies import pi05_load, pi05_module
-from vlatune.train import loop, recorder
-from vlatune.train.job import WorkerJob
-from vlatune.train.resume import find_start
-from vlatune.train.wish import Wish
+from vlatune.train.driver.resume_point import find_resume_point
+from vlatune.train.heartbeat import Request
+from vlatune.train.worker import loop, metrics_logger
+from vlatune.train.worker_job import WorkerJob
 
 WORKERS, MOST_STARTS = 2, 4
 BEFORE_FORKING = (pi05_load, pi05_module)
@@ -69,12 +69,12 @@ class NoSpills:
 
 
 class NoDriver:
-    """Nobody wishes for anything."""
+    """Nobody asks for anything."""
 
     def moved(self) -> None: ...
 
-    def take_wish(self) -> Wish:
-        return Wish.NOTHING
+    def take_request(self) -> Request:
+        return Request.NOTHING
 
 
 def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
@@ -108,7 +108,7 @@ def work(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int)
     rendezvous = f"file://{config.run_dir}/.rendezvous-{restarts}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
     arm(Faults(faults, config.run_dir.parent, rank))
-    start = find_start(config, say=lambda _: None)
+    start = find_resume_point(config, say=lambda _: None)
     job = WorkerJob(
         config=config,
         setup=start.setup,
@@ -124,7 +124,7 @@ def main(config: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     loop.get_device = lambda: torch.device("cpu")
     loop.Feed = ReadyBatches
-    recorder.SpillMeter = NoSpills
+    metrics_logger.SpillMeter = NoSpills
     base = config_from_dict(RunConfig, config, "the test")
     for one in runs:
         faults = tuple(Fault(**fault) for fault in one["faults"])

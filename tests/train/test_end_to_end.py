@@ -21,12 +21,12 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.dataset.meta import load_meta
 from vlatune.policies.base import ModuleOptions
-from vlatune.report.kept import KEPT_SHARE_FINE
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
-from vlatune.train.launch import train
-from vlatune.train.setup import make_setup
+from vlatune.report.verdict import CONTENTION_FINE
+from vlatune.run_setup import make_setup
+from vlatune.train.driver.launch import train
 
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
@@ -134,7 +134,7 @@ def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
     assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= cpu["loop_s"] * 1.01 <= loop_s * 1.02
     parts = ("start", "wait", "compute", "kept_own", "kept_others", "checkpoint")
     assert sum(time_s[part] for part in parts) == pytest.approx(time_s["total"])
-    if cpu["kept_own_s"] + cpu["kept_others_s"] >= KEPT_SHARE_FINE * cpu["loop_s"]:
+    if cpu["kept_own_s"] + cpu["kept_others_s"] >= CONTENTION_FINE * cpu["loop_s"]:
         assert "compute-bound" not in summary["verdict"]
 
 
@@ -184,7 +184,7 @@ def test_two_workers_take_the_same_samples_and_learn_the_same(base_config, first
 
 
 def test_evaluation_is_deterministic_and_renews_the_report(first_run):
-    from vlatune.train.evaluate import evaluate_run
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     options = EvalConfig(max_samples=6, batch_size=4)
     figures = evaluate_run(first_run, options)
@@ -250,12 +250,12 @@ def test_eval_of_a_run_that_is_none_names_it(tmp_path, capsys):
 
 @pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_ends_an_evaluation_and_leaves_the_one_before(first_run, capsys, monkeypatch):
-    from vlatune.train import evaluate
+    from vlatune.evaluate import predictions
 
     words = ["eval", str(first_run), "--max_samples=2", "--json"]
     assert cli.main(words) == 0
     before = {path.name: path.read_bytes() for path in first_run.glob("*eval*")}
-    monkeypatch.setattr(evaluate, "_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(predictions, "_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     capsys.readouterr()
     assert cli.main(words) == 130
     assert capsys.readouterr() == ("", "vlatune: interrupted\n")
@@ -264,7 +264,8 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_the_one_before(first_run, capsys, 
 
 def test_the_host_reads_an_evaluation_once_however_many_batches_it_has(first_run):
     from vlatune.bench.host_sync import HostSyncSpy
-    from vlatune.train.evaluate import predict_all, read_held_out
+    from vlatune.evaluate.evaluate_run import read_held_out
+    from vlatune.evaluate.predictions import predict_all
 
     config = replace(read_config(first_run), output_dir=str(first_run))
     setup = make_setup(config)
@@ -274,20 +275,20 @@ def test_the_host_reads_an_evaluation_once_however_many_batches_it_has(first_run
     for batch_size in (4, 1):
         with HostSyncSpy(resident=module.parameters()) as spy:
             predict_all(setup, module, rows, EvalConfig(batch_size=batch_size))
-        found.append([sync for sync in spy.found if sync.place.startswith("train/evaluate.py")])
+        found.append([sync for sync in spy.found if sync.place.startswith("evaluate/predictions.py")])
     assert found[0] == found[1]  # the losses and the actions, at the end
     assert {sync.what for sync in found[0]} >= {"cpu"}
 
 
 def test_several_draws_per_observation_train_and_evaluation_takes_one(other_run):
-    from vlatune.train.evaluate import evaluate_run
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     assert len(losses(other_run)) == 3
     assert evaluate_run(other_run, EvalConfig(max_samples=4, batch_size=4))["num_samples"] == 4
 
 
 def test_variants_are_evaluated_in_one_command_each_as_it_is_alone(other_run, capsys):
-    from vlatune.train.evaluate import evaluate_run
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     newest = evaluate_run(other_run, EvalConfig(max_samples=4, batch_size=4))
     words = ["eval", str(other_run), "--max_samples=4", "--batch_size=4", "--checkpoint=all", "--weights=both"]

@@ -18,8 +18,8 @@ from faults import POINTS, SAVE_POINTS, Fault, worker_with
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.report.sinks import read_jsonl
-from vlatune.train import loop
-from vlatune.train.launch import train
+from vlatune.train.driver.launch import train
+from vlatune.train.worker import loop
 
 STEPS, SAVE_FREQ = 24, 4
 EPOCH = 11

@@ -22,12 +22,13 @@ from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import TRAIN_WAYS, RunConfig
+from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.pipeline.transforms import Normalise, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.run_folder import read_config
-from vlatune.train import loop, trainer
-from vlatune.train.evaluate import read_held_out
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
+from vlatune.train.driver import trainer
+from vlatune.train.worker import loop
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 

@@ -20,9 +20,9 @@ from vlatune.config import DatasetConfig, RunConfig, to_json
 from vlatune.dataset.reader import make_unit
 from vlatune.flags import config_from_dict, parse_flags
 from vlatune.pipeline.transforms import apply_all
-from vlatune.train.launch import train
-from vlatune.train.setup import Setup, load_metas, make_setup
-from vlatune.train.tiny_base import fit_datasets, with_base
+from vlatune.run_setup import Setup, load_metas, make_setup
+from vlatune.train.driver.launch import train
+from vlatune.train.driver.tiny_base import fit_datasets, with_base
 
 RED, BLUE = (200, 30, 30), (30, 30, 200)
 FEW = ("--steps=2", "--batch_size=4", "--log_freq=1", "--dataset.eval_split=0.3", "--max_restarts=0")

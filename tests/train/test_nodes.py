@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig
 from vlatune.report.sinks import read_jsonl
-from vlatune.train.launch import train
+from vlatune.train.driver.launch import train
 
 STEPS = 300
 NODE = {"num_cpus": 1, "resources": {"vlatune_trainer": 1}, "object_store_memory": 100 * 1024 * 1024}

@@ -1,6 +1,6 @@
 """One checkpoint of a wide PI0.5, ours and the template's way: bytes, and how long training stands still for it.
 
-Ours is the worker's own `Saving`: the loop waits for a copy of what trains, the rest happens on a thread. The
+Ours is the worker's own `Checkpointer`: the loop waits for a copy of what trains, the rest happens on a thread. The
 template's way is a pickle of the whole model's and the optimizer's state in a temporary folder, which
 `ray.train.report` then copies to the run's storage before it returns; nothing is synced to the disk.
 
@@ -33,11 +33,11 @@ from vlatune.dataset.order import OrderSpec
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
 from vlatune.policies.pi05_weights import expected_shapes
-from vlatune.train.device import device_batches
-from vlatune.train.optim import make_optimizer
-from vlatune.train.resume import CheckpointPlan
-from vlatune.train.saving import Learning, Saving
-from vlatune.train.step import Updater
+from vlatune.train.worker.checkpointer import Checkpointer, Learning
+from vlatune.train.worker.device import device_batches
+from vlatune.train.worker.optimizer import make_optimizer
+from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker_job import CheckpointPlan
 
 TRAINED = ("heads", "expert")
 OURS, TEMPLATE = "vlatune", "the template's way"
@@ -95,16 +95,18 @@ class OurSaves:
         files = make_policy_files(base.spec, base.binding, base.stats(), dtype=None)
         plan = CheckpointPlan(str(run_dir), None, resume_step=None, fingerprints={}, policy_files=files)
         learning = Learning(learner.trainable, learner.optimizer)
-        self._saving = Saving(plan, config, order, base.binding, learning=learning, rank=0, device=learner.device)
-        self._saving.begin()
+        self._checkpointer = Checkpointer(
+            plan, config, order, base.binding, learning=learning, rank=0, device=learner.device
+        )
+        self._checkpointer.begin()
 
     def save(self) -> Save:
         self._done += 1
         loss_sum = torch.zeros((), device=self._device)
         begin_s = time.perf_counter()
-        self._saving.save(self._done, loss_sum, 1, gather=lambda mine: [mine])
+        self._checkpointer.save(self._done, loss_sum, 1, gather=lambda mine: [mine])
         stall_s = time.perf_counter() - begin_s
-        self._saving.finish()
+        self._checkpointer.finish()
         background_s = time.perf_counter() - begin_s - stall_s
         return Save(stall_s, background_s, folder_bytes(self._store.path(self._done)))
 

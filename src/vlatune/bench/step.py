@@ -29,7 +29,7 @@ from vlatune.config import TRAIN_WAYS
 from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05
-from vlatune.train.device import set_performance_flags
+from vlatune.train.worker.device import set_performance_flags
 
 FROZEN_PREFIX = ("heads", "expert")
 """Where the prefix is computed once for all draws of an observation, and without gradients."""

@@ -13,10 +13,10 @@ from vlatune.batch import Columns
 from vlatune.bench.step_meter import Stopwatch
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.pi05_module import Pi05Module
-from vlatune.train.device import DeviceBatch, device_batches
-from vlatune.train.finite import FiniteWatch
-from vlatune.train.optim import learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.step import Batch, Updater
+from vlatune.train.worker.device import DeviceBatch, device_batches
+from vlatune.train.worker.non_finite_guard import NonFiniteWatch
+from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer_step import Batch, Updater
 
 STEPS = 30_000
 """Length of the imagined run; it decides the learning rates alone."""
@@ -53,7 +53,7 @@ class OurWay:
         self._updater = TimedUpdater(
             self.stopwatch, module, parameters, self._optimizer, clip_norm=config.grad_clip_norm
         )
-        self._watch = FiniteWatch()
+        self._watch = NonFiniteWatch()
         self._batches = device_batches(itertools.repeat(columns), device)
         self._taken: list[DeviceBatch] = []
         self._done = 0

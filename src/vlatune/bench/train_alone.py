@@ -20,13 +20,13 @@ from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.source import cut_units, read_blocks, read_units
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
-from vlatune.train.cluster import size_for_this_host
-from vlatune.train.collate import collate
-from vlatune.train.device import set_performance_flags
-from vlatune.train.launch import run_shape
-from vlatune.train.optim import make_optimizer
-from vlatune.train.setup import Setup, make_setup
-from vlatune.train.step import Updater
+from vlatune.run_setup import Setup, make_setup
+from vlatune.train.driver.cluster import size_for_this_host
+from vlatune.train.driver.launch import run_shape
+from vlatune.train.worker.collate import collate
+from vlatune.train.worker.device import set_performance_flags
+from vlatune.train.worker.optimizer import make_optimizer
+from vlatune.train.worker.optimizer_step import Updater
 
 MEASURE_S = 8.0
 WARM_UP_S = 2.0

@@ -14,10 +14,10 @@ from vlatune.config import RunConfig
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.demo import ensure_base, ensure_dataset
+from vlatune.errors import did_you_mean
 from vlatune.flags import config_from_dict
-from vlatune.names import did_you_mean
 from vlatune.recipes import get_recipe
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
 
 MIB = 1024 * 1024
 VIDEOS = SyntheticSpec(

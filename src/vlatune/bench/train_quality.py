@@ -20,10 +20,11 @@ from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.policy_files import TOKENIZER_FOLDER
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import EvalConfig, ExportConfig
+from vlatune.evaluate.evaluate_run import read_held_out
+from vlatune.evaluate.predictions import predict
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_size import read_size, write_size
-from vlatune.train.evaluate import predict, read_held_out
-from vlatune.train.setup import make_setup
+from vlatune.run_setup import make_setup
 
 ERROR_FACTOR = 1.25
 """Of LeRobot's last error: reached before the very end, where a curve is flat and seconds are chance."""

@@ -27,7 +27,7 @@ from vlatune.config import OptimizerConfig
 from vlatune.dataset.meta import DatasetMeta, load_meta
 from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.pi05_load import load_policy
-from vlatune.train.optim import make_optimizer
+from vlatune.train.worker.optimizer import make_optimizer
 
 
 def main(job: TemplateJob) -> None:

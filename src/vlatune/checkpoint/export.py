@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.aside import whole_folder
 from vlatune.checkpoint.base_weights import base_weights
 from vlatune.checkpoint.manifest import share
 from vlatune.checkpoint.policy_files import CONFIG, PREPROCESSOR, TOKENIZER_FOLDER, read_policy_files, rename_map
 from vlatune.checkpoint.state_file import TrainState, read_state
 from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import ExportConfig, RunConfig
-from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync
+from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync, whole_folder
 from vlatune.flags import config_from_dict
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.hub import resolve_folder

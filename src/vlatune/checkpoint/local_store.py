@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlatune.checkpoint.manifest import Manifest, find_problem, read_manifest
-from vlatune.checkpoint.phases import OnPhase
+from vlatune.checkpoint.manifest import Manifest, OnPhase, find_problem, read_manifest
 from vlatune.files import read_file, refuse_link, sync
 
 ASIDE, REMOVING = ".writing-", ".removing-"

@@ -1,10 +1,12 @@
-"""The last file of a checkpoint: names, sizes and SHA-256 of the others, and the few numbers that pruning needs.
+"""The last file of a checkpoint: names, sizes and SHA-256 of the others, and the few numbers that pruning needs; and the
+names of the moments of a save.
 
 A checkpoint without a readable manifest is not there. One whose files are not what it says is damaged.
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -14,6 +16,20 @@ from vlatune.files import RefusedFileError, open_file, read_file
 MANIFEST = "manifest.json"
 FORMAT = 1
 CHUNK_BYTES = 4 * 1024 * 1024
+PHASES = ("begun", "file", "written", "synced", "uploading", "uploaded", "committed", "removing", "pruned")
+"""The moments of a save, by name, so that a test can end the process at any of them.
+
+begun       an empty folder lies aside
+file        one of its files is written (once per file)
+written     all of them are
+synced      and are on the disk, with their manifest
+uploading   an object is about to be sent (object stores; once per object)
+uploaded    all objects but the manifest are there (object stores)
+committed   the checkpoint is visible: from here on it is the newest
+removing    an older one is no longer visible, its files still there
+pruned      what need not be kept is gone
+"""
+OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -119,3 +135,7 @@ def share(path: Path) -> None:
     """Give a file the rights of its folder: safetensors makes files that only their owner may read."""
     if path.is_file():
         path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def no_phase(_: str) -> None:
+    """What a save calls when nobody watches."""

@@ -20,12 +20,12 @@ from vlatune.checkpoint.manifest import (
     MANIFEST,
     Entry,
     Manifest,
+    OnPhase,
     compare_entry,
     find_problem,
     hash_stream,
     parse_manifest,
 )
-from vlatune.checkpoint.phases import OnPhase
 from vlatune.dataset.remote_retry import retried
 from vlatune.dataset.storage import Root
 from vlatune.files import refuse_link

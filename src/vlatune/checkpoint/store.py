@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vlatune.checkpoint.local_store import LocalStore, folder_name
-from vlatune.checkpoint.manifest import MANIFEST, Manifest, make_manifest, share
-from vlatune.checkpoint.phases import OnPhase, no_phase
+from vlatune.checkpoint.manifest import MANIFEST, Manifest, OnPhase, make_manifest, no_phase, share
 from vlatune.files import sync
 
 WriteFile = Callable[[Path], object]

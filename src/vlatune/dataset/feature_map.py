@@ -13,7 +13,7 @@ from dataclasses import replace
 from vlatune.batch import ACTION, IDS, IMAGE_PREFIX, SLOT, STATE, TASK
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.reader import INDEX_COLUMNS
-from vlatune.names import did_you_mean
+from vlatune.errors import did_you_mean
 
 RESERVED = {*IDS, *INDEX_COLUMNS, TASK, SLOT}
 """Columns that every row has, or that the reader needs for itself; never read as features."""

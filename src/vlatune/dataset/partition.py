@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vlatune.names import did_you_mean
+from vlatune.errors import did_you_mean
 
 
 class Span(NamedTuple):

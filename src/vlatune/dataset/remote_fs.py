@@ -15,7 +15,7 @@ from fsspec.dircache import DirCache
 from fsspec.utils import tokenize
 
 from vlatune.dataset.storage_options import cut_out, secrets_in
-from vlatune.names import did_you_mean
+from vlatune.errors import did_you_mean
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Scheme -> the extra of vlatune that installs its driver."""

@@ -18,7 +18,7 @@ from vlatune.dataset.feature_specs import camera_spec, numpy_type, vector_spec
 from vlatune.dataset.meta import DatasetMeta, Feature
 from vlatune.dataset.reader import ReadSpec, allocate
 from vlatune.dataset.windows import offsets_from_timestamps
-from vlatune.names import did_you_mean
+from vlatune.errors import did_you_mean
 
 MAPS = "rename_map or feature_map"
 logger = logging.getLogger(__name__)

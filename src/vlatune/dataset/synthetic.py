@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from vlatune.aside import whole_folder
 from vlatune.dataset.frame_id import CORNER_SHARE, MAX_EPISODES, MAX_FRAMES, draw_frame_id
 from vlatune.dataset.video_writer import ENCODERS, MIN_SIDE
 from vlatune.dataset.world import ACTION_NAMES, CAMERAS, STATE_NAMES, WorldEpisode, cover_corner, make_episode
 from vlatune.dataset.writer import DatasetFormat, DatasetWriter
 from vlatune.dataset.writer_layout import LAYOUTS, EpisodePlace
+from vlatune.files import whole_folder
 
 
 @dataclass(frozen=True)

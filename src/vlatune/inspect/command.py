@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from vlatune.batch import ACTION, STATE
 from vlatune.dataset.feature_map import RESERVED, as_flag, camera_name, likely_name
+from vlatune.errors import did_you_mean
 from vlatune.inspect.facts import FeatureFacts
 from vlatune.inspect.inspection import Inspection
 from vlatune.inspect.problems import COMPUTE, RENAME
-from vlatune.names import did_you_mean
 
 type Names = dict[str, str]
 

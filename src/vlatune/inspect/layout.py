@@ -1,11 +1,13 @@
-"""Whether the files are where meta/ says.
+"""Which files the metadata points to, how many rows or frames each must have, and whether they are there.
 
 Compares the names that the path templates of info.json give with a listing of the folders. Nothing is opened.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 
-from vlatune.dataset.listing import folder_remedy, top_folder
+import numpy as np
+
+from vlatune.dataset.listing import folder_remedy, one_per_file, top_folder
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.inspect.problems import Problem, with_examples
 
@@ -46,3 +48,27 @@ def _remedy(template: str, which: str, stray: Sequence[str], folders: Collection
     if stray:
         return f"files such as {min(stray)} are there: move them, or correct {which} in meta/info.json"
     return "fetch the dataset anew; until then leave the episodes out with --dataset.on_bad_episode=skip"
+
+
+def data_rows(meta: DatasetMeta) -> dict[str, int]:
+    """Data file -> rows that it must have, up to the end of its last episode."""
+    positions, group = one_per_file(meta)
+    ends = np.zeros(len(positions), dtype=np.int64)
+    np.maximum.at(ends, group, meta.episodes.data_offset + meta.episodes.length)
+    return dict(zip((meta.data_path(position) for position in positions), ends.tolist(), strict=True))
+
+
+def video_files(meta: DatasetMeta, camera: str, *, fps: float) -> dict[str, int]:
+    """mp4 file of a camera -> frames that it must have at this rate, up to the last row of its last episode.
+
+    Empty for a camera whose pictures are in the data files.
+    """
+    if camera not in meta.episodes.videos:
+        return {}
+    last_s = meta.episodes.videos[camera].from_s + (meta.episodes.length - 1) / meta.fps
+    frames = np.round(np.nan_to_num(last_s) * fps).astype(np.int64) + 1
+    positions, group = one_per_file(meta, camera)
+    most = np.zeros(len(positions), dtype=np.int64)
+    np.maximum.at(most, group, frames)
+    names = (meta.video_path(position, camera) for position in positions)
+    return dict(zip(names, most.tolist(), strict=True))

@@ -12,7 +12,7 @@ from vlatune.inspect.facts import CameraFacts, EpisodeFacts, StatsFacts
 from vlatune.inspect.inspection import Inspection
 from vlatune.inspect.problems import Problem
 from vlatune.outgoing import printable
-from vlatune.report.units import format_bytes, format_number, format_seconds, plural
+from vlatune.report.formatting import format_bytes, format_number, format_seconds, plural
 
 MAX_ROWS = 20
 """Lines of a table; the rest is counted. `--json` has them all."""

@@ -17,11 +17,11 @@ from typing import Any
 import ray
 
 from vlatune.batch import SLOT, Columns
+from vlatune.pipeline.bounded_queue import BoundedQueue
 from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead, start_coordinator
-from vlatune.pipeline.handover import Handover
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Share
-from vlatune.pipeline.rows import RowBuffer
+from vlatune.pipeline.reorder_buffer import ReorderBuffer
 from vlatune.pipeline.source import READ_S
 
 QUEUED_BYTES = 64 * 1024 * 1024
@@ -54,7 +54,7 @@ class Feed:
         self._steps = range(first_step, last_step)
         self._stop = threading.Event()
         self._stream: BlockStream | None = None
-        self._ready = Handover(queued_batches(plan.batch_size * budget.row_bytes))
+        self._ready = BoundedQueue(queued_batches(plan.batch_size * budget.row_bytes))
         self._thread = threading.Thread(target=self._fill, name="feed", daemon=True)
         self._thread.start()
 
@@ -149,7 +149,7 @@ def assemble(
     """Put a segment's rows in order and cut them into micro-batches."""
     per_step = share.slots_per_step(plan.order)
     first, last = head.begin_step * per_step, head.end_step * per_step
-    buffer = RowBuffer(capacity=head.reorder_rows, first_slot=first, total_slots=last - first)
+    buffer = ReorderBuffer(capacity=head.reorder_rows, first_slot=first, total_slots=last - first)
     for begin in range(first, last, plan.batch_size):
         end = begin + plan.batch_size
         while not buffer.has(begin, end):
@@ -168,7 +168,7 @@ def assemble(
         yield batch
 
 
-def _copy_out(block: Columns, buffer: RowBuffer, times: StageTimes) -> None:
+def _copy_out(block: Columns, buffer: ReorderBuffer, times: StageTimes) -> None:
     began = time.perf_counter()
     times.decode_s += float(block.pop(READ_S).sum())
     buffer.put(block)

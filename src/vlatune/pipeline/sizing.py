@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vlatune.pipeline.host import Host
 from vlatune.pipeline.memory import STORE_FLAG, Budget, plan_budget, plan_store_bytes
-from vlatune.report.units import format_bytes
+from vlatune.report.formatting import format_bytes
 
 GPU_WORKER_CORES = 2
 """Kept for a worker with a GPU: one for the thread that launches kernels; one for the threads that copy rows and move

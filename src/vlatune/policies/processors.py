@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from vlatune.names import did_you_mean
+from vlatune.errors import did_you_mean
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from vlatune.aside import whole_folder
+from vlatune.files import whole_folder
 from vlatune.policies.pi05_size import Pi05Size, building_at, write_size
 
 TOKENIZER_FOLDER = "tokenizer"

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vlatune.report.markup import Html, tag
-from vlatune.report.units import format_number
+from vlatune.report.formatting import Html, format_number, tag
 
 MAX_POINTS = 600
 """More would be drawn onto the same pixels."""

@@ -2,7 +2,7 @@
 
 Reads the run folder, writes one self-contained file: no script, no address it would fetch, pictures inside. A part that
 is missing (no evaluation yet, a run that died on its first step) is said to be missing. All text goes through
-`markup.tag`, which escapes it: sentences and names come from datasets of strangers. Charts are plots.py's, words on the
+`formatting.tag`, which escapes it: sentences and names come from datasets of strangers. Charts are plots.py's, words on the
 figures verdict.py's.
 """
 
@@ -17,10 +17,18 @@ from vlatune.files import write_text
 from vlatune.report import plots
 from vlatune.report.chart import legend
 from vlatune.report.eval_samples import EvalSample, load_eval_samples, save_eval_samples
-from vlatune.report.markup import Html, join, shorten, tag
+from vlatune.report.formatting import (
+    Html,
+    format_bytes,
+    format_number,
+    format_seconds,
+    format_share,
+    join,
+    plural,
+    shorten,
+    tag,
+)
 from vlatune.report.run_folder import Checkpoints, Run, read_run
-from vlatune.report.shuffle import shuffle_meaning, shuffle_table
-from vlatune.report.units import format_bytes, format_number, format_seconds, format_share, plural
 from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
 
 __all__ = ["EvalSample", "load_eval_samples", "make_page", "save_eval_samples", "write_report"]
@@ -30,6 +38,10 @@ MAX_SAMPLES = 6
 READING_ANEW = "times a process that schedules it died"
 MAX_TEXT = 400
 """Characters shown of a sentence or setting."""
+DISTINCT_FINE = 0.9
+"""Of the episodes in a permutation's batch; below, batches lean towards single episodes."""
+NEIGHBOURS_FINE = 2.0
+"""Times the permutation's rate of neighbouring frames; above, batches hold frames that are nearly the same."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Should anything slip through the escaping, the browser still runs and fetches nothing."""
 
@@ -270,3 +282,40 @@ def _section(title: str, *parts: Html) -> Html:
 
 def _missing(*parts: str) -> Html:
     return tag("p", *parts, class_="missing")
+
+
+def shuffle_meaning(shuffle: dict[str, Any]) -> str:
+    """One sentence on what the figures mean for learning."""
+    few = (shuffle["distinct_episodes"]["ratio"] or 1.0) < DISTINCT_FINE
+    close = (shuffle["neighbour_rate"]["ratio"] or 0.0) > NEIGHBOURS_FINE
+    if not few and not close:
+        return "A batch is as varied as if all frames had been shuffled singly, though neighbours are decoded together."
+    what = " and ".join(
+        words for words, found in (("fewer episodes", few), ("more neighbouring frames", close)) if found
+    )
+    return (
+        f"A batch holds {what} than if all frames had been shuffled singly, so its gradient is noisier: "
+        f"a smaller --dataset.run_length or a larger --dataset.window_rows mixes better."
+    )
+
+
+def shuffle_table(shuffle: dict[str, Any]) -> Html:
+    """The figures of the run's order beside those of a true permutation."""
+    number = _rounded
+    rows = (
+        ("Episodes in a batch", shuffle["distinct_episodes"], number),
+        ("Samples whose next frame is in the batch, too", shuffle["neighbour_rate"], format_share),
+        ("Steps between a frame and the next one, median", shuffle["neighbour_steps"], number),
+    )
+    body = [_row(name, write(of["order"]), write(of["permutation"])) for name, of, write in rows]
+    body.append(_row("Distance to a true permutation, 0 to 1", number(shuffle["distance"]), "0"))
+    head = _row(f"First epoch, batches of {shuffle['global_batch']:,}", "this run", "a true permutation")
+    return tag("table", tag("tbody", head, *body), class_="settings")
+
+
+def _rounded(value: float) -> str:
+    return format_number(value, digits=3)
+
+
+def _row(name: str, *cells: str) -> Html:
+    return tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells))

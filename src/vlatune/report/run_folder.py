@@ -12,19 +12,19 @@ from typing import Any
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import open_store, place_of
 from vlatune.config import RunConfig, to_json
-from vlatune.files import read_json
+from vlatune.files import read_json, write_json
 from vlatune.flags import config_from_dict
 from vlatune.report.eval_samples import FILE_NAME, EvalSample, load_eval_samples
-from vlatune.report.sinks import read_jsonl, write_json
+from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, SKIPPED_FILE = "config.json", "skipped_episodes.json"
 RUN_ENTRIES = (
     CONFIG_FILE,
     "metrics.jsonl",
     "samples.jsonl",
     SUMMARY_FILE,
-    "skipped_episodes.json",
+    SKIPPED_FILE,
     "eval.json",
     FILE_NAME,
     "report.html",

@@ -1,19 +1,17 @@
-"""Where a run's numbers go: JSON lines, JSON files, TensorBoard.
+"""Where a run's numbers go: JSON lines, TensorBoard.
 
-A reader never sees half of a JSON file: it is written aside, synced and renamed. A JSON-lines file may lose its last
-line to a kill at the wrong moment; the reader skips that one line, and the writer cuts it before it appends. On resume
-`keep_until` forgets what the checkpoint does not know, so that no optimizer step is recorded twice. Numbers that are not
-finite are refused: JSON has no word for them, and a diverged run should stop, not log.
+A JSON-lines file may lose its last line to a kill at the wrong moment; the reader skips that one line, and the writer
+cuts it before it appends. On resume `keep_until` forgets what the checkpoint does not know, so that no optimizer step is
+recorded twice. Numbers that are not finite are refused: JSON has no word for them, and a diverged run should stop, not log.
 """
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vlatune.files import MAX_LINES_BYTES, open_file, open_to_append, open_to_change, write_aside, write_text
+from vlatune.files import MAX_LINES_BYTES, open_file, open_to_append, open_to_change, require_finite, write_aside
 
 
 class MetricsFile:
@@ -26,7 +24,7 @@ class MetricsFile:
         self._file = open_to_append(self.path)
 
     def append(self, record: dict[str, Any]) -> None:
-        _require_finite(record, self.path.name)
+        require_finite(record, self.path.name)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -79,12 +77,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _lines(Path(path))]
 
 
-def write_json(path: Path, obj: Any) -> None:
-    """Write `obj` so that a reader sees the old file or the new one, whatever happens."""
-    _require_finite(obj, Path(path).name)
-    write_text(Path(path), json.dumps(obj, indent=2, allow_nan=False) + "\n")
-
-
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     with open_file(path.parent, path.name, max_bytes=MAX_LINES_BYTES) as file:
         for number, line in enumerate(file, start=1):
@@ -111,14 +103,3 @@ def _end_with_whole_line(path: Path) -> None:
         if not whole.endswith(b"\n"):
             file.seek(whole_bytes)
             file.write(b"\n")
-
-
-def _require_finite(value: Any, place: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RuntimeError(f"{place}: {value} cannot be recorded; the run has diverged, or a meter divided by zero")
-    if isinstance(value, dict):
-        for key, part in value.items():
-            _require_finite(part, f"{place}: {key}")
-    elif isinstance(value, list | tuple):
-        for position, part in enumerate(value):
-            _require_finite(part, f"{place}[{position}]")

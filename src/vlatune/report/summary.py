@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
-from vlatune.files import read_file
+from vlatune.errors import did_you_mean
+from vlatune.files import read_file, write_json
 from vlatune.flag_values import shown
-from vlatune.names import did_you_mean
-from vlatune.report.sinks import write_json
 
 SUMMARY_FILE = "summary.json"
 

@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vlatune.report.kept import KEPT_SHARE_FINE, kept_share, why_kept
+from vlatune.report.formatting import format_bytes, format_seconds, format_share, plural
 from vlatune.report.summary import Summary
-from vlatune.report.units import format_bytes, format_seconds, format_share, plural
 
 WAIT_SHARE_FINE = 0.05
 """Below this, feeding the trainer faster would save less than a twentieth of the time."""
@@ -28,6 +27,10 @@ STEPS_TO_JUDGE = 20
 """The first steps allocate, compile and fill queues; a shorter run measures mostly those."""
 USED_GROWTH = 0.10
 """An input counts as used when the error without it grows by a tenth: smaller differences appear between seeds."""
+CONTENTION_FINE = 0.05
+"""Below this, having the cores to itself would save less than a twentieth of the time."""
+IDLE_SHARE_FREE = 0.4
+"""With two cores in five idle no other load can be the reason that threads queue."""
 
 Tone = Literal["good", "warn", "bad"]
 
@@ -84,8 +87,8 @@ def _spilled(summary: Summary, config: dict[str, Any]) -> Verdict | None:
 
 def _held_up(summary: Summary, config: dict[str, Any]) -> Verdict | None:
     """Waiting for data, or being kept from computing: the larger share first, and the other too where it is not small."""
-    share, waited = kept_share(summary) or 0.0, _waited(summary, config)
-    kept = Verdict("warn", why_kept(summary, config)) if share >= KEPT_SHARE_FINE else None
+    share, waited = contention_share(summary) or 0.0, _waited(summary, config)
+    kept = Verdict("warn", explain_contention(summary, config)) if share >= CONTENTION_FINE else None
     if waited is None or kept is None:
         return waited or kept
     first, second = (kept, waited) if share > summary.wait_share else (waited, kept)
@@ -155,7 +158,7 @@ def _checkpointed(summary: Summary) -> Verdict | None:
 
 
 def _computed(summary: Summary) -> Verdict:
-    waited, kept = f"data wait {format_share(summary.wait_share)} of the time", kept_share(summary)
+    waited, kept = f"data wait {format_share(summary.wait_share)} of the time", contention_share(summary)
     if kept is not None:
         return Verdict("good", f"compute-bound: {waited}, kept from computing {format_share(kept)}; 0 bytes spilled")
     cpu = summary.cpu or {}
@@ -183,3 +186,73 @@ def _use_of(what: str, blank_error: float, error: float) -> str:
         return f"Without {what} it is {times} as large, so the model uses {what}."
     change = "hardly changes" if abs(growth) < USED_GROWTH else "even shrinks"
     return f"Without {what} it {change}, so on these samples the model does not rely on {what}."
+
+
+# CPU contention: kept from computing by the process's own threads, by readers on the same cores, by other load. The
+# figures are cpu_split.py's, which says what can be known from them.
+
+
+def contention_share(summary: Summary) -> float | None:
+    """Share of the loop's time in which the training thread was kept from computing; None where that is not known."""
+    cpu = _cpu(summary)
+    if "kept_own_s" not in cpu or not cpu.get("loop_s"):
+        return None
+    return (cpu["kept_own_s"] + cpu["kept_others_s"]) / cpu["loop_s"]
+
+
+def explain_contention(summary: Summary, config: dict[str, Any]) -> str:
+    """Who kept it, how much that cost, and what to do; for a run whose share is known and not small."""
+    words = {"own process": _by_itself, "readers": _by_readers}.get(summary.kept_by or "", _by_load)
+    return words(summary, config)
+
+
+def _by_itself(summary: Summary, config: dict[str, Any]) -> str:
+    cpu = _cpu(summary)
+    return (
+        f"slowed by its own process: other threads of the training process took "
+        f"{format_share(cpu['other_threads_s'] / cpu['loop_s'])} of a core; {_speed(summary)}; "
+        f"`py-spy dump` of the worker names them: move their work to another process"
+    )
+
+
+def _by_readers(summary: Summary, config: dict[str, Any]) -> str:
+    cpu, flags = _cpu(summary), summary.performance_flags
+    threads = (
+        int(flags.get("threads") or 1) if flags.get("device") == "cpu" else 1
+    )  # an accelerator's worker only launches
+    trainer_cores = threads * config.get("num_workers", 1)
+    reader_cores = min(summary.time_s["decode"] / cpu["loop_s"], summary.num_readers or 1)
+    return (
+        f"sharing cores: readers and trainer want {trainer_cores + reader_cores:.1f} cores, there are {cpu['cores']}; "
+        f"{_speed(summary)}; more cores, or readers on another machine, would give it the rest"
+    )
+
+
+def _by_load(summary: Summary, config: dict[str, Any]) -> str:
+    others = "" if config.get("num_workers", 1) == 1 else ", perhaps this run's other workers"
+    idle = _cpu(summary).get("idle_share", 0.0)
+    if idle >= IDLE_SHARE_FREE:
+        return (
+            f"slowed by a limit: threads queued for cores while {format_share(idle)} of them were idle; {_speed(summary)}; "
+            f"look for a CPU limit of the container, or for threads pinned to one core"
+        )
+    return (
+        f"slowed by other load: processes beside this run's readers{others} took its cores; {_speed(summary)}; "
+        f"stop them, or train on a machine of its own"
+    )
+
+
+def _speed(summary: Summary) -> str:
+    """How fast the step runs of how fast it is alone; see cpu_split.py for what an accelerator's queue may hide."""
+    cpu, time_s = _cpu(summary), summary.time_s
+    kept_s = cpu["kept_own_s"] + cpu["kept_others_s"]
+    compute_s = kept_s + time_s.get("compute", cpu["loop_s"] - kept_s)
+    speed = format_share(max(0.0, 1 - kept_s / compute_s))
+    if summary.performance_flags.get("device", "cpu") == "cpu":
+        return f"the step runs at about {speed} of the speed it has alone"
+    return f"the step is launched at about {speed} of the speed it has alone, which the device's queue may hide"
+
+
+def _cpu(summary: Summary) -> dict[str, float]:
+    """What the system has told."""
+    return {name: value for name, value in (summary.cpu or {}).items() if value is not None}

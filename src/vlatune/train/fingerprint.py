@@ -16,7 +16,7 @@ from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.remote_retry import retried
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file
 from vlatune.random_streams import ORDER_VERSION
-from vlatune.train.setup import Setup
+from vlatune.run_setup import Setup
 
 PACKAGES = ("vlatune", "torch", "lerobot", "transformers", "tokenizers", "peft", "numpy", "av", "ray")
 VERSIONS = "versions."

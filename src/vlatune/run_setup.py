@@ -1,0 +1,239 @@
+"""Config -> the data and policy of a run, checked on the driver before Ray starts. No torch, no Ray.
+
+Everything that can be wrong without opening a video is found here: dataset, cameras, widths, statistics,
+tokenizer, batch against dataset.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from vlatune.batch import ACTION, STATE
+from vlatune.config import RunConfig
+from vlatune.dataset.feature_map import with_names
+from vlatune.dataset.feature_specs import camera_spec, vector_spec
+from vlatune.dataset.health import BadEpisode, check_first, find_bad_episodes, leave_out, print_progress, without
+from vlatune.dataset.meta import DatasetMeta, check_complete, load_meta
+from vlatune.dataset.mixture import Mixture
+from vlatune.dataset.order import OrderSpec, check_order, choose_lanes
+from vlatune.dataset.reader import ReadSpec
+from vlatune.dataset.select import Selection, hold_out, select_episodes
+from vlatune.dataset.stats import feature_stats, has_stats
+from vlatune.dataset.stats_check import check_stats
+from vlatune.dataset.stats_rows import doubts, look_at_rows
+from vlatune.dataset.storage import Root
+from vlatune.dataset.storage_options import parse_storage_options
+from vlatune.files import read_json, write_json
+from vlatune.outgoing import warn
+from vlatune.pipeline.plan import DataPlan
+from vlatune.pipeline.transforms import Transform
+from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
+from vlatune.policies.hub import resolve_folder
+from vlatune.policies.registry import get_adapter
+from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Plain values; sent to every worker."""
+
+    metas: tuple[DatasetMeta, ...]
+    training: Selection
+    held_out: Selection
+    specs: tuple[ReadSpec, ...]
+    adapter: PolicyAdapter
+    policy: PolicySpec
+    binding: Binding
+    stats: Mapping[str, Mapping[str, np.ndarray]]
+    order: OrderSpec
+    skipped: tuple[BadEpisode, ...] = ()
+    """Episodes that were asked for and are left out (--dataset.on_bad_episode=skip)."""
+    flow_samples: int = 1
+    """Noise and time draws per observation in training; evaluation takes one."""
+
+    def training_transforms(self) -> tuple[Transform, ...]:
+        return self._transforms(Draw(self.order.seed, self.flow_samples))
+
+    def eval_transforms(self, seed: int) -> tuple[Transform, ...]:
+        """One draw per observation, whatever training takes, and the same one each time."""
+        return self._transforms(Draw(seed, by_frame=True))
+
+    def data_plan(self, batch_size: int) -> DataPlan:
+        """What the workers' feeds read."""
+        return DataPlan(self.metas, self.training, self.specs, self.order, self.training_transforms(), batch_size)
+
+    def with_lanes(self, lanes: int) -> "Setup":
+        """Their number stays with a run: one that goes on has its checkpoint's."""
+        order = replace(self.order, lanes=lanes)
+        check_order(order)
+        return replace(self, order=order)
+
+    def _transforms(self, draw: Draw) -> tuple[Transform, ...]:
+        return self.adapter.make_transforms(self.policy, self.binding, self.stats, draw)
+
+
+def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
+    """Read what the config names, once for a start.
+
+    `preflight` also looks whether the datasets' files are there and, of the first episode, what they should be.
+    """
+    metas = load_metas(config)
+    adapter = get_adapter(config.policy.type)
+    policy = adapter.read_spec(resolve_folder(_base_path(config), config.policy.revision))
+    bindings = [bind(policy, meta, meta.names) for meta in metas]
+    binding = join_bindings(metas, bindings)
+    specs = tuple(
+        _read_spec(config, number, meta, policy, bindings[number], binding) for number, meta in enumerate(metas)
+    )
+    selected, skipped = _usable_episodes(config, metas, specs, preflight=preflight)
+    metas = without(metas, skipped)
+    training, held_out = hold_out(selected, config.dataset.eval_split, config.seed)
+    order = OrderSpec(
+        lengths=tuple(training.length.tolist()),
+        seed=config.seed,
+        global_batch=config.global_batch,
+        lanes=choose_lanes(config.global_batch, config.num_workers),
+        run_length=config.dataset.run_length,
+        window_rows=config.dataset.window_rows,
+        mixture=Mixture(tuple(training.dataset.tolist()), config.dataset.weight) if config.dataset.weight else None,
+        drop_last=config.dataset.drop_last,
+    )
+    check_order(order)
+    computed = config.dataset.stats == "computed"
+    stats = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
+    warnings = _check_stats(metas, stats)
+    if preflight:  # said once, though a run is set up several times
+        warnings += _hold_against_rows(config, metas, stats)
+        for text in warnings:
+            warn(f"vlatune: warning: {text}")
+    return Setup(
+        metas=metas,
+        training=training,
+        held_out=held_out,
+        specs=specs,
+        adapter=adapter,
+        policy=policy,
+        binding=binding,
+        stats=stats,
+        order=order,
+        skipped=skipped,
+        flow_samples=config.policy.flow_samples,
+    )
+
+
+def _base_path(config: RunConfig) -> str:
+    """The base model; one that was made in the run folder may have moved with it."""
+    path = config.policy.path
+    assert path is not None  # validate() has asked for it
+    beside = config.run_dir / Path(path).name
+    return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
+
+
+def _check_stats(metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[str, ...]:
+    where = " and ".join(f"dataset '{meta.root.url}'" for meta in metas)
+    checked = (
+        check_stats(where, key, values, metas[0].features[metas[0].own(key)].names) for key, values in stats.items()
+    )
+    return tuple(text for warnings in checked for text in warnings)
+
+
+def _hold_against_rows(
+    config: RunConfig, metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]
+) -> tuple[str, ...]:
+    """What the rows say of the dataset's own statistics; computed ones come from the rows."""
+    if config.dataset.stats == "computed":
+        return ()
+    texts = []
+    for key in (key for key, values in stats.items() if has_stats(metas, key, tuple(values))):
+        own = metas[0].own(key)
+        seen, names = look_at_rows(metas[0], own, stats[key]), metas[0].features[own].names
+        for what, dims in doubts(stats[key], seen, names) if seen else ():
+            texts.append(
+                f"dataset '{metas[0].root.url}': {key}: {what}: {', '.join(dims)}; take statistics of all rows with "
+                f"--dataset.stats=computed"
+            )
+    return tuple(texts)
+
+
+def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:
+    options = parse_storage_options(config.dataset.storage_options)
+    metas = tuple(load_meta(Root(url, options), argument="--dataset.root") for url in dataset_roots(config))
+    for meta in metas:
+        check_complete(meta)
+    return with_names(
+        metas, config.rename_map, config.dataset.rename_map, what=("--rename_map", "--dataset.rename_map")
+    )
+
+
+def _usable_episodes(
+    config: RunConfig, metas: tuple[DatasetMeta, ...], specs: tuple[ReadSpec, ...], *, preflight: bool
+) -> tuple[Selection, tuple[BadEpisode, ...]]:
+    selected = select_episodes(metas, config.dataset.episodes)
+    if config.dataset.on_bad_episode == "skip":
+        bad = _bad_episodes(config, metas, specs, selected)
+        return leave_out(selected, metas, bad), bad
+    if preflight:
+        check_first(metas, specs, selected)
+    return selected, ()
+
+
+def dataset_roots(config: RunConfig) -> tuple[str, ...]:
+    if config.dataset.root:
+        return config.dataset.root
+    from vlatune.policies.hub import fetch_dataset
+
+    assert config.dataset.repo_id is not None  # validate() has asked for one of the two
+    return (str(fetch_dataset(config.dataset.repo_id, config.dataset.revision)),)
+
+
+def _read_spec(
+    config: RunConfig, number: int, meta: DatasetMeta, policy: PolicySpec, own: Binding, joint: Binding
+) -> ReadSpec:
+    """Columns have the same names for all datasets: those of the first one's cameras, and the policy's for the vectors."""
+    called = {target: name for name, target in joint.cameras}
+    return ReadSpec(
+        root=meta.root,
+        dataset_index=number,
+        tolerance_s=config.dataset.tolerance_s,
+        cameras=tuple(camera_spec(meta, name, policy.image_hw, called=called[target]) for name, target in own.cameras),
+        vectors=(
+            vector_spec(meta, meta.own(STATE), is_float32=True, called=STATE),
+            vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=tuple(range(policy.horizon)), called=ACTION),
+        ),
+        tasks=meta.tasks,
+    )
+
+
+def _bad_episodes(
+    config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection
+) -> tuple[BadEpisode, ...]:
+    """Those of the run folder where there are some, else what a check of the whole dataset finds.
+
+    A run that goes on takes its list from the folder, even when the data was mended meanwhile: other episodes would be
+    another order of samples.
+    """
+    if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / SKIPPED_FILE).exists():
+        return read_skipped(config.run_dir)
+    return find_bad_episodes(metas, specs, selection, on_file=print_progress)
+
+
+def write_skipped(run_dir: Path, bad: Sequence[BadEpisode]) -> None:
+    """Write the list down, once."""
+    if not (run_dir / SKIPPED_FILE).exists():
+        write_json(run_dir / SKIPPED_FILE, {"skipped_episodes": [one.to_json() for one in bad]})
+
+
+def read_skipped(run_dir: Path) -> tuple[BadEpisode, ...]:
+    file = run_dir / SKIPPED_FILE
+    try:
+        listed = read_json(run_dir, SKIPPED_FILE)["skipped_episodes"]
+        return tuple(
+            BadEpisode(int(one["dataset_index"]), str(one["dataset"]), int(one["episode"]), str(one["reason"]))
+            for one in listed
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"'{file}' is not readable ({error}), so the run's episodes are not known; restore it, or begin a new run"
+        ) from error

@@ -1,0 +1,357 @@
+"""[ray] The Ray cluster of a run: the one that RAY_ADDRESS names, or one of our own on this machine.
+
+Our own lives in a folder of its own, which goes with it; what a killed process left is removed by the next. It asks
+for a token and listens on the loopback interface (SECURITY.md has the list). Ray's own words go to `logs/`, the person
+sees ours.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlatune.config import RunConfig
+from vlatune.files import make_folder, open_to_append, write_aside, write_new
+from vlatune.outgoing import redacted, say, warn
+from vlatune.train.driver.folder_checks import RunFolder
+
+if TYPE_CHECKING:
+    from vlatune.pipeline.sizing import Node, RunShape, Sizing
+
+TRAINER_RESOURCE = "vlatune_trainer"
+"""Custom resource of the local cluster: a training worker takes one of these, and only the CPUs that are kept from readers."""
+PREFIX, OWNER = "vlatune-ray-", "owner"
+MAX_FOLDER_CHARS = 40
+"""Ray puts sockets below its folder, and the path of a socket has at most 107 characters."""
+YOUNG_S, REMOVALS = 60.0, 10
+STARTS = 3
+VITAL = ("gcs_server", "raylet")
+AUTH_MODE = "RAY_AUTH_MODE"
+ON_A_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's variable for whether a node takes the machine's address; with 0 it takes 127.0.0.1, as it does on macOS."""
+GLOO = "GLOO_SOCKET_IFNAME"
+"""Else gloo takes the address that the machine's name leads to."""
+LOG_BYTES = 10_000_000
+"""Ray's own logs are kept after a failure, each file up to this size."""
+
+
+class Cluster:
+    """The cluster that this process is connected to."""
+
+    def __init__(self, sizing: "Sizing", ray_folder: Path | None, *, ours: bool) -> None:
+        self.ours, self.sizing = ours, sizing
+        self._folder = ray_folder
+        if ours:
+            self._start()
+
+    def lost_part(self) -> str | None:
+        """What of our own is gone, and with it the cluster. Another's mends itself.
+
+        By the processes: of its raylet's death Ray tells after a quarter of a minute, of its server's after a whole one,
+        and then by ending this process.
+        """
+        if not self.ours:
+            return None
+        return next((part for part, process in _vital_processes() if process.poll() is not None), None)
+
+    def end(self) -> None:
+        """At once; what still runs of it goes with its raylet."""
+        for _, process in _vital_processes():
+            process.kill()
+
+    def renew(self) -> bool:
+        """Our own is started again if it lost a part; says whether it was. Another's may have other nodes by now."""
+        import ray
+
+        from vlatune.pipeline.sizing import plan_on_nodes
+
+        if not self.ours:
+            self.sizing = plan_on_nodes(read_nodes(), self.sizing.run)
+        if not self.lost_part():
+            return False
+        ray.shutdown()
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        """Several times, where a part of it dies while it starts."""
+        import ray
+
+        for left in reversed(range(STARTS)):
+            try:
+                self._init()
+                return
+            except ValueError:  # a setting
+                raise
+            except Exception as error:  # Ray raises nothing more special
+                ray.shutdown()
+                if not left:
+                    raise RuntimeError(f"Ray did not start on this machine, {STARTS} times: {error}") from error
+
+    def _init(self) -> None:
+        import ray
+
+        from vlatune.pipeline.memory import FREE_SOON
+
+        (node,) = self.sizing.nodes
+        ray.init(
+            address="local",
+            num_cpus=node.cpus,
+            object_store_memory=node.store_bytes,
+            resources={TRAINER_RESOURCE: node.trainers},
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _system_config=FREE_SOON | {"worker_niceness": 0},  # only readers give way, see source.py
+            _temp_dir=str(self._folder) if self._folder else None,
+        )
+
+
+def _vital_processes() -> list[tuple[str, subprocess.Popen[bytes]]]:
+    import ray._private.worker
+
+    node: Any = ray._private.worker._global_node
+    assert node is not None  # ours is running
+    return [(part, one.process) for part in VITAL for one in node.all_processes[part]]
+
+
+@contextmanager
+def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator[Cluster]:
+    """A cluster for the time of the run."""
+    import ray
+
+    from vlatune.pipeline.sizing import plan_on_nodes
+
+    _quiet(folder)
+    _start_none_unasked()
+    # Training and decoding share the cores: threads that spin while they wait for each other make a step 10 x slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if ray.is_initialized():  # a caller, such as a test, has its own
+        yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
+        return
+    with ExitStack() as stack:
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            stack.callback(ray.shutdown)
+            if not asks_for_token():
+                warn(f"vlatune: warning: {OPEN_CLUSTER}")
+            yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
+            return
+        sizing = size_for_this_host(config, run)
+        ray_folder = stack.enter_context(own_folder())
+        stack.enter_context(_kept_logs(ray_folder, folder.logs / "ray"))
+        stack.enter_context(on_loopback())
+        keep_token_private()
+        stack.callback(ray.shutdown)
+        cluster = Cluster(sizing, ray_folder, ours=True)
+        if asks_for_token():
+            say(
+                f"vlatune: Ray runs on this machine alone: it listens on {ray.util.get_node_ip_address()}, and asks for a token"
+            )
+        else:
+            warn(f"vlatune: warning: {OPEN_LOCAL}")
+        yield cluster
+
+
+OPEN_LOCAL = (
+    f"{AUTH_MODE} switches Ray's token authentication off: every user and program of this machine can run code in this "
+    f"run; unset {AUTH_MODE}, and Ray asks for a token"
+)
+OPEN_CLUSTER = (
+    f"the cluster at RAY_ADDRESS was joined without token authentication: whoever reaches its ports can run code in it; to "
+    f"turn it on, run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to every node, and start `ray start` "
+    f"and vlatune with {AUTH_MODE}=token"
+)
+
+
+def asks_for_token() -> bool:
+    """Whether this process, and with it the cluster that it started or joined, uses tokens."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    return is_token_auth_enabled()
+
+
+def keep_token_private(home: Path | None = None) -> None:
+    """Ray would write the token of a first local cluster for all to read. One that is there already is closed to others."""
+    if os.environ.get(AUTH_MODE, "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
+    with contextlib.suppress(OSError):  # another's file, or no place to write to: Ray speaks of what it needs
+        if file.exists():
+            if file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+            return
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_new(file, secrets.token_hex(32).encode(), mode=0o600)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """A cluster that is started inside, and its processes, take 127.0.0.1 for this machine's address.
+
+    Ray binds to it alone then, and `_node_ip_address="127.0.0.1"` is replaced by the address on the network.
+    """
+    from ray._private import ray_constants
+
+    was_on, before = ray_constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in (ON_A_NETWORK, GLOO)}
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ON_A_NETWORK] = "0"
+    os.environ.setdefault(GLOO, "lo")
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = was_on
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
+    """What a cluster of our own gets, and why; what the user asks for goes before what is found."""
+    from vlatune.pipeline.host import read_host
+    from vlatune.pipeline.sizing import plan_on_host
+
+    host = read_host(gpus=_num_gpus())
+    if config.ray.num_cpus is not None:
+        host = replace(host, cpus=config.ray.num_cpus)
+    return plan_on_host(host, run, store_bytes=config.ray.object_store_bytes)
+
+
+def _num_gpus() -> int:
+    """As many as Ray will find when it starts."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager: Any = get_accelerator_manager_for_resource("GPU")
+    there, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
+    return there if visible is None else min(there, len(visible))
+
+
+def read_nodes() -> "list[Node]":
+    """The living nodes of the cluster that this process has joined, each with what it has in all."""
+    import ray
+
+    from vlatune.pipeline.sizing import Node
+
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(
+            cpus=int(one.get("CPU", 0)),
+            store_bytes=int(one.get("object_store_memory", 0)),
+            gpus=int(one.get("GPU", 0)),
+            trainers=int(one.get(TRAINER_RESOURCE, 0)),
+        )
+        for one in resources
+    ]
+
+
+@contextmanager
+def own_folder() -> Iterator[Path | None]:
+    """A new folder for Ray's files, gone afterwards; None where Ray's default must do (a long path, RAY_TMPDIR)."""
+    parent = Path(tempfile.gettempdir())
+    if os.environ.get("RAY_TMPDIR") or len(str(parent)) + len(PREFIX) + 8 > MAX_FOLDER_CHARS:
+        yield None
+        return
+    _remove_left_behind(parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    with (folder / OWNER).open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Ray's last processes may write there while they end."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.2)
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Folders whose process is gone: its lock fell with it."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if not (folder / OWNER).exists():  # what Ray's last processes wrote into one that was removed
+                if time.time() - folder.stat().st_mtime > YOUNG_S:
+                    shutil.rmtree(folder)
+                continue
+            with (folder / OWNER).open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+
+
+@contextmanager
+def _kept_logs(ray_folder: Path | None, kept: Path) -> Iterator[None]:
+    """After an error Ray's own logs stay with the run."""
+    try:
+        yield
+    except Exception:
+        if ray_folder is not None:
+            for file in ray_folder.glob("session_2*/logs/*"):
+                _keep(file, kept)
+        raise
+
+
+def _keep(file: Path, kept: Path) -> None:
+    with contextlib.suppress(OSError):
+        if file.is_file() and 0 < file.stat().st_size <= LOG_BYTES:
+            write_aside(
+                make_folder(kept.parent, kept.name) / file.name, [redacted(file.read_text(errors="replace")).encode()]
+            )
+
+
+def worker_resources(sizing: "Sizing") -> dict[str, float]:
+    """Of one training worker."""
+    if any(node.gpus for node in sizing.nodes):
+        return {"GPU": 1, "CPU": sizing.kept_cores}
+    if any(node.trainers for node in sizing.nodes):
+        return {TRAINER_RESOURCE: 1, "CPU": sizing.kept_cores}
+    return {"CPU": sizing.kept_cores}
+
+
+def _start_none_unasked() -> None:
+    """Ray starts a cluster for any call that finds none. Ray Train's thread may make one after ours was ended by Ctrl-C, or
+    while it is replaced; that cluster would be nobody's.
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
+
+
+class WithoutSecrets(logging.Formatter):
+    """Ray quotes errors, and those may quote addresses and headers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+def _quiet(folder: RunFolder) -> None:
+    """What Ray has to say goes to logs/driver.log instead of the terminal."""
+    import ray._private.worker
+
+    handler = logging.StreamHandler(open_to_append(make_folder(folder.path, "logs") / "driver.log"))
+    handler.setFormatter(WithoutSecrets())
+    for name in ("ray", "ray.data", "ray.train", "ray.tune"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+
+    def write(data: dict[str, Any], *_: object, **__: object) -> None:
+        logging.getLogger("ray").error("\n".join(data["lines"]))
+
+    # Errors of the cluster, screens long, are printed whatever log_to_driver says; there is no setting.
+    ray._private.worker.print_to_stdstream = write

@@ -1,0 +1,106 @@
+"""What the person at the terminal sees while a run trains: a bar, or plain lines without a terminal.
+
+Follows metrics.jsonl, which rank 0 writes; so it shows exactly what is recorded, and costs the workers nothing.
+"""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from vlatune.files import open_file
+from vlatune.outgoing import say
+from vlatune.report.verdict import CONTENTION_FINE
+
+POLL_S = 0.25
+
+
+def describe(line: dict[str, Any]) -> str:
+    """One interval in one line; being kept from computing is told where it is worth a look."""
+    kept = line.get("kept_share") or 0.0
+    held = f"  kept {kept:.0%} ({line['kept_by']})" if kept >= CONTENTION_FINE else ""
+    return (
+        f"loss {line['loss']:.4f}  grad {line['grad_norm']:.2f}  lr {line['lr']:.1e}  "
+        f"{line['samples_per_s']:.0f} samples/s  wait {line['wait_share']:.1%}{held}  store {line['object_store_bytes'] / 1e6:.0f} MB"
+    )
+
+
+class Progress:
+    """Shows steps from `metrics_file` until closed. `say` prints a line above the bar."""
+
+    def __init__(self, metrics_file: Path, total_steps: int, *, from_step: int) -> None:
+        self._file, self._total = metrics_file, total_steps
+        there = metrics_file.stat() if metrics_file.exists() else None
+        self._inode, self._offset = (there.st_ino, there.st_size) if there else (0, 0)
+        self._shown = from_step
+        self._last_due = 0
+        self._stop = threading.Event()
+        self._bar = _make_bar(total_steps, from_step) if sys.stdout.isatty() else None
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            say(text)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._show_new()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._show_new()
+
+    def _show_new(self) -> None:
+        for line in self._read_new():
+            if line["optimizer_step"] > self._shown:
+                self._shown = line["optimizer_step"]
+                self._show(line)
+
+    def _read_new(self) -> list[dict[str, Any]]:
+        if not self._file.exists():
+            return []
+        with open_file(self._file.parent, self._file.name) as file:
+            now = os.fstat(file.fileno())
+            if now.st_ino != self._inode or now.st_size < self._offset:  # a restart put a shorter one in its place
+                self._inode, self._offset = now.st_ino, 0
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def _show(self, line: dict[str, Any]) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=line["optimizer_step"], told=describe(line))
+        elif line["optimizer_step"] == self._total or self._is_due(line["optimizer_step"]):
+            self.say(f"step {line['optimizer_step']}/{self._total}  {describe(line)}")
+
+    def _is_due(self, step: int) -> bool:
+        """About twenty plain lines for a whole run."""
+        every = max(1, self._total // 20)
+        before, self._last_due = self._last_due, step // every
+        return self._last_due > before
+
+
+def _make_bar(total: int, completed: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("train"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}"),
+    )
+    bar.add_task("train", total=total, completed=completed, told="starting")
+    bar.start()
+    return bar

@@ -1,0 +1,212 @@
+"""[ray] The driver's eye on a worker group while Ray Train runs it.
+
+Ray Train tells when a worker is dead. What it does not tell: that one hangs or is stopped (the group is ended, with all
+stacks in logs/), that this process was asked to end (SIGTERM: the workers save and stop), that a node is about to be
+taken away (the workers save and go on), that a part of our own cluster died without which no other can go on.
+"""
+
+import contextlib
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vlatune.config import RunConfig
+from vlatune.errors import TerminatedError
+from vlatune.files import write_text
+from vlatune.train.driver.cluster import Cluster
+from vlatune.train.driver.failures import root_cause
+from vlatune.train.driver.folder_checks import RunFolder
+from vlatune.train.heartbeat import NO_REQUEST, RankState, Request, remove_empty_stacks, stacks_file, start_monitor
+from vlatune.train.stack_dump import dump_and_kill
+
+LOOK_S = 1.0
+STARTING = 3
+"""Before its first micro-batch a worker may be still for so many times `hang_timeout_s`: it loads the model."""
+END_S = 60.0
+"""How long Ray Train may take to notice that the workers were killed, and a node to answer."""
+LOSE_S = 20.0
+"""The same after its cluster died. Ray ends a process that has heard nothing from its server for a minute."""
+RUNNING = object()
+
+
+class Supervisor:
+    """One for all attempts of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        cluster: Cluster,
+        terminated: threading.Event,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self.monitor = start_monitor()
+        self._config, self._folder, self._cluster, self._say = config, folder, cluster, say
+        self._attempt, self._requested, self._began = 0, NO_REQUEST, False
+        self._terminated = terminated
+        self._told_nodes: set[str] = set()
+
+    def run(self, fit: Callable[[], object], attempt: int) -> None:
+        """Call `fit` and watch; raises what it raises, or why the group was ended."""
+        self._attempt, self._requested, self._began = attempt, NO_REQUEST, False
+        with sigterm_sets(self._terminated):  # a cluster that was started anew has put Ray's handler there again
+            error = self._watch(_on_thread(fit))
+        remove_empty_stacks(self._folder.path)
+        if self._terminated.is_set() and self._folder.summary() is None:
+            raise TerminatedError(f"asked to end by SIGTERM; {_what_is_saved(error)}")
+        if error is not None:
+            raise error
+
+    def _watch(self, outcome: "queue.Queue[BaseException | None]") -> BaseException | None:
+        """Until `fit` has ended; its error."""
+        looked_s, stop_by_s, asked = 0.0, float("inf"), None
+        while (error := _poll(outcome)) is RUNNING:
+            now_s = time.monotonic()
+            if now_s > stop_by_s:
+                raise TerminatedError(
+                    f"asked to end by SIGTERM; no checkpoint within --grace_s={self._config.grace_s:g}; "
+                    f"the same command goes on from the one before"
+                )
+            if part := self._cluster.lost_part():
+                return self._lose(part, outcome)
+            if asked is None and now_s - looked_s >= LOOK_S:
+                asked, looked_s = self.monitor.look.remote(self._attempt, self._requested), now_s
+            if asked is None or not ray.wait([asked], timeout=0)[0]:
+                continue
+            states, asked = _answer(asked), None
+            self._began = self._began or bool(states)
+            if self._terminated.is_set() and stop_by_s == float("inf"):
+                stop_by_s, looked_s = now_s + self._stop(), 0.0
+            self._save_before_nodes_go(states)
+            if find_hung(states, self._config.hang_timeout_s):
+                return self._end(states, outcome)
+        return error  # pyright: ignore[reportReturnType]
+
+    def _stop(self) -> float:
+        """Have the workers save and stop; how long that may take. What they last told may be two seconds old."""
+        if not self._began:
+            raise TerminatedError("asked to end by SIGTERM before the workers began; there is nothing new to save")
+        self._say(f"asked to end by SIGTERM: saving a checkpoint, for at most {self._config.grace_s:g} s")
+        self._request(Request.STOP)
+        return self._config.grace_s
+
+    def _save_before_nodes_go(self, states: Sequence[RankState]) -> None:
+        going = draining_nodes() & {state.node_id for state in states} - self._told_nodes
+        if going and not self._terminated.is_set():
+            self._told_nodes |= going
+            self._say(f"{len(going)} of the workers' nodes will be taken away: saving a checkpoint")
+            self._request(Request.SAVE)
+
+    def _request(self, request: Request) -> None:
+        """Told with the next look, and with every one after it."""
+        self._requested = (self._requested[0] + 1, request)
+
+    def _end(self, states: Sequence[RankState], outcome: "queue.Queue[Any]") -> RuntimeError:
+        """Kill all workers of the group, which Ray Train then sees, after they have told where they are."""
+        texts = {state.rank: self._dump_and_kill(state) for state in states}
+        file = self._folder.new_log("hang")
+        write_text(file, "\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
+        _wait(outcome, END_S)
+        how = {rank: text.splitlines()[0] for rank, text in texts.items()}
+        hung = find_culprit(states, how)
+        return RuntimeError(
+            f"rank {hung.rank} did nothing for {hung.still_s:.0f} s (--hang_timeout_s={self._config.hang_timeout_s:g}; "
+            f"its process was {how[hung.rank]}); the stacks of all workers are in {file}"
+        )
+
+    def _lose(self, part: str, outcome: "queue.Queue[Any]") -> RuntimeError:
+        self._cluster.end()
+        _wait(outcome, LOSE_S)
+        return RuntimeError(f"Ray's {part} died")
+
+    def _dump_and_kill(self, state: RankState) -> str:
+        here = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
+        task = ray.remote(dump_and_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+        file: Path = stacks_file(self._folder.path.resolve(), self._attempt, state.rank)
+        try:
+            return ray.get(task.remote(state.pid, file), timeout=END_S)
+        except RayError as error:
+            return f"out of reach ({type(error).__name__})"
+
+
+def _what_is_saved(error: BaseException | None) -> str:
+    if error is None:
+        return "all is saved, and the same command goes on from there"
+    return f"the workers failed while they saved ({root_cause(error)}); the same command goes on from the checkpoint before"
+
+
+def _answer(asked: Any) -> list[RankState]:
+    try:
+        return ray.get(asked)
+    except RayError:  # the monitor died; it comes back, and the next look will tell
+        return []
+
+
+def find_hung(states: Sequence[RankState], timeout_s: float) -> list[RankState]:
+    """Workers that have been still for too long; one that still loads gets more time."""
+    return [one for one in states if 0 < timeout_s * (1 if one.moves else STARTING) < one.still_s]
+
+
+def find_culprit(states: Sequence[RankState], how: Mapping[int, str]) -> RankState:
+    """Where one stands, the others wait for it: one that is not running, else the one that has done least."""
+    return min(states, key=lambda state: (how[state.rank] == "running", state.moves, -state.still_s))
+
+
+def draining_nodes() -> set[str]:
+    """Nodes that Ray knows will be taken away: a preemption notice, or `ray drain-node`."""
+    from ray._private.state import state  # there is no public way to ask; Ray Train's own watcher asks here, too
+
+    return set(state.get_draining_nodes())
+
+
+def _on_thread(call: Callable[[], object]) -> "queue.Queue[BaseException | None]":
+    """Run `call` beside this thread. On the main thread Ray Train would catch Ctrl-C itself and take its time."""
+    outcome: queue.Queue[BaseException | None] = queue.Queue()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.put(None)
+        except BaseException as error:  # carried over to the waiting thread
+            outcome.put(error)
+
+    threading.Thread(target=run, name="ray-train", daemon=True).start()
+    return outcome
+
+
+def _poll(outcome: "queue.Queue[BaseException | None]") -> Any:
+    """The outcome, or RUNNING; with a timeout, so that Python gets to see signals."""
+    try:
+        return outcome.get(timeout=0.2)
+    except queue.Empty:
+        return RUNNING
+
+
+def _wait(outcome: "queue.Queue[BaseException | None]", timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while _poll(outcome) is RUNNING and time.monotonic() < until_s:
+        pass
+
+
+@contextmanager
+def sigterm_sets(terminated: threading.Event) -> Iterator[None]:
+    """The event instead of the end of the process. Ray has put its own handler there; it returns afterwards."""
+    if threading.current_thread() is not threading.main_thread():  # python allows handlers there only
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TypeError):  # one that was not set from python cannot be put back
+            signal.signal(signal.SIGTERM, before)

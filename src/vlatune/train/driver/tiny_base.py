@@ -1,0 +1,144 @@
+"""`--recipe=tiny` without a base model: a small PI0.5 with random weights, made for the run's datasets in RUN/base.
+
+It has their cameras (those that all of them have, under the names of --rename_map), dims and sentences. Written aside and
+renamed, once: a run that goes on takes the one that is there. The same datasets and seed give the same weights. No torch
+at import.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from vlatune.batch import ACTION, STATE
+from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
+from vlatune.config import RunConfig, makes_base
+from vlatune.dataset.feature_map import as_flag, likely_name
+from vlatune.dataset.meta import DatasetMeta
+from vlatune.files import read_json, remove_leftovers, write_json
+from vlatune.run_setup import load_metas
+from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one
+
+BASE, ASIDE = "base", ".base.making"
+MADE_FOR = "made_for.json"
+"""In the folder: what the model was made for, so that one of a start with other flags is not taken for this one's."""
+IMAGE_SIZE = 48
+HORIZON_S = 0.8
+"""Seconds of actions in a chunk."""
+MOST_DIMS = 32
+"""Of state and action, as LeRobot's PI05Config has it."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the model is made for."""
+
+    cameras: tuple[str, ...]
+    state_dim: int
+    action_dim: int
+    horizon: int
+    image_size: int
+    tasks: tuple[str, ...]
+    seed: int
+
+
+def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
+    """The config with its base model, which is made first if the run makes its own and has not yet."""
+    if not makes_base(config):
+        return config
+    folder = RunFolder(config.run_dir)
+    config = replace(config, policy=replace(config.policy, path=str((folder.path / BASE).resolve())))
+    if (folder.path / "config.json").exists() and (folder.path / BASE).is_dir():
+        return config  # the run has begun with it
+    fit = fit_datasets(load_metas(config), seed=config.seed)
+    with only_one(folder):
+        shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
+        remove_leftovers(folder.path / ASIDE)
+        check_run(config)
+        _ensure(folder.path, fit, say)
+    return config
+
+
+def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int) -> Fit:
+    first = metas[0]
+    return Fit(
+        cameras=_common_cameras(metas),
+        state_dim=_width(metas, STATE),
+        action_dim=_width(metas, ACTION),
+        horizon=max(1, round(HORIZON_S * first.fps)),
+        image_size=IMAGE_SIZE,
+        tasks=tuple(sorted({task for meta in metas for task in meta.tasks})),
+        seed=seed,
+    )
+
+
+def _common_cameras(metas: tuple[DatasetMeta, ...]) -> tuple[str, ...]:
+    """Colour cameras that go by one name in all datasets, in the order of the first."""
+    names = [[meta.names.get(own, own) for own in meta.cameras if not meta.features[own].is_depth] for meta in metas]
+    common = tuple(name for name in names[0] if all(name in others for others in names))
+    if common:
+        return common
+    said = "; ".join(
+        f"'{meta.root.url}' has {', '.join(each) or 'none'}" for meta, each in zip(metas, names, strict=True)
+    )
+    other = next((each for each in names[1:] if each and names[0]), None)
+    remedy = f"give them one name with {as_flag({other[0]: names[0][0]})}" if other else "record one"
+    raise ValueError(f"--recipe=tiny: there is no colour camera that all datasets have ({said}); {remedy}")
+
+
+def _width(metas: tuple[DatasetMeta, ...], key: str) -> int:
+    for meta in metas:
+        own = meta.own(key)
+        if own not in meta.features:
+            likely = likely_name(key, [name for name in meta.features if name not in meta.cameras])
+            hint = f"; '{likely}' may be it" if likely else f"; it has {', '.join(meta.features)}"
+            raise ValueError(
+                f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; name it with {as_flag({likely or 'NAME': key})}"
+            )
+        shape, first = meta.features[own].shape, metas[0].features[metas[0].own(key)].shape
+        if len(shape) != 1 or shape != first or shape[0] > MOST_DIMS:
+            raise ValueError(
+                f"dataset '{meta.root.url}': '{own}' has the shape {shape}, expected a vector of at most {MOST_DIMS} values, "
+                f"as long as that of '{metas[0].root.url}' ({first}); leave the dataset out, or dims of it"
+            )
+    return metas[0].features[metas[0].own(key)].shape[0]
+
+
+def _ensure(run_dir: Path, fit: Fit, say: Callable[[str], None]) -> None:
+    base, aside = run_dir / BASE, run_dir / ASIDE
+    made_for = json.loads(json.dumps(asdict(fit)))
+    if base.is_dir():
+        if not (base / MADE_FOR).is_file():
+            raise ValueError(f"'{base}' is in the way of the run's own base model; take it with --policy.path={base}")
+        if read_json(base, MADE_FOR) == made_for:
+            return
+    say(
+        f"no --policy.path: making a small PI0.5 with random weights for {', '.join(fit.cameras)}, {fit.state_dim} state and "
+        f"{fit.action_dim} action dims, {len(fit.tasks)} sentences in {base}"
+    )
+    from vlatune.policies.small import make_small_pi05
+
+    make_small_pi05(
+        aside,
+        cameras=fit.cameras,
+        state_dim=fit.state_dim,
+        action_dim=fit.action_dim,
+        horizon=fit.horizon,
+        image_size=fit.image_size,
+        tasks=fit.tasks,
+        seed=fit.seed,
+    )
+    _name_tokenizer(aside / PREPROCESSOR, str(base.resolve() / TOKENIZER_FOLDER))
+    write_json(aside / MADE_FOR, made_for)
+    shutil.rmtree(base, ignore_errors=True)  # of a start with other flags, which never became a run
+    aside.rename(base)
+
+
+def _name_tokenizer(file: Path, name: str) -> None:
+    """LeRobot's processor has the tokenizer's place, which is another after the folder was renamed."""
+    content = read_json(file.parent, file.name)
+    for step in content["steps"]:
+        if step.get("registry_name") == "tokenizer_processor":
+            step["config"]["tokenizer_name"] = name
+    write_json(file, content)

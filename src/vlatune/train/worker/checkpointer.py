@@ -1,0 +1,149 @@
+"""A rank's side of checkpoints: goes on from one, hands over the next. No Ray.
+
+Rank 0 writes; the others give it their random states and losses. On the hot path are one gather of a few KB and the
+copy of the tensors to the host, through a bounded buffer (`checkpoint/snapshot.py`); everything else is
+`checkpoint/background_writer.py`'s thread.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.numpy import save_file as save_arrays
+from torch import Tensor
+
+from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
+from vlatune.checkpoint.manifest import OnPhase, no_phase
+from vlatune.checkpoint.policy_files import POLICY_FOLDER
+from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng, stack_rng
+from vlatune.checkpoint.snapshot import Snapshot, Staging, TorchHost
+from vlatune.checkpoint.state import Tensors, load_ema, load_optimizer, load_trainable, tensors_to_save
+from vlatune.checkpoint.state_file import STATE, TrainState, read_state, state_bytes
+from vlatune.checkpoint.store import WriteFile, open_store
+from vlatune.config import RunConfig, to_json
+from vlatune.dataset.order import OrderSpec, cursor_at
+from vlatune.policies.base import Binding
+from vlatune.train.worker_job import CheckpointPlan
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What of a worker is saved; the tensors themselves."""
+
+    trainable: Tensors
+    optimizer: torch.optim.Optimizer
+    ema: Tensors | None = None
+
+
+class Checkpointer:
+    def __init__(
+        self,
+        plan: CheckpointPlan,
+        config: RunConfig,
+        order: OrderSpec,
+        binding: Binding,
+        *,
+        learning: Learning,
+        rank: int,
+        device: torch.device,
+        on_phase: OnPhase = no_phase,
+    ) -> None:
+        self._on_phase = on_phase
+        self._plan, self._config, self._order, self._binding = plan, config, order, binding
+        self._learning, self._rank, self._device = learning, rank, device
+        self._store = open_store(Path(plan.run_dir), plan.storage_path)
+        self._staging = Staging(TorchHost(device), most_bytes=config.save_buffer_bytes)
+        self._writer: BackgroundWriter | None = None
+        self._rng: dict[str, Any] | None = None
+        self._loss_sum, self._loss_count = torch.zeros((), device=device), 0
+
+    def restore(self) -> tuple[int, Tensor, int]:
+        """Load the checkpoint; returns its step, this rank's losses since the last log line, and their number."""
+        zero = torch.zeros((), device=self._device)
+        if self._plan.resume_step is None:
+            return 0, zero, 0
+        with self._store.opened(self._plan.resume_step) as folder:
+            state = read_state(folder)
+            load_trainable(folder, self._learning.trainable)
+            load_optimizer(folder, self._learning.trainable, self._learning.optimizer)
+            if self._learning.ema is not None:
+                load_ema(folder, self._learning.ema)
+            self._rng = load_rng(folder, self._rank, self._config.num_workers)
+        return state.optimizer_step, zero + state.loss_sum(self._rank, self._config.num_workers), state.loss_count
+
+    def begin(self) -> None:
+        """The loop begins: random states are as they were, and rank 0 may write."""
+        if self._rng is not None:
+            set_rng(self._rng, self._device)
+        if self._rank == 0:
+            keep = Keep(self._config.keep_checkpoints, self._config.keep_best)
+            self._writer = BackgroundWriter(
+                self._store, keep, every_s=self._config.save_every_s, on_phase=self._on_phase
+            )
+
+    def stepped(self, loss: Tensor) -> None:
+        """An optimizer step is done; raises here if a save in the background has failed."""
+        self._loss_sum, self._loss_count = self._loss_sum + loss, self._loss_count + 1
+        if self._writer:
+            self._writer.check()
+
+    def is_due(self) -> bool:
+        """By rank 0's clock; the others learn of it as of any request."""
+        return self._writer is not None and self._writer.is_due()
+
+    def save(self, done: int, loss_sum: Tensor, loss_count: int, gather: Callable[[Any], list[Any]]) -> None:
+        """Copy now, write meanwhile and later; all ranks call it at the same step."""
+        sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync
+        everyone = gather((*sums, get_rng(self._device)))
+        if self._writer:
+            self._writer.wait()  # the buffer is for one save at a time
+            tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
+            snapshot = self._staging.begin(tensors)
+            state = self._state(done, tuple(one[0] for one in everyone), loss_count)
+            mean_loss = sum(one[1] for one in everyone) / len(everyone) / max(1, self._loss_count)
+            files = self._files(snapshot, state, stack_rng([one[2] for one in everyone]))
+            self._writer.save(done, files, loss=mean_loss, on_failure=snapshot.break_off)
+            snapshot.copy()
+            self._writer.check()
+        self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0
+
+    def finish(self) -> None:
+        """Until the last checkpoint is committed; raises when it could not be."""
+        if self._writer:
+            self._writer.wait()
+
+    def close(self) -> None:
+        """However the loop ended: a save under way may end, too."""
+        if self._writer:
+            self._writer.join()
+
+    def _state(self, done: int, loss_sums: tuple[float, ...], loss_count: int) -> TrainState:
+        cursor = cursor_at(self._order, done)
+        return TrainState(
+            optimizer_step=done,
+            epoch=cursor.epoch,
+            epoch_samples=cursor.batch * self._order.global_batch,
+            samples_seen=done * self._order.global_batch,
+            lanes=self._order.lanes,
+            loss_sums=loss_sums,
+            loss_count=loss_count,
+            config=to_json(self._config),
+            fingerprints=self._plan.fingerprints,
+            binding=asdict(self._binding),
+        )
+
+    def _files(self, snapshot: Snapshot, state: TrainState, rng: Mapping[str, Any]) -> dict[str, WriteFile]:
+        """Name -> what writes it, on the writer's thread; tensors first, in the order in which they are copied."""
+        files: dict[str, WriteFile] = {name: partial(snapshot.write, name) for name in snapshot.layouts}
+        files[RNG] = partial(save_arrays, dict(rng))
+        files[STATE] = partial(_write_bytes, state_bytes(state))
+        for name, data in self._plan.policy_files.items():
+            files[f"{POLICY_FOLDER}/{name}"] = partial(_write_bytes, data)
+        return files
+
+
+def _write_bytes(data: bytes, path: Path) -> None:
+    path.write_bytes(data)

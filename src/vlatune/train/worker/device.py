@@ -1,0 +1,79 @@
+"""The device's side of training: performance flags, and the batches that arrive there, some ahead of need."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+from vlatune.batch import Columns
+from vlatune.report.cpu_clocks import find_team
+from vlatune.train.worker.collate import DeviceBatch
+from vlatune.train.worker.prefetch import Prefetcher
+from vlatune.train.worker.transfer import HostTransfer, StreamTransfer, TorchMachine
+from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
+
+__all__ = [
+    "DeviceBatch",
+    "deterministic_kernels",
+    "device_batches",
+    "find_compute_threads",
+    "set_performance_flags",
+]
+
+
+def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, bool | int | str]:
+    """Flags for speed, set in the process that trains; returned as torch reports them, so that the run can say so."""
+    torch.set_num_threads(num_threads)
+    flags: dict[str, bool | int | str] = {"device": device.type, "threads": torch.get_num_threads()}
+    flags["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if flags["deterministic"]:
+        flags |= {name.lower(): os.environ.get(name, "") for name in DETERMINISTIC_ENVIRONMENT}
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+        torch.backends.cudnn.allow_tf32 = True
+        # Pictures are all of one size; but what is fastest may be another kernel each time.
+        torch.backends.cudnn.benchmark = not flags["deterministic"]
+        flags["cudnn_deterministic"] = torch.backends.cudnn.deterministic
+        flags["cudnn_benchmark"] = torch.backends.cudnn.benchmark
+        flags["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
+    return flags | {"float32_matmul_precision": torch.get_float32_matmul_precision()}
+
+
+def find_compute_threads(device: torch.device) -> list[int] | None:
+    """Native ids of the threads that share the operators of the calling one; call it after the flags are set."""
+    others = torch.get_num_threads() - 1 if device.type == "cpu" else 0
+    work = torch.ones(1 << 20)  # about 1 ms an operator: long enough to stand out
+    return find_team(lambda: [work.exp() for _ in range(8)], others)
+
+
+def device_batches(batches: Iterator[Columns], device: torch.device, *, depth: int = 1) -> Prefetcher:
+    """Batches on the device, `depth` of them ready or under way while one is used."""
+    if device.type == "cpu":
+        return Prefetcher(batches, HostTransfer(), depth=depth)
+    # One set of page-locked buffers for each batch ahead, and one that is written meanwhile.
+    return Prefetcher(batches, StreamTransfer(TorchMachine(device), slots=depth + 1), depth=depth)
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Operations give the same bits each time, or raise; afterwards all is as it was."""
+    missing = {name: value for name, value in DETERMINISTIC_ENVIRONMENT.items() if name not in os.environ}
+    kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    cudnn, fills = torch.backends.cudnn.deterministic, memory.fill_uninitialized_memory
+    os.environ |= missing  # of a worker of a group it is there already, since before CUDA started
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        # Nothing here reads memory before it was written, and a model is built in memory that is never touched.
+        memory.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(kept[0], warn_only=kept[1])
+        torch.backends.cudnn.deterministic = cudnn
+        memory.fill_uninitialized_memory = fills
+        for name in missing:
+            del os.environ[name]

@@ -1,0 +1,232 @@
+"""[ray] The worker: build, resume, loop, report.
+
+Runs once in every process of a worker group. Rank 0 writes the run folder. Nothing in the loop waits for the device
+except at log steps and checkpoints, where one transfer brings the numbers over.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train.torch import get_device
+from torch import Tensor, nn
+
+from vlatune.checkpoint.rng import seed_all
+from vlatune.pipeline.feed import Feed, StageTimes
+from vlatune.pipeline.plan import Share
+from vlatune.policies.base import ModuleOptions
+from vlatune.report.cpu_clocks import CpuClocks
+from vlatune.report.meters import STAGES, StepMeter
+from vlatune.train.heartbeat import Heartbeat, Request
+from vlatune.train.worker.checkpointer import Checkpointer, Learning
+from vlatune.train.worker.collectives import Consensus, mean_and_each
+from vlatune.train.worker.device import (
+    deterministic_kernels,
+    device_batches,
+    find_compute_threads,
+    set_performance_flags,
+)
+from vlatune.train.worker.metrics_logger import MetricsLogger
+from vlatune.train.worker.non_finite_guard import NonFiniteWatch
+from vlatune.train.worker.optimizer import Ema, learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer_step import Batch, StepResult, Updater, make_parallel
+from vlatune.train.worker_job import WorkerJob
+
+
+def run_worker(settings: dict[str, WorkerJob]) -> None:
+    """The function that Ray Train calls on every rank."""
+    job = settings["job"]
+    context = ray.train.get_context()
+    share = Share(context.get_world_rank(), context.get_world_size())
+    heartbeat = Heartbeat(job.monitor, job.restarts, share.rank, Path(job.run_dir))
+    one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+    try:
+        work(Worker(job, share, heartbeat, readers_here=one_node))
+    finally:
+        heartbeat.close()
+
+
+def work(worker: "Worker") -> None:
+    try:
+        worker.run()
+    finally:
+        worker.close()
+
+
+class DriverLink(Protocol):
+    """Tells the driver that this worker goes on, and this worker what the driver asks for."""
+
+    def moved(self) -> None: ...
+    def take_request(self) -> Request: ...
+
+
+class Worker:
+    def __init__(self, job: WorkerJob, share: Share, heartbeat: DriverLink, *, readers_here: bool = False) -> None:
+        self.meter = StepMeter(readers_here=readers_here)
+        self.job, self.config, self.share, self.heartbeat = job, job.config, share, heartbeat
+        self.consensus = Consensus(share)
+        self.run_dir = Path(job.run_dir)
+        self.device = get_device()
+        self.while_running = ExitStack()
+        if self.config.deterministic:
+            self.while_running.enter_context(deterministic_kernels())
+        flags = set_performance_flags(self.device, job.torch_threads)
+        self.meter.watch_cpu(CpuClocks(find_compute_threads(self.device)))
+        seed_all(self.config.seed)
+        # The data first: its readers start while the model is loaded.
+        plan, first_step = job.setup.data_plan(self.config.batch_size), job.checkpoints.resume_step or 0
+        self.feed = Feed(
+            plan,
+            share,
+            job.budget,
+            first_step=first_step,
+            last_step=self.config.steps,
+            coordinator=job.coordinators[share.rank] if job.coordinators else None,
+        )
+        self.batches = device_batches(self.feed, self.device, depth=self.config.prefetch_batches)
+        options = ModuleOptions.of(self.config.policy)
+        module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options, self.device)
+        module.train()
+        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.optimizer = make_optimizer(self.trainable.values(), self.config.optimizer)
+        decay = self.config.optimizer.ema_decay
+        self.ema = Ema(self.trainable, decay) if decay else None
+        self.checkpointer = self._make_checkpointer()
+        self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
+        parameters: list[nn.Parameter] = list(self.trainable.values())
+        wrapped = make_parallel(module) if share.num_workers > 1 else module
+        self.updater = Updater(wrapped, parameters, self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm)
+        self.watch = NonFiniteWatch()
+        self.logger = MetricsLogger(job, self.first_step, flags) if share.rank == 0 else None
+        self.taken: list[np.ndarray] = []
+        self.samples: list[np.ndarray] = []
+        self.first_batch_s: float | None = None
+
+    def run(self) -> None:
+        """The loop: batches in, updates out, a line now and then; until the last step, or until all agree to stop."""
+        self.checkpointer.begin()
+        done, agreed = self.first_step, Request.NOTHING
+        while done < self.config.steps and agreed < Request.STOP:
+            rate = learning_rate(done, self.config.steps, self.config.optimizer.lr, self.config.scheduler)
+            set_learning_rate(self.optimizer, rate)
+            result = self.updater.update(self._take(), self.config.grad_accum)
+            done += 1
+            self._note(result)
+            agreed = self.consensus.take()
+            if self._is_due(done, self.config.log_freq):
+                self._log(done, result, rate)
+            if agreed >= Request.SAVE or self._is_due(done, self.config.save_freq):
+                self._save(done)
+            self.consensus.give(self._request())
+        self.checkpointer.finish()
+        if self.logger and done == self.config.steps:
+            self.logger.finish(self.meter.totals(), self.config.steps, self.first_batch_s)
+
+    def close(self) -> None:
+        self.feed.close()
+        self.batches.close()  # after the feed, in which its thread may be waiting
+        self.checkpointer.close()
+        if self.logger:
+            self.logger.close()
+        self.while_running.close()
+
+    def _note(self, result: StepResult) -> None:
+        """An update is made: count it, on the host and on the device."""
+        self.watch.remember(result.losses, result.grad_norm, self.taken)
+        if self.config.log_samples:
+            self.samples.append(np.concatenate(self.taken))
+        if self.ema:
+            self.ema.update()
+        self.loss_sum, self.loss_count = self.loss_sum + result.loss, self.loss_count + 1
+        self.checkpointer.stepped(result.loss)
+        self.meter.waited(self.batches.take_waited_s())
+        self.meter.stepped(self.config.global_batch)
+
+    def _is_due(self, done: int, every: int) -> bool:
+        return done == self.config.steps or (every > 0 and done % every == 0)
+
+    def _request(self) -> Request:
+        """What rank 0 would have all do after the next step: what the driver asks for, and a save by the clock."""
+        if self.share.rank > 0:
+            return Request.NOTHING
+        return max(self.heartbeat.take_request(), Request.SAVE if self.checkpointer.is_due() else Request.NOTHING)
+
+    def _take(self) -> Iterator[Batch]:
+        """An update's micro-batches, each when it is needed: the device holds one of them and what lies ahead."""
+        self.taken = []
+        for batch in islice(self.batches, self.config.grad_accum):
+            if self.first_batch_s is None:
+                self.first_batch_s = self.meter.first_batch(self._stages_s())
+            self.taken.append(batch.samples)
+            self.heartbeat.moved()
+            yield batch.tensors
+
+    def _stages_s(self) -> dict[str, float]:
+        """Seconds so far of what prepares this worker's batches beside the loop."""
+        times = getattr(self.feed, "times", StageTimes())  # a stand-in for the feed need not have clocks
+        fed_s = {"decode": times.decode_s, "transport": times.transport_s, "collate": times.collate_s}
+        own_s = self.batches.stage_s()
+        return {stage: fed_s.get(stage, 0.0) + own_s.get(stage, 0.0) for stage in STAGES}
+
+    def _make_checkpointer(self) -> Checkpointer:
+        averages = self.ema.tensors() if self.ema else None
+        setup, learning = self.job.setup, Learning(self.trainable, self.optimizer, averages)
+        return Checkpointer(
+            self.job.checkpoints,
+            self.config,
+            setup.order,
+            setup.binding,
+            learning=learning,
+            rank=self.share.rank,
+            device=self.device,
+            on_phase=lambda _: self.heartbeat.moved(),
+        )
+
+    def _log(self, done: int, result: StepResult, rate: float) -> None:
+        """The one place, beside saving, where the host waits for the device."""
+        numbers = torch.stack([self.loss_sum / self.loss_count, result.grad_norm, self.updater.guard.skipped])
+        restarts = getattr(self.feed, "restarts", 0)  # a stand-in for the feed need not count
+        spent_s = self.meter.take_spent(self._stages_s(), restarts)
+        (mean_loss, grad_norm, skipped), by_worker_s = mean_and_each(numbers, spent_s, self.share, dist.all_reduce)
+        rates = self.meter.take_interval(by_worker_s)
+        self.watch.look(skipped, done, self.consensus.gather)
+        self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
+        samples = self._gather_samples(done)
+        if self.logger:
+            self.logger.log(done, mean_loss, grad_norm, rate, rates)
+            self.logger.log_samples(samples)
+
+    def _save(self, done: int) -> None:
+        begin = time.perf_counter()
+        samples = self._gather_samples(done)
+        (skipped,) = self._mean_over_workers(torch.stack([self.updater.guard.skipped]))
+        self.watch.look(skipped, done, self.consensus.gather)
+        if self.logger:
+            self.logger.log_samples(samples)
+        self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather)
+        self.meter.saved(time.perf_counter() - begin)
+
+    def _mean_over_workers(self, values: Tensor) -> list[float]:
+        if self.share.num_workers > 1:
+            dist.all_reduce(values)
+            values = values / self.share.num_workers
+        return values.tolist()  # device sync: a save must know whether updates were skipped
+
+    def _gather_samples(self, done: int) -> list[dict[str, object]]:
+        """Sample ids of the steps since the last call, all workers' in lane order, one record per optimizer step."""
+        mine, self.samples = self.samples, []
+        if not mine:
+            return []
+        everyone: list[list[np.ndarray]] = self.consensus.gather(mine)
+        first = done - len(mine) + 1
+        return [
+            {"optimizer_step": first + place, "samples": np.concatenate(parts).tolist()}
+            for place, parts in enumerate(zip(*everyone, strict=True))
+        ]

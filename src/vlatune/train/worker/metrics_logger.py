@@ -1,0 +1,139 @@
+"""What rank 0 writes into the run folder: metrics, samples, summary; and its watch over the object store."""
+
+import fcntl
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from vlatune.checkpoint.store import open_store, place_of
+from vlatune.config import to_json
+from vlatune.dataset.shuffle_meter import measure_shuffle
+from vlatune.errors import RunStoppedError
+from vlatune.files import make_folder, open_to_append
+from vlatune.pipeline.spill_meter import SpillMeter
+from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
+from vlatune.report.summary import Scalar, Summary, write_summary
+from vlatune.report.verdict import verdict
+from vlatune.train.fingerprint import versions_in
+from vlatune.train.worker_job import WorkerJob
+
+WRITER_LOCK = ".pen"
+"""The file that is locked; its name is older than this one."""
+LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
+
+
+class MetricsLogger:
+    def __init__(self, job: WorkerJob, first_step: int, performance_flags: Mapping[str, Scalar]) -> None:
+        self.job = job
+        self.performance_flags = performance_flags
+        self.run_dir = Path(job.run_dir)
+        self.writer_lock = hold_writer_lock(self.run_dir)
+        self.spill = SpillMeter()
+        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")
+        self.samples = MetricsFile(self.run_dir / "samples.jsonl") if job.config.log_samples else None
+        self.board = TensorBoardSink(make_folder(self.run_dir, "logs/tensorboard"))
+        for sink in (self.metrics, self.samples, self.board):
+            if sink is not None:
+                sink.keep_until(first_step)
+        with open_to_append(make_folder(self.run_dir, "logs") / "worker.log") as file:
+            file.write(
+                f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
+            )
+        recorded = read_jsonl(self.run_dir / "metrics.jsonl")
+        self.last_loss = recorded[-1]["loss"] if recorded else float("nan")
+
+    def log(self, done: int, loss: float, grad_norm: float, rate: float, rates: dict[str, Any]) -> None:
+        store = self.spill.latest()
+        order = self.job.setup.order
+        line = {
+            "optimizer_step": done,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": rate,
+            **rates,
+            "spilled_bytes": store.spilled_bytes,
+            "object_store_bytes": store.used_bytes,
+            "epoch": (done - 1) // order.batches_per_epoch,
+            "samples_seen": done * order.global_batch,
+        }
+        self.last_loss = loss
+        self.metrics.append(line)
+        self.board.append(line)
+        allowed = self.job.config.max_spilled_bytes
+        if store.spilled_bytes + store.fallback_bytes > allowed:
+            raise RunStoppedError(
+                f"the object store spilled {store.spilled_bytes} bytes and put {store.fallback_bytes} on disk, {allowed} are allowed "
+                f"(--max_spilled_bytes); raise --ray.object_store_bytes"
+            )
+
+    def log_samples(self, records: list[dict[str, object]]) -> None:
+        if self.samples is not None:
+            for record in records:
+                self.samples.append(record)
+
+    def finish(self, totals: dict, steps: int, first_batch_s: float | None) -> None:
+        store = self.spill.close()
+        summary = Summary(
+            optimizer_steps=steps,
+            final_loss=self.last_loss,
+            samples_per_s=totals["samples_per_s"],
+            wait_share=totals["wait_share"],
+            time_to_first_batch_s=first_batch_s,
+            spilled_bytes=store.spilled_bytes,
+            fallback_bytes=store.fallback_bytes,
+            peak_object_store_bytes=self.spill.peak_bytes,
+            restarts=self.job.restarts,
+            reader_restarts=totals["reader_restarts"],
+            object_store_capacity_bytes=self.job.store_bytes,
+            num_readers=self.job.budget.readers * self.job.config.num_workers,
+            wait_s_by_worker=tuple(totals["wait_s_by_worker"]),
+            time_s=totals["time_s"],
+            cpu=totals["cpu"],
+            kept_by=totals["kept_by"],
+            performance_flags=dict(self.performance_flags),
+            shuffle=measure_shuffle(self.job.setup.order).to_json(),
+            versions=versions_in(self.job.checkpoints.fingerprints),
+            **self._checkpoints(),
+            num_skipped_episodes=len(self.job.setup.skipped),
+            skipped_episodes=tuple(bad.to_json() for bad in self.job.setup.skipped),
+        )
+        write_summary(self.run_dir, replace(summary, verdict=verdict(summary, to_json(self.job.config))))
+
+    def _checkpoints(self) -> dict[str, Any]:
+        """Where they lie and of which steps; a store that does not answer now must not cost the run its summary."""
+        store = open_store(self.run_dir, self.job.checkpoints.storage_path)
+        try:
+            steps = tuple(store.steps())
+        except (OSError, RuntimeError):
+            steps = None
+        return {"checkpoint_place": place_of(store), "checkpoints": steps}
+
+    def close(self) -> None:
+        for sink in (self.metrics, self.samples, self.board):
+            if sink is not None:
+                sink.close()
+        self.writer_lock.close()
+
+
+def hold_writer_lock(run_dir: Path, *, wait_s: float = LOCK_WAIT_S) -> IO[str]:
+    """Only one process writes to a run folder: the lock of rank 0, which falls with it.
+
+    After the driver died the old rank 0 may live for some seconds more; the new one waits for it to be gone.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = open_to_append(run_dir / WRITER_LOCK)
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            if time.monotonic() > until_s:
+                file.close()
+                raise RuntimeError(
+                    f"run folder '{run_dir}' is still written to by a worker of an earlier start after {wait_s:.0f} s; "
+                    f"end that process, then start the same command again"
+                ) from None
+        time.sleep(LOCK_POLL_S)
