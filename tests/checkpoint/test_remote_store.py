@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 from upload_server import environment, running_upload_server
 
 from vlatune.checkpoint import remote_store
+from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
 from vlatune.checkpoint.manifest import MANIFEST
 from vlatune.checkpoint.phases import PHASES
 from vlatune.checkpoint.remote_store import RemoteStore
 from vlatune.checkpoint.store import find_newest, open_store, write_checkpoint
-from vlatune.checkpoint.writer import BackgroundWriter, Keep
 from vlatune.dataset import remote_file, remote_retry
 from vlatune.errors import RunStoppedError
 

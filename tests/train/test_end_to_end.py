@@ -263,7 +263,7 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_the_one_before(first_run, capsys, 
 
 
 def test_the_host_reads_an_evaluation_once_however_many_batches_it_has(first_run):
-    from vlatune.bench.host_sync import HostSyncSpy
+    from vlatune.bench.step.host_sync import HostSyncSpy
     from vlatune.train.evaluate import predict_all, read_held_out
 
     config = replace(read_config(first_run), output_dir=str(first_run))

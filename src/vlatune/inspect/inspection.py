@@ -16,11 +16,11 @@ from vlatune.dataset.meta import SUPPORTED, DatasetMeta, load_meta
 from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
 from vlatune.inspect import facts
-from vlatune.inspect.files import data_rows, video_files
+from vlatune.inspect.data_files import data_problems
+from vlatune.inspect.expected_files import data_rows, video_files
 from vlatune.inspect.layout import file_problems
 from vlatune.inspect.problems import Problem, meta_problems, refusal
 from vlatune.inspect.row_stats import row_stats_problems
-from vlatune.inspect.rows import data_problems
 from vlatune.inspect.spans import span_problems
 from vlatune.inspect.videos import VideoFacts, read_videos, video_problems
 

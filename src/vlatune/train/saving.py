@@ -2,7 +2,7 @@
 
 Rank 0 writes; the others give it their random states and losses. On the hot path are one gather of a few KB and the
 copy of the tensors to the host, through a bounded buffer (`checkpoint/snapshot.py`); everything else is
-`checkpoint/writer.py`'s thread.
+`checkpoint/background_writer.py`'s thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
 
+from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
 from vlatune.checkpoint.phases import OnPhase, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng, stack_rng
@@ -22,7 +23,6 @@ from vlatune.checkpoint.snapshot import Snapshot, Staging, TorchHost
 from vlatune.checkpoint.state import Tensors, load_ema, load_optimizer, load_trainable, tensors_to_save
 from vlatune.checkpoint.state_file import STATE, TrainState, read_state, state_bytes
 from vlatune.checkpoint.store import WriteFile, open_store
-from vlatune.checkpoint.writer import BackgroundWriter, Keep
 from vlatune.config import RunConfig, to_json
 from vlatune.dataset.order import OrderSpec, cursor_at
 from vlatune.policies.base import Binding
