@@ -23,6 +23,7 @@ LAYERS = [
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
     {"aside", "batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "random_streams", "recipes"},
+    {"ray_internals"},
     {"files", "outgoing"},
 ]
 """From the command line down; a room imports from its own line and from those below."""
@@ -33,11 +34,10 @@ RAY_FILES = {
     "vlatune.bench.peer_readers",
     "vlatune.bench.train.template_train",
     "vlatune.pipeline.coordinator",
-    "vlatune.pipeline.execution",
     "vlatune.pipeline.read_lerobot",
     "vlatune.pipeline.source",
     "vlatune.pipeline.feed",
-    "vlatune.pipeline.spill_meter",
+    "vlatune.ray_internals",
     "vlatune.train.cluster",
     "vlatune.train.launch",
     "vlatune.train.lookout",
@@ -106,8 +106,25 @@ def test_benchmarks_use_public_names_alone(module: str) -> None:
     assert not private, f"{module}: {'; '.join(private)}: give the part a public name where it is made"
 
 
-NOT_THE_PRODUCTS = {"_getframe", "_schema", "_on_accelerator"}
-"""Of Python and torch, and a mark that the spy of host syncs puts on torch's own objects."""
+def test_processes_of_benchmarks_are_modules() -> None:
+    """`python -m NAME`, with the name in a string: no import tells where it has moved to."""
+    named = {
+        node.value
+        for name in MODULES
+        if room_of(name) == "bench"
+        for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("vlatune.bench.")
+    }
+    assert len(named) >= 5
+    for name in named:
+        assert name in MODULES, f"{name}: there is no such module"
+        assert '__name__ == "__main__"' in MODULES[name].read_text(encoding="utf-8"), (
+            f"{name} does nothing when it is run"
+        )
+
+
+OWN = {"self", "cls", "sys", "func", "tensor.untyped_storage()"}
+"""Objects of the module itself; and Python's and torch's, in the spy of host syncs."""
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -115,9 +132,8 @@ def private_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vlatune"):
             yield from (f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name))
-        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in NOT_THE_PRODUCTS:
-            if ast.unparse(node.value) not in ("self", "cls"):
-                yield ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in OWN:
+            yield ast.unparse(node)
 
 
 def test_private_names_are_seen() -> None:

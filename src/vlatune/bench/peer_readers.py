@@ -26,7 +26,7 @@ from vlatune.bench.options import FeedBench, ReaderBench
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.parquet import opened
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
-from vlatune.pipeline.memory import FREE_SOON
+from vlatune.ray_internals import init_options, make_block
 
 
 def decode_rows_per_s(meta: DatasetMeta, *, to_rgb: bool, threads: int, passes: int = 1) -> float:
@@ -160,8 +160,6 @@ class TemplateSource(Datasource):
 
 def _template_rows(meta: DatasetMeta, positions: list[int]) -> Iterable[Any]:
     """One small table per row: values boxed one by one, every camera's frame at full size."""
-    from ray.data._internal.delegating_block_builder import DelegatingBlockBuilder
-
     for position in positions:
         with opened(meta.root, meta.data_path(position)) as parquet:
             table = parquet.read()
@@ -174,9 +172,7 @@ def _template_rows(meta: DatasetMeta, positions: list[int]) -> Iterable[Any]:
                 for camera, stream in zip(meta.cameras, streams, strict=True)
             }
             record["task"] = meta.tasks[record["task_index"]]
-            builder = DelegatingBlockBuilder()
-            builder.add(record)
-            yield builder.build()
+            yield make_block(record)
 
 
 def to_float_chw(cameras: list[str], batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -213,7 +209,7 @@ def start_ray(num_cpus: int | None, store_bytes: int, *, as_ours: bool) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        _system_config=FREE_SOON if as_ours else None,
+        **(init_options() if as_ours else {}),
     )
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()

@@ -1,4 +1,4 @@
-"""A command in a session of its own: who belongs to it, and the end of all of them. Linux: /proc is asked.
+"""A command in a session of its own: who belongs to it, and the end of all of them.
 
 Ray starts a dozen processes below a driver, and some outlive it for seconds. They may lose their parent and change
 their title, but they stay in the session that the command was started in.
@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 POLL_S = 0.1
 END_S = 30.0
 """How long killed processes may take to be gone."""
@@ -22,25 +24,12 @@ TAIL_LINES = 15
 
 def processes_in(session: int) -> dict[int, str]:
     """Pid -> title of what lives in a session, in the order of pids; the dead that nobody waited for are left out."""
-    pids = sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return {pid: _title(pid) for pid in pids if _session(pid) == session}
-
-
-def _session(pid: int) -> int | None:
-    """None for a process that is gone or dead."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    state, _, _, session = stat.rpartition(")")[2].split()[:4]  # after the name, which may hold anything
-    return None if state in "ZX" else int(session)
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
+    titles = {}
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # gone meanwhile
+            if os.getsid(pid) == session and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
+                titles[pid] = " ".join(process.cmdline()).strip()
+    return titles
 
 
 @contextmanager

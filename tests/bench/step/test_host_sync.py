@@ -63,7 +63,7 @@ def test_a_sync_is_seen_once_with_its_place(what):
     with HostSyncSpy([RESIDENT, MASK]) as spy:
         SYNCS[what]()
     assert [sync.what for sync in spy.found] == [what]
-    assert spy.found[0].place.startswith("bench/test_host_sync.py:")
+    assert spy.found[0].place.startswith("step/test_host_sync.py:")
 
 
 @pytest.mark.parametrize("what", NO_SYNCS)

@@ -9,7 +9,8 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 from vlatune.dataset.video import close_decoders
 from vlatune.pipeline.read_lerobot import read_task
@@ -26,7 +27,7 @@ def measure_reading(root: str) -> dict[str, float]:
 def main(root: str) -> None:
     plan = plan_read(root, partitioning="sequential")
     few = plan_read(root, partitioning="sequential", episodes=[int(plan.tasks[0].meta.episodes.index[0])])
-    before = _resident_bytes()
+    before = psutil.Process().memory_info().rss
     _seconds(few)  # page cache and code paths warm; also the first use of memory
     tenth = min(_seconds_per_row(few) for _ in range(3))
     whole = _seconds_per_row(plan)
@@ -50,11 +51,6 @@ def _seconds(plan: ReadPlan) -> float:
         for _ in read_task(task.delivery, task.places, task.spans, plan.block_rows):
             pass
     return time.perf_counter() - begin
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -29,11 +29,9 @@ from vlatune.checkpoint.local_store import LocalStore
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.policies.small import make_small_pi05
+from vlatune.ray_internals import RAYLET_TITLE, TRAIN_WORKER_TITLE
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
-
-WORKER = "ray::RayTrainWorker"
-"""Titles that Ray gives to the processes of Ray Train's actors."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Mark:
 
 
 WORKERS_BEGIN = (
-    Mark("workers have processes", title=WORKER),
+    Mark("workers have processes", title=TRAIN_WORKER_TITLE),
     Mark("rank 0 is in the training function", file="logs/stacks-*-rank-0.txt"),
     Mark("model loaded, checkpoint restored", file=".pen"),
     Mark("metrics cut back and opened", file="logs/worker.log"),
@@ -56,7 +54,7 @@ WORKERS_BEGIN = (
 AFTER_WORKER = (Mark("the driver has noticed", file="logs/failure-*.txt"), *WORKERS_BEGIN)
 AFTER_DRIVER = (
     Mark("the driver has checked and begins", file="config.json"),
-    Mark("Ray's raylet has a process", title="/raylet/raylet"),
+    Mark("Ray's raylet has a process", title=RAYLET_TITLE),
     *WORKERS_BEGIN,
 )
 FIRST_STEP = "first optimizer step"
@@ -249,10 +247,10 @@ def measure_run(folder: Path, options: ResumeBench, *, say: Callable[[str], None
 
 
 def _kill_worker(session: Session, watch: RunWatch) -> Comeback:
-    metrics, workers = watch.follow_metrics(), session.find(WORKER)
+    metrics, workers = watch.follow_metrics(), session.find(TRAIN_WORKER_TITLE)
     if not workers:
         raise RuntimeError(
-            f"no process below the driver has '{WORKER}' in its title, there are "
+            f"no process below the driver has '{TRAIN_WORKER_TITLE}' in its title, there are "
             f"{sorted(set(processes_in(session.pid).values()))}; this version of Ray names its workers differently"
         )
     begin_s = time.time()

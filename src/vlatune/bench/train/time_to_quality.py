@@ -4,12 +4,13 @@ Each run saves checkpoints on its way; they are evaluated afterwards, by the sam
 counts in a run's seconds, evaluating does not.
 """
 
-import sys
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlatune.bench.harness import say
 from vlatune.bench.options import TrainBench
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.train_figures import ErrorPoint, first_step_at, seconds_to_error
@@ -23,6 +24,7 @@ from vlatune.policies.pi05_size import read_size, write_size
 from vlatune.train.evaluate import predict, read_held_out
 from vlatune.train.setup import make_setup
 
+TOKENIZER = "tokenizer"
 ERROR_FACTOR = 1.25
 """Of LeRobot's last error: reached before the very end, where a curve is flat and seconds are chance."""
 
@@ -87,18 +89,21 @@ def our_folders(at: Path) -> list[tuple[int, Path]]:
         folder = at / "exports" / checkpoint.name
         folder.parent.mkdir(exist_ok=True)
         if not folder.exists():
-            export_run(at / "run", folder, ExportConfig(checkpoint=checkpoint.name), warn=_warn)
+            export_run(at / "run", folder, ExportConfig(checkpoint=checkpoint.name), warn=say)
         found.append((int(checkpoint.name), folder))
     return sorted(found)
 
 
 def lerobot_folders(job: TrainJob, at: Path) -> list[tuple[int, Path]]:
-    """The same of LeRobot's checkpoints; they do not know their size."""
-    size = read_size(Path(str(job.config.policy.path)))
+    """The same of LeRobot's checkpoints; they do not know their size, and name the base's tokenizer by its path."""
+    base = Path(str(job.config.policy.path))
+    size = read_size(base)
     folders = [one / "pretrained_model" for one in (at / "run" / "checkpoints").iterdir() if one.name.isdecimal()]
     for folder in folders:
         if size is not None:
             write_size(folder, size)
+        if (base / TOKENIZER).is_dir():
+            shutil.copytree(base / TOKENIZER, folder / TOKENIZER, dirs_exist_ok=True)
     return sorted((int(folder.parent.name), folder) for folder in folders)
 
 
@@ -118,7 +123,3 @@ def over_lerobot(courses: dict[str, Course], error: float, names: Sequence[str])
     theirs = courses["lerobot"].seconds_to(error) if "lerobot" in courses else None
     ours = {name: courses[name].seconds_to(error) for name in names}
     return {name: theirs[0] / own[0] if theirs and own and own[0] > 0 else None for name, own in ours.items()}
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(f"vlatune: {text}\n")

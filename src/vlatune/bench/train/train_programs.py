@@ -15,7 +15,6 @@ from typing import Any
 
 from vlatune.bench.harness import say
 from vlatune.bench.options import StepBench, TrainBench
-from vlatune.bench.resume.killed_run import WORKER
 from vlatune.bench.train.watched_program import Program
 from vlatune.config import RunConfig, to_json
 from vlatune.dataset.meta import load_meta
@@ -23,6 +22,7 @@ from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.demo import ensure_base, ensure_dataset
 from vlatune.flags import config_from_dict
 from vlatune.names import did_you_mean
+from vlatune.ray_internals import TRAIN_WORKER_TITLE
 from vlatune.recipes import get_recipe
 from vlatune.train.setup import make_setup
 
@@ -196,7 +196,7 @@ def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int =
         progress=folder / "run" / METRICS,
         is_mark=lambda line: line.startswith(b"{"),
         log_freq=config.log_freq,
-        trainer=WORKER,
+        trainer=TRAIN_WORKER_TITLE,
     )
 
 

@@ -6,13 +6,14 @@ to a part of the program by the titles it ever had: a Ray worker reads for a whi
 process had taken before it ended stays counted.
 """
 
-import os
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from vlatune.bench.processes import Session, processes_in
 
@@ -20,7 +21,6 @@ TRAINING, READERS, OTHERS = "training", "readers", "others"
 """The process with the training thread; what reads and decodes; Ray's own processes, the scheduler, and the driver."""
 READER_TITLES = ("ray::Read", "ray::MapBatches", "--multiprocessing-fork")
 """Ray Data's tasks, and the workers of a torch DataLoader."""
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,14 @@ class CpuMeter:
         for pid, title in found.items():
             self.titles.setdefault(pid, set()).add(title)
         trainers = [pid for pid in found if self._is_trainer(pid)]
-        processes = {pid: cpu_s(Path(f"/proc/{pid}/stat")) for pid in found}
-        threads = {int(path.parent.name): cpu_s(path) for pid in trainers for path in _thread_stats(pid)}
+        processes: dict[int, float] = {}
+        threads: dict[int, float] = {}
+        for pid in found:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just gone
+                process = psutil.Process(pid)
+                processes[pid] = sum(process.cpu_times()[:2])
+                if pid in trainers:
+                    threads |= {one.id: one.user_time + one.system_time for one in process.threads()}
         self.readings.append(Reading(time.monotonic(), processes, threads))
 
     def cpu(self) -> "CpuSeries":
@@ -100,22 +106,6 @@ def part_of(titles: set[str]) -> str:
     """Of a process that does not train."""
     reads = any(title.startswith(READER_TITLES[:2]) or READER_TITLES[2] in title for title in titles)
     return READERS if reads else OTHERS
-
-
-def cpu_s(stat: Path) -> float:
-    """User and system time of a process or thread; 0 for one that has just gone."""
-    try:
-        after_name = stat.read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_S
-
-
-def _thread_stats(pid: int) -> list[Path]:
-    try:
-        return [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
-    except OSError:
-        return []
 
 
 def _grow(readings: Sequence[Mapping[int, float]]) -> dict[int, np.ndarray]:
