@@ -68,10 +68,10 @@ def on_loopback() -> Iterator[None]:
 def asks_for_token() -> bool:
     """Whether this process, and with it the cluster that it started or joined, uses tokens. Where it cannot be told: no."""
     try:
-        from ray._raylet import AuthenticationMode, get_authentication_mode
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled
     except ImportError:
         return False
-    return get_authentication_mode() == AuthenticationMode.TOKEN
+    return is_token_auth_enabled()
 
 
 def count_gpus() -> int:

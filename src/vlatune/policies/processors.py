@@ -66,8 +66,9 @@ def _plain_map(value: Any) -> bool:
     return is_map and all(one is None or _text(one) or _number(one) or _flag(one) for one in value.values())
 
 
-Fields = Mapping[str, Callable[[Any], bool]]
-KIND = {
+Check = Callable[[Any], bool]
+Fields = Mapping[str, Check]
+KIND: Mapping[Check, str] = {
     _text: "a text",
     _number: "a number",
     _flag: "true or false",

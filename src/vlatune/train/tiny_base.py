@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vlatune.aside import remove_leftovers
 from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
 from vlatune.config import RunConfig, makes_base
@@ -55,6 +56,7 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
     fit = fit_datasets(load_metas(config), seed=config.seed)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
+        remove_leftovers(folder.path / ASIDE)
         check_run(config)
         _ensure(folder.path, fit, say)
     return config

@@ -142,7 +142,9 @@ def _store_on_loopback(port: int, rank: int, size: int, wait: timedelta) -> Any:
             opened.bind((LOOPBACK, port))
             opened.listen()
             listening = opened.detach()  # the store closes it
-    return distributed.TCPStore(LOOPBACK, port, size, rank == 0, wait, master_listen_fd=listening)
+    return distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  (it is documented)
+        LOOPBACK, port, size, rank == 0, wait, master_listen_fd=listening
+    )
 
 
 def _leave() -> None:
