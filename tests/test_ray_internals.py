@@ -40,8 +40,8 @@ from vlatune.ray_internals import (
     keep_pace,
     lean_trainer,
     make_block,
-    on_loopback,
     print_through,
+    ray_on_loopback,
     store_counters,
 )
 
@@ -125,11 +125,11 @@ def test_ray_knows_the_settings_of_a_cluster(tmp_path):
 def test_loopback_is_for_the_time_of_a_start(monkeypatch):
     monkeypatch.setenv(ON_A_NETWORK, "1")
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
-    with on_loopback():
+    with ray_on_loopback():
         assert (ray_constants.ENABLE_RAY_CLUSTER, os.environ[ON_A_NETWORK]) == (False, "0")
     assert (ray_constants.ENABLE_RAY_CLUSTER, os.environ[ON_A_NETWORK]) == (True, "1")
     monkeypatch.delenv(ON_A_NETWORK)
-    with on_loopback():
+    with ray_on_loopback():
         pass
     assert ON_A_NETWORK not in os.environ
     assert f'"{ON_A_NETWORK}"' in inspect.getsource(ray_constants)

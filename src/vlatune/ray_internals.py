@@ -46,7 +46,7 @@ def init_options(*, folder: Path | None = None, niceness: int | None = None) -> 
 
 
 @contextmanager
-def on_loopback() -> Iterator[None]:
+def ray_on_loopback() -> Iterator[None]:
     """A cluster that is started inside, and its processes, take 127.0.0.1 for this machine's address.
 
     Ray binds to it alone then; `_node_ip_address="127.0.0.1"` is replaced by the address on the network. No fallback.

@@ -29,8 +29,8 @@ from vlatune.ray_internals import (
     asks_for_token,
     count_gpus,
     init_options,
-    on_loopback,
     print_through,
+    ray_on_loopback,
     start_none_unasked,
 )
 from vlatune.train.folder import RunFolder
@@ -166,7 +166,6 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
         ray_folder = stack.enter_context(own_folder())
         stack.enter_context(_kept_logs(ray_folder, folder.logs / "ray"))
         stack.enter_context(on_loopback())
-        stack.enter_context(gloo_on_loopback())
         keep_token_private()
         stack.callback(ray.shutdown)
         cluster = Cluster(sizing, ray_folder, ours=True)
@@ -205,12 +204,13 @@ def keep_token_private(home: Path | None = None) -> None:
 
 
 @contextmanager
-def gloo_on_loopback() -> Iterator[None]:
-    """Processes that are started inside talk to each other on this machine alone, but where the user says otherwise."""
+def on_loopback() -> Iterator[None]:
+    """A cluster that is started inside, and its workers among themselves, talk on this machine alone."""
     is_set = GLOO in os.environ
     os.environ.setdefault(GLOO, "lo")
     try:
-        yield
+        with ray_on_loopback():
+            yield
     finally:
         if not is_set:
             os.environ.pop(GLOO, None)

@@ -106,11 +106,10 @@ def _join(address: str, port: int, group: TorchGroup, rank: int, size: int) -> N
     os.environ |= _place(address, port)
     if not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"} & os.environ.keys():
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as Ray Train has it
-    wait = timedelta(seconds=JOIN_S)
     if address == LOOPBACK:
-        store = _store_on_loopback(port, rank, size, wait)
-        distributed.init_process_group(group.backend, store=store, rank=rank, world_size=size, timeout=wait)
+        _join_on_loopback(port, group.backend, rank, size)
     else:
+        wait = timedelta(seconds=JOIN_S)
         distributed.init_process_group(group.backend, "env://", rank=rank, world_size=size, timeout=wait)
 
 
@@ -131,8 +130,8 @@ def _place(address: str, port: int) -> dict[str, str]:
     }
 
 
-def _store_on_loopback(port: int, rank: int, size: int, wait: timedelta) -> Any:
-    """By which the workers find each other, not open to the network: torch's own would be."""
+def _join_on_loopback(port: int, backend: str, rank: int, size: int) -> None:
+    """The same, but that the store by which the workers find each other is not open to the network: torch's would be."""
     from torch import distributed
 
     listening = None
@@ -142,9 +141,11 @@ def _store_on_loopback(port: int, rank: int, size: int, wait: timedelta) -> Any:
             opened.bind((LOOPBACK, port))
             opened.listen()
             listening = opened.detach()  # the store closes it
-    return distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  (it is documented)
+    wait = timedelta(seconds=JOIN_S)
+    store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  (it is documented)
         LOOPBACK, port, size, rank == 0, wait, master_listen_fd=listening
     )
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
 
 
 def _leave() -> None:
