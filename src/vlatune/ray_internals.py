@@ -21,7 +21,7 @@ from typing import Any
 
 from vlatune.outgoing import warn
 
-TESTED_VERSION = "2.60.0"
+TESTED_VERSION = "2.60"
 
 # A cluster of our own
 
