@@ -176,14 +176,17 @@ def watch(program: Program, *, timeout_s: float) -> Seen:
     """Run it to its end. Whatever it started is gone afterwards."""
     marks: list[Mark] = []
     lines = NewLines(program.progress)
-    begin_s = next_cpu_s = time.monotonic()
+    begin_s = next_cpu_s = looked_s = time.monotonic()
     with Session(program.command, program.output, env=program.env) as session:
         meter = CpuMeter(session.pid, program.trainer)
         while True:
             code = session.exit_code()  # asked first: what was written before the end is still read
             now_s = time.monotonic()
-            for _ in filter(program.is_mark, lines.take()):
-                marks.append(Mark((len(marks) + 1) * program.log_freq, now_s))
+            new = sum(map(program.is_mark, lines.take()))
+            for number in range(1, new + 1):  # those of one look are spread over the time since the last
+                at_s = looked_s + (now_s - looked_s) * number / new
+                marks.append(Mark((len(marks) + 1) * program.log_freq, at_s))
+            looked_s = now_s
             if now_s >= next_cpu_s:
                 meter.read()
                 next_cpu_s = now_s + CPU_EVERY_S
