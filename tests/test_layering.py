@@ -27,22 +27,21 @@ LAYERS = [
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
     {"batch", "config", "errors", "flags", "flag_values", "random_streams", "recipes"},
+    {"ray_internals"},
     {"files", "outgoing"},
 ]
 """From the command line down; a room imports from its own line and from those below. `train` is what both sides share."""
 
 RAY_FILES = {
-    "vlatune.bench.feed_run",
-    "vlatune.bench.reader",
-    "vlatune.bench.reader_peers",
-    "vlatune.bench.stage",
-    "vlatune.bench.train_template",
+    "vlatune.bench.feed.feed_consumers",
+    "vlatune.bench.reader.reader_bench",
+    "vlatune.bench.peer_readers",
+    "vlatune.bench.train.template_train",
     "vlatune.pipeline.coordinator",
-    "vlatune.pipeline.execution",
     "vlatune.pipeline.read_lerobot",
     "vlatune.pipeline.source",
     "vlatune.pipeline.feed",
-    "vlatune.pipeline.spill_meter",
+    "vlatune.ray_internals",
     "vlatune.train.driver.cluster",
     "vlatune.train.driver.launch",
     "vlatune.train.heartbeat",
@@ -98,18 +97,73 @@ def test_imports_point_down(module: str) -> None:
     assert not up, f"{module} imports {', '.join(up)}, which lies above it in LAYERS"
 
 
+def test_benchmarks_are_a_leaf() -> None:
+    """Nothing of the product may lean on what measures it; only the command line starts it."""
+    users = {
+        name for name in MODULES if room_of(name) != "bench" and any(room_of(one) == "bench" for one in ours(name))
+    }
+    assert users == {"vlatune.cli"}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) == "bench"])
+def test_benchmarks_use_public_names_alone(module: str) -> None:
+    """What a benchmark needs of the product, or of another benchmark, is public there: else it measures what no user has."""
+    private = list(private_names(ast.parse(MODULES[module].read_text(encoding="utf-8"))))
+    assert not private, f"{module}: {'; '.join(private)}: give the part a public name where it is made"
+
+
+def test_processes_of_benchmarks_are_modules() -> None:
+    """`python -m NAME`, with the name in a string: no import tells where it has moved to."""
+    named = {
+        node.value
+        for name in MODULES
+        if room_of(name) == "bench"
+        for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("vlatune.bench.")
+    }
+    assert len(named) >= 5
+    for name in named:
+        assert name in MODULES, f"{name}: there is no such module"
+        assert '__name__ == "__main__"' in MODULES[name].read_text(encoding="utf-8"), (
+            f"{name} does nothing when it is run"
+        )
+
+
+OWN = {"self", "cls", "sys", "func", "tensor.untyped_storage()"}
+"""Objects of the module itself; and Python's and torch's, in the spy of host syncs."""
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Underscore names of vlatune's that a module imports, or takes from anything but `self` and `cls`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vlatune"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in OWN:
+            yield ast.unparse(node)
+
+
+def test_private_names_are_seen() -> None:
+    code = "from vlatune.x import _a, b\nself._own\nself._part._c()\nsuper()._d()\nb._e\nb.__class__\n"
+    assert set(private_names(ast.parse(code))) == {"vlatune.x._a", "self._part._c", "super()._d", "b._e"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = [path.name for path in MODULES.values() if path.name != "__init__.py"]
+    twice = {name for name in names if names.count(name) > 1}
+    assert not twice, (
+        f"{', '.join(sorted(twice))}: two modules have this name; a reader must be able to tell them apart"
+    )
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     try:
         TopologicalSorter({name: ours(name) for name in MODULES if name != "vlatune"}).prepare()
     except CycleError as error:
         pytest.fail(f"import circle: {' <- '.join(error.args[1])}")
-
-
-def test_no_two_files_have_one_name() -> None:
-    """But for those of the benchmarks, which are called as their commands are."""
-    files = [path for path in MODULES.values() if path.name != "__init__.py" and path.parent.name != "bench"]
-    twice = {one.name for one in files if sum(other.name == one.name for other in files) > 1}
-    assert not twice, f"{', '.join(sorted(twice))}: there are two; a name says where to look"
 
 
 def test_ray_stays_at_the_rim() -> None:

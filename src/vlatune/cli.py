@@ -134,33 +134,33 @@ def bench(_: NoFlags, name: str) -> None:
 
 
 def bench_reader(options: Any) -> None:
-    from vlatune.bench import reader
+    from vlatune.bench.reader import reader_bench
 
-    reader.run(options)
+    reader_bench.run(options)
 
 
 def bench_feed(options: Any) -> None:
-    from vlatune.bench import feed
+    from vlatune.bench.feed import feed_bench
 
-    feed.run(options)
+    feed_bench.run(options)
 
 
 def bench_step(options: Any) -> None:
-    from vlatune.bench import step
+    from vlatune.bench.step import step_bench
 
-    step.run(options)
+    step_bench.run(options)
 
 
 def bench_resume(options: Any) -> None:
-    from vlatune.bench import resume
+    from vlatune.bench.resume import resume_bench
 
-    resume.run(options)
+    resume_bench.run(options)
 
 
 def bench_train(options: Any) -> None:
-    from vlatune.bench import train
+    from vlatune.bench.train import train_bench
 
-    train.run(options)
+    train_bench.run(options)
 
 
 def _reader_bench() -> type:

@@ -24,7 +24,7 @@ from pi05_parity import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from vlatune.batch import TIME
-from vlatune.bench.host_sync import HostSyncSpy
+from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_flow import encode_time
 from vlatune.policies.pi05_trainable import set_trainable

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vlatune.bench.processes import processes_in
+
 PATIENCE_S = 400
 
 
@@ -55,28 +57,12 @@ def step_of(run_dir: Path) -> int:
 
 def session(sid: int) -> list[int]:
     """Processes of a session: all that a run has started, Ray's own included unless they left it."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if int(after_name[3]) == sid and after_name[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+    return list(processes_in(sid))
 
 
 def named(sid: int, part: str) -> list[int]:
     """Processes of the session whose command line has this in it, oldest first."""
-    found = []
-    for pid in session(sid):
-        try:
-            text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if part in text:
-            found.append(pid)
-    return sorted(found)
+    return [pid for pid, title in processes_in(sid).items() if part in title]
 
 
 def left_behind() -> list[Path]:

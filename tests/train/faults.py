@@ -111,8 +111,8 @@ def arm(faults: Faults) -> None:
 
     before(Worker, "_take", next_step)
     before(Updater, "update", watch_gradients)
-    before(Updater, "_forward", lambda _: faults.reach("forward"))
-    before(Updater, "_backward", lambda _: faults.reach("backward"))
+    before(Updater, "forward", lambda _: faults.reach("forward"))
+    before(Updater, "backward", lambda _: faults.reach("backward"))
     after(Worker, "_note", "after step")
     after(MetricsLogger, "log", "report")
 

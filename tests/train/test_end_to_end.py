@@ -263,7 +263,7 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_the_one_before(first_run, capsys, 
 
 
 def test_the_host_reads_an_evaluation_once_however_many_batches_it_has(first_run):
-    from vlatune.bench.host_sync import HostSyncSpy
+    from vlatune.bench.step.host_sync import HostSyncSpy
     from vlatune.evaluate.evaluate_run import read_held_out
     from vlatune.evaluate.predictions import predict_all
 

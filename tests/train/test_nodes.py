@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from driving import named, step_of
@@ -76,7 +77,7 @@ class RayletOf:
 def node_of_a_worker(cluster: Cluster) -> RayletOf:
     """A node on which a training worker runs: its raylet is the worker's parent."""
     (worker, *_) = named(os.getsid(0), "ray::RayTrainWorker")
-    parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    parent = psutil.Process(worker).ppid()
     for node in cluster.worker_nodes:
         process = node.all_processes["raylet"][0].process
         if process.pid == parent:

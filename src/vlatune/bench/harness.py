@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -58,6 +59,12 @@ def alternate(ways: Mapping[str, Callable[[], float]], rounds: int, *, say: Call
             results.rounds.setdefault(name, []).append(value)
             say(f"round {number + 1} of {rounds}: {name}: {value:.1f}")
     return results
+
+
+def say(text: str) -> None:
+    """A line for the person who waits; the results alone go to stdout."""
+    sys.stderr.write(f"vlatune: {text}\n")
+    sys.stderr.flush()
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -102,6 +102,12 @@ def _decoder(source: str | IO[bytes], place: VideoPlace) -> Iterator["Decoder"]:
         _decoders.popitem(last=False)[1].close()
 
 
+def close_decoders() -> None:
+    """Those that this process keeps open for the next read."""
+    while _decoders:
+        _decoders.popitem()[1].close()
+
+
 class Decoder:
     """An open file and the frame at which its decoding stands."""
 

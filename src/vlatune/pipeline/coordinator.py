@@ -19,10 +19,10 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.batch import Columns
-from vlatune.pipeline.execution import TARGET_SHARE, act_soon, keep_pace
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Segment, Share, make_units, plan_segments
-from vlatune.pipeline.source import UnitSource
+from vlatune.pipeline.source import TARGET_SHARE, UnitSource
+from vlatune.ray_internals import keep_pace
 
 ASKED_AHEAD = 2
 """Blocks asked for before they are needed: one is handed over while the next is fetched."""
@@ -51,7 +51,6 @@ class Coordinator:
     """The actor. `take` gives what comes next: a segment's head, its blocks, and None after the last."""
 
     def __init__(self, plan: DataPlan, share: Share, budget: Budget, first_step: int, last_step: int) -> None:
-        act_soon()
         self._stream = _stream(plan, share, budget, first_step, last_step)
         self._begun: list[SegmentHead | BlockRef] = []
         self._failed: Exception | None = None

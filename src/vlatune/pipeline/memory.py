@@ -7,9 +7,6 @@ How large the store is and how many CPUs readers get is decided in `sizing.py`; 
 import math
 from dataclasses import dataclass
 
-FREE_SOON = {"free_objects_period_milliseconds": 100}
-"""Ray's `_system_config` of a cluster of our own. A raylet frees what nobody uses any more once a second by default: at 85
-MB/s that is half of a store of 150 MB, dead and still counted."""
 STORE_SHARE = 0.45
 """Of the store that the pipelines of all workers may plan to fill. Ray's limits are soft: it overshoots by about five blocks,
 and in a store that frees once a second by what was consumed in it."""

@@ -19,10 +19,10 @@ from vlatune.batch import Columns
 from vlatune.dataset.partition import Span
 from vlatune.dataset.reader import Unit, allocate, read_into
 from vlatune.dataset.request import Delivery
-from vlatune.pipeline.execution import TARGET_SHARE, act_soon, keep_pace
 from vlatune.pipeline.host import usable_cpus
 from vlatune.pipeline.read_plan import Names, ReadPlan, ReadTaskPlan, Roots, plan_read, task_blocks
-from vlatune.pipeline.source import to_table
+from vlatune.pipeline.source import TARGET_SHARE, to_table
+from vlatune.ray_internals import keep_pace
 
 
 def read_lerobot(
@@ -81,7 +81,6 @@ def read_lerobot(
         on_bad_episode=on_bad_episode,
         min_tasks=2 * _cluster_cpus(),
     )
-    act_soon()
     source = LeRobotSource(plan)
     dataset = ray.data.read_datasource(source, override_num_blocks=len(plan.tasks), concurrency=concurrency)
     # The context is this Dataset's own copy: the caller's other Datasets keep their block size.

@@ -27,6 +27,8 @@ READ_S = "read_s"
 """Column of a block: seconds that reading a row took. The feed takes it off."""
 READER_NICENESS = 19
 """The most that there is. Ray starts all workers with 15, those that train too, unless its cluster is ours."""
+TARGET_SHARE = 0.8
+"""Ray's target over the size of our blocks: 1.25 times the target lies in the middle of what it neither joins nor splits."""
 
 
 Blocks = tuple[list[Unit], ...]

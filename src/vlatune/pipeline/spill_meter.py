@@ -1,4 +1,4 @@
-"""[ray] The meter that watches the object stores for bytes that spill.
+"""The meter that watches the object stores for bytes that spill.
 
 It reads the raylets' own counters; they only grow, so it keeps differences from its start. A meter that cannot measure
 raises: a zero that was never measured is worse than an error.
@@ -6,6 +6,8 @@ raises: a zero that was never measured is worse than an error.
 
 import threading
 from dataclasses import dataclass
+
+from vlatune.ray_internals import store_counters
 
 SAMPLE_EVERY_S = 0.5
 
@@ -19,17 +21,12 @@ class StoreCounters:
 
 def read_counters() -> StoreCounters:
     """Cluster-wide counters of the object stores, from the raylets."""
-    import ray
-    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-
     try:
-        state = get_state_from_address(ray.get_runtime_context().gcs_address)
-        stats = get_memory_info_reply(state).store_stats
+        return StoreCounters(*store_counters())
     except Exception as error:
         raise RuntimeError(
             f"the object store's counters cannot be read ({error}); without them a spill would go unseen"
         ) from error
-    return StoreCounters(stats.spilled_bytes_total, stats.object_store_bytes_fallback, stats.object_store_bytes_used)
 
 
 class SpillMeter:

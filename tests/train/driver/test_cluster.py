@@ -122,7 +122,7 @@ def test_no_cluster_is_started_unasked(monkeypatch):
     import ray
     from ray._private import auto_init_hook
 
-    from vlatune.train.driver.cluster import _start_none_unasked
+    from vlatune.ray_internals import start_none_unasked
 
     started = []
     monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
@@ -130,7 +130,7 @@ def test_no_cluster_is_started_unasked(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda: started.append("by itself"))
     auto_init_hook.auto_init_ray()
     assert started == ["by itself"]
-    _start_none_unasked()
+    start_none_unasked()
     auto_init_hook.auto_init_ray()
     assert started == ["by itself"]
 
@@ -212,6 +212,7 @@ def test_dead_nodes_are_not_counted(monkeypatch):
 
 LISTEN = """
 import sys
+import time
 from pathlib import Path
 import ray
 from listening import listeners
@@ -225,9 +226,13 @@ def where():
     return ray.util.get_node_ip_address()
 
 config = RunConfig(ray=RayConfig(num_cpus=2, object_store_bytes=100_000_000))
-with local_ray(config, RunFolder(Path(sys.argv[1])), RunShape(num_workers=1, row_bytes=460_000, run_rows=4)):
+with local_ray(config, RunFolder(Path(sys.argv[1])), RunShape(num_workers=1, row_bytes=460_000, run_rows=4)) as cluster:
     assert ray.get(where.remote()) == "127.0.0.1"
-    print("\\n".join(listeners()))
+    print("\\n".join(listeners()), flush=True)
+    assert cluster.lost_part() is None
+    cluster.end()
+    while cluster.lost_part() is None:
+        time.sleep(0.01)
 """
 
 

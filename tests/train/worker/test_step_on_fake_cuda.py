@@ -84,7 +84,7 @@ class NoBackward(Updater):
         optimizer.step = lambda: None
         super().__init__(module, self.trained, optimizer, clip_norm=1.0)
 
-    def _backward(self, loss: torch.Tensor, share: float) -> None:
+    def backward(self, loss: torch.Tensor, share: float) -> None:
         assert is_fake_cuda(loss.detach() * 0.0 + share)
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -107,7 +107,7 @@ def test_an_update_never_leaves_the_device(setup, train):
 
 def test_the_guard_would_be_caught_reading_its_flag(setup, monkeypatch):
     """So that the test above is known to see: the same, but the host looks whether the norm is finite."""
-    module_way = NoBackward._apply
+    module_way = NoBackward.apply
 
     def look(self: NoBackward) -> torch.Tensor:
         norm = module_way(self)
@@ -115,7 +115,7 @@ def test_the_guard_would_be_caught_reading_its_flag(setup, monkeypatch):
             return norm
         raise AssertionError
 
-    monkeypatch.setattr(NoBackward, "_apply", look)
+    monkeypatch.setattr(NoBackward, "apply", look)
     with fake_cuda():
         module, _, optimizer = make_learner(setup, "heads")
         updater, batch = NoBackward(module, optimizer), make_batch(setup)

@@ -5,8 +5,8 @@ import torch
 from lerobot.policies.pi05 import PI05Policy
 
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
+from vlatune.bench.base_models import DIMS, Base, make_rows, make_small_base
 from vlatune.bench.options import StepBench
-from vlatune.bench.step_model import DIMS, Base, make_rows, make_small_base
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05_module import Pi05Module, load_pi05

@@ -11,18 +11,28 @@ import logging
 import os
 import secrets
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import psutil
 
 from vlatune.config import RunConfig
 from vlatune.files import make_folder, open_to_append, write_aside, write_new
 from vlatune.outgoing import redacted, say, warn
+from vlatune.ray_internals import (
+    VITAL_PROCESSES,
+    asks_for_token,
+    count_gpus,
+    init_options,
+    print_through,
+    ray_on_loopback,
+    start_none_unasked,
+)
 from vlatune.train.driver.folder_checks import RunFolder
 
 if TYPE_CHECKING:
@@ -35,10 +45,7 @@ MAX_FOLDER_CHARS = 40
 """Ray puts sockets below its folder, and the path of a socket has at most 107 characters."""
 YOUNG_S, REMOVALS = 60.0, 10
 STARTS = 3
-VITAL = ("gcs_server", "raylet")
 AUTH_MODE = "RAY_AUTH_MODE"
-ON_A_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's variable for whether a node takes the machine's address; with 0 it takes 127.0.0.1, as it does on macOS."""
 GLOO = "GLOO_SOCKET_IFNAME"
 """Else gloo takes the address that the machine's name leads to."""
 LOG_BYTES = 10_000_000
@@ -51,6 +58,7 @@ class Cluster:
     def __init__(self, sizing: "Sizing", ray_folder: Path | None, *, ours: bool) -> None:
         self.ours, self.sizing = ours, sizing
         self._folder = ray_folder
+        self._vital: dict[str, psutil.Process] = {}
         if ours:
             self._start()
 
@@ -62,12 +70,13 @@ class Cluster:
         """
         if not self.ours:
             return None
-        return next((part for part, process in _vital_processes() if process.poll() is not None), None)
+        return next((part for part, process in self._vital.items() if not _lives(process)), None)
 
     def end(self) -> None:
         """At once; what still runs of it goes with its raylet."""
-        for _, process in _vital_processes():
-            process.kill()
+        for process in self._vital.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def renew(self) -> bool:
         """Our own is started again if it lost a part; says whether it was. Another's may have other nodes by now."""
@@ -101,8 +110,6 @@ class Cluster:
     def _init(self) -> None:
         import ray
 
-        from vlatune.pipeline.memory import FREE_SOON
-
         (node,) = self.sizing.nodes
         ray.init(
             address="local",
@@ -112,17 +119,25 @@ class Cluster:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _system_config=FREE_SOON | {"worker_niceness": 0},  # only readers give way, see source.py
-            _temp_dir=str(self._folder) if self._folder else None,
+            **init_options(folder=self._folder, niceness=0),  # only readers give way, see source.py
         )
+        self._vital = _vital_processes()
 
 
-def _vital_processes() -> list[tuple[str, subprocess.Popen[bytes]]]:
-    import ray._private.worker
+def _vital_processes() -> dict[str, psutil.Process]:
+    """Name -> process of the two that our cluster, which has just started, ends with."""
+    children = {one.name(): one for one in psutil.Process().children() if _lives(one)}
+    if gone := set(VITAL_PROCESSES) - children.keys():
+        raise RuntimeError(f"its {' and '.join(sorted(gone))} ended while it started")
+    return {name: children[name] for name in VITAL_PROCESSES}
 
-    node: Any = ray._private.worker._global_node
-    assert node is not None  # ours is running
-    return [(part, one.process) for part in VITAL for one in node.all_processes[part]]
+
+def _lives(process: psutil.Process) -> bool:
+    """One that has ended stays in the list of processes until Ray asks for its code."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
@@ -133,7 +148,7 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
     from vlatune.pipeline.sizing import plan_on_nodes
 
     _quiet(folder)
-    _start_none_unasked()
+    start_none_unasked()
     # Training and decoding share the cores: threads that spin while they wait for each other make a step 10 x slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if ray.is_initialized():  # a caller, such as a test, has its own
@@ -174,13 +189,6 @@ OPEN_CLUSTER = (
 )
 
 
-def asks_for_token() -> bool:
-    """Whether this process, and with it the cluster that it started or joined, uses tokens."""
-    from ray._private.authentication.authentication_utils import is_token_auth_enabled
-
-    return is_token_auth_enabled()
-
-
 def keep_token_private(home: Path | None = None) -> None:
     """Ray would write the token of a first local cluster for all to read. One that is there already is closed to others."""
     if os.environ.get(AUTH_MODE, "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
@@ -197,24 +205,15 @@ def keep_token_private(home: Path | None = None) -> None:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """A cluster that is started inside, and its processes, take 127.0.0.1 for this machine's address.
-
-    Ray binds to it alone then, and `_node_ip_address="127.0.0.1"` is replaced by the address on the network.
-    """
-    from ray._private import ray_constants
-
-    was_on, before = ray_constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in (ON_A_NETWORK, GLOO)}
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    os.environ[ON_A_NETWORK] = "0"
+    """A cluster that is started inside, and its workers among themselves, talk on this machine alone."""
+    is_set = GLOO in os.environ
     os.environ.setdefault(GLOO, "lo")
     try:
-        yield
+        with ray_on_loopback():
+            yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = was_on
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        if not is_set:
+            os.environ.pop(GLOO, None)
 
 
 def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
@@ -222,19 +221,10 @@ def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
     from vlatune.pipeline.host import read_host
     from vlatune.pipeline.sizing import plan_on_host
 
-    host = read_host(gpus=_num_gpus())
+    host = read_host(gpus=count_gpus())
     if config.ray.num_cpus is not None:
         host = replace(host, cpus=config.ray.num_cpus)
     return plan_on_host(host, run, store_bytes=config.ray.object_store_bytes)
-
-
-def _num_gpus() -> int:
-    """As many as Ray will find when it starts."""
-    from ray._private.accelerators import get_accelerator_manager_for_resource
-
-    manager: Any = get_accelerator_manager_for_resource("GPU")
-    there, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
-    return there if visible is None else min(there, len(visible))
 
 
 def read_nodes() -> "list[Node]":
@@ -323,15 +313,6 @@ def worker_resources(sizing: "Sizing") -> dict[str, float]:
     return {"CPU": sizing.kept_cores}
 
 
-def _start_none_unasked() -> None:
-    """Ray starts a cluster for any call that finds none. Ray Train's thread may make one after ours was ended by Ctrl-C, or
-    while it is replaced; that cluster would be nobody's.
-    """
-    from ray._private import auto_init_hook
-
-    auto_init_hook.enable_auto_connect = False
-
-
 class WithoutSecrets(logging.Formatter):
     """Ray quotes errors, and those may quote addresses and headers."""
 
@@ -341,17 +322,10 @@ class WithoutSecrets(logging.Formatter):
 
 def _quiet(folder: RunFolder) -> None:
     """What Ray has to say goes to logs/driver.log instead of the terminal."""
-    import ray._private.worker
-
     handler = logging.StreamHandler(open_to_append(make_folder(folder.path, "logs") / "driver.log"))
     handler.setFormatter(WithoutSecrets())
     for name in ("ray", "ray.data", "ray.train", "ray.tune"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-
-    def write(data: dict[str, Any], *_: object, **__: object) -> None:
-        logging.getLogger("ray").error("\n".join(data["lines"]))
-
-    # Errors of the cluster, screens long, are printed whatever log_to_driver says; there is no setting.
-    ray._private.worker.print_to_stdstream = write
+    print_through(logging.getLogger("ray").error)

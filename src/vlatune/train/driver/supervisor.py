@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.files import write_text
+from vlatune.ray_internals import draining_nodes
 from vlatune.train.driver.cluster import Cluster
 from vlatune.train.driver.failures import root_cause
 from vlatune.train.driver.folder_checks import RunFolder
@@ -160,13 +161,6 @@ def find_hung(states: Sequence[RankState], timeout_s: float) -> list[RankState]:
 def find_culprit(states: Sequence[RankState], how: Mapping[int, str]) -> RankState:
     """Where one stands, the others wait for it: one that is not running, else the one that has done least."""
     return min(states, key=lambda state: (how[state.rank] == "running", state.moves, -state.still_s))
-
-
-def draining_nodes() -> set[str]:
-    """Nodes that Ray knows will be taken away: a preemption notice, or `ray drain-node`."""
-    from ray._private.state import state  # there is no public way to ask; Ray Train's own watcher asks here, too
-
-    return set(state.get_draining_nodes())
 
 
 def _on_thread(call: Callable[[], object]) -> "queue.Queue[BaseException | None]":

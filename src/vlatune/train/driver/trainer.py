@@ -1,46 +1,28 @@
-"""[ray] Ray Train's trainer without what a run of ours does not use, which costs time at every start.
+"""[ray] The workers of a run: processes of one torch process group, started by Ray Train.
 
-Ray Train starts an actor for its controller, one for its datasets, one that watches for preemption and one that removes
-placement groups after a crash; each imports ray.train, five seconds of CPU, and the workers are not started before the
-controller is. Here the controller runs in the driver, which has all of that loaded: one process less that could die.
-Our data has its own way to the workers, `supervisor.py` watches the nodes, and a cluster of our own goes with its
-placement groups. Only the workers import torch; what joins them to a process group is Ray Train's own code.
+Only they import torch. The trainer is Ray Train's without what a run of ours does not use (`ray_internals.py`).
 """
 
-import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError
-from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
-from ray.train._internal.base_worker_group import BaseWorkerGroup
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.callbacks import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.worker_group import Worker, WorkerGroup
-from ray.train.v2.api.callback import RayTrainCallback
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-SETTINGS = {
-    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the driver's log is ours
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-}
+from vlatune.ray_internals import TRAIN_SETTINGS, lean_trainer
+
 LEAVE_S = 5.0
 JOIN_S = 1800.0
 """As long as Ray Train waits for a collective operation."""
 LOOPBACK = "127.0.0.1"
-UNUSED = (DatasetsCallback,)
-UNUSED_ON_OUR_OWN = (DatasetsCallback, PlacementGroupCleanerCallback)
 
 
 def make_trainer(
@@ -53,63 +35,21 @@ def make_trainer(
     storage_path: str,
     own_cluster: bool,
     environment: Mapping[str, str] | None = None,
-) -> DataParallelTrainer:
+) -> Any:
     """What runs `work({"job": job})` in so many processes of one process group, once.
 
     `environment` is set in them before anything starts CUDA, but for what they have already.
     """
-    for setting, value in SETTINGS.items():
+    for setting, value in TRAIN_SETTINGS.items():
         os.environ.setdefault(setting, value)
     use_gpu = "GPU" in resources
-    return LeanTrainer(
+    return lean_trainer(own_cluster=own_cluster)(
         work,
         train_loop_config={"job": job},
         backend_config=TorchGroup("nccl" if use_gpu else "gloo", dict(environment or {})),
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(name=name, storage_path=storage_path, failure_config=FailureConfig(max_failures=0)),
-        unused=UNUSED_ON_OUR_OWN if own_cluster else UNUSED,
     )
-
-
-class LeanTrainer(DataParallelTrainer):
-    def __init__(self, *args: Any, unused: tuple[type[RayTrainCallback], ...], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._unused = unused
-
-    def _create_default_callbacks(self) -> list[RayTrainCallback]:
-        return [one for one in super()._create_default_callbacks() if not isinstance(one, self._unused)]
-
-    def _initialize_and_run_controller(self, **settings: Any) -> Result:
-        controller = DriversController(**settings)
-        asyncio.run(controller.run())
-        return controller.get_result()
-
-
-class DriversWorkerGroup(WorkerGroup):
-    def _init_train_context_on_workers(
-        self, workers: list[Worker], sync_actor: ActorHandle, train_context_args: dict[str, list[Any]]
-    ) -> None:
-        """As Ray Train does it, but for the handle of a controller that is no actor: nothing of ours asks it anything."""
-        told = []
-        for number, worker in enumerate(workers):
-            more = {name: values[number] for name, values in train_context_args.items()}
-            told.append(
-                worker.actor.init_train_context.remote(
-                    train_run_context=self._train_run_context,
-                    distributed_context=worker.distributed_context,
-                    synchronization_actor=sync_actor,
-                    storage_context=self._storage_context,
-                    worker_callbacks=self._worker_callbacks_to_propagate,
-                    controller_actor=None,
-                    **more,
-                )
-            )
-        ray.get(told)
-        self._decorate_worker_log_file_paths(workers)
-
-
-class DriversController(TrainController):
-    worker_group_cls = DriversWorkerGroup
 
 
 @dataclass
@@ -134,11 +74,9 @@ class TorchGroupBackend(Backend):
 
     share_cuda_visible_devices = True
 
-    def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        from ray.train._internal.utils import get_address_and_port
-
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         assert isinstance(backend_config, TorchGroup)
-        address, port = worker_group.execute_single(0, get_address_and_port)
+        address, port = worker_group.execute_single(0, _find_address)
         size = len(worker_group)
         joins: Any = [
             worker_group.execute_single_async(rank, _join, address, port, backend_config, rank, size)
@@ -146,30 +84,56 @@ class TorchGroupBackend(Backend):
         ]
         ray.get(joins)
 
-    def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         with contextlib.suppress(GetTimeoutError):  # where a worker died, the others may be stuck
             leaving: Any = worker_group.execute_async(_leave)
             ray.get(leaving, timeout=LEAVE_S)
 
 
+def _find_address() -> tuple[str, int]:
+    """Of this node, with a port that is free."""
+    address = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as opened:
+        opened.bind(("", 0))
+        return address, opened.getsockname()[1]
+
+
 def _join(address: str, port: int, group: TorchGroup, rank: int, size: int) -> None:
     for name, value in group.environment.items():
         os.environ.setdefault(name, value)
-    from ray.train.torch import config
+    from torch import distributed
 
-    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    config._set_torch_distributed_env_vars()
+    os.environ |= _place(address, port)
+    if not {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"} & os.environ.keys():
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as Ray Train has it
     if address == LOOPBACK:
         _join_on_loopback(port, group.backend, rank, size)
     else:
-        config._setup_torch_process_group(group.backend, rank, size, "env://")
+        wait = timedelta(seconds=JOIN_S)
+        distributed.init_process_group(group.backend, "env://", rank=rank, world_size=size, timeout=wait)
+
+
+def _place(address: str, port: int) -> dict[str, str]:
+    """This worker's place in the group, under the names that torchrun gives; Accelerate reads the last."""
+    from ray.train.torch import get_device
+
+    context = ray.train.get_context()
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "ACCELERATE_TORCH_DEVICE": str(get_device()),
+    }
 
 
 def _join_on_loopback(port: int, backend: str, rank: int, size: int) -> None:
     """The same, but that the store by which the workers find each other is not open to the network: torch's would be."""
     from torch import distributed
 
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as Ray Train has it
     listening = None
     if rank == 0:
         with socket.socket() as opened:
@@ -185,13 +149,21 @@ def _join_on_loopback(port: int, backend: str, rank: int, size: int) -> None:
 
 
 def _leave() -> None:
-    from ray.train.torch import config
+    import torch
 
-    config._shutdown_torch(destroy_process_group=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def own_device() -> Any:
+@contextmanager
+def own_device() -> Iterator[None]:
     """Around the worker's function: this rank's own GPU is the current one."""
-    from ray.train.torch.config import TorchConfigContextManager
+    import torch
+    from ray.train.torch import get_device
 
-    return TorchConfigContextManager()
+    device = get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    yield

@@ -59,24 +59,26 @@ class Updater:
         losses = []
         for batch in islice(batches, micro_steps):
             with self._exchange(last=len(losses) == micro_steps - 1):
-                loss = self._forward(batch)
-                self._backward(loss, 1 / micro_steps)
+                loss = self.forward(batch)
+                self.backward(loss, 1 / micro_steps)
             losses.append(loss.detach())
         if len(losses) != micro_steps:
             raise RuntimeError(
                 f"an update over {micro_steps} micro-batches got only {len(losses)}; the weights are as they were"
             )
         stacked = torch.stack(losses)
-        return StepResult(stacked, stacked.mean(), self._apply())
+        return StepResult(stacked, stacked.mean(), self.apply())
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
+        """The first of an update's three parts; all are public, so that each can be timed."""
         return self._module(batch)
 
-    def _backward(self, loss: Tensor, share: float) -> None:
+    def backward(self, loss: Tensor, share: float) -> None:
         """A loss that is not finite becomes NaN in every gradient, so that the exchange tells all workers."""
         loss.backward(loss.detach() * 0.0 + share)
 
-    def _apply(self) -> Tensor:
+    def apply(self) -> Tensor:
+        """Clip, step, and let the gradients go; their norm before clipping."""
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self.guard.watch(grad_norm)
         self._optimizer.step()

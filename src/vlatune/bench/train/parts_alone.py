@@ -1,0 +1,109 @@
+"""What a sample costs alone: `python -m vlatune.bench.train.parts_alone step|reading CONFIG`; prints one JSON object.
+
+The step is the worker's own on one batch that is kept, reading is what a read task runs, in one process without Ray.
+Both on the data of the run that CONFIG, a file, describes. Seconds are per sample, after a warm-up.
+"""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from vlatune.config import RunConfig
+from vlatune.dataset.reader import Unit
+from vlatune.flags import config_from_dict
+from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
+from vlatune.pipeline.source import cut_units, read_blocks, read_units
+from vlatune.pipeline.transforms import apply_all
+from vlatune.policies.base import ModuleOptions
+from vlatune.run_setup import Setup, make_setup
+from vlatune.train.driver.cluster import size_for_this_host
+from vlatune.train.driver.launch import run_shape
+from vlatune.train.worker.collate import collate
+from vlatune.train.worker.device import set_performance_flags
+from vlatune.train.worker.optimizer import make_optimizer
+from vlatune.train.worker.optimizer_step import Updater
+
+MEASURE_S = 8.0
+WARM_UP_S = 2.0
+
+
+def main(what: str, config: RunConfig) -> None:
+    setup = make_setup(config)
+    plan = setup.data_plan(config.batch_size)
+    work = step_alone(config, setup, plan) if what == "step" else read_alone(config, plan)
+    sys.stdout.write(json.dumps(measure(work)) + "\n")
+
+
+def measure(work: Callable[[], int]) -> dict[str, float]:
+    """Seconds per sample of something that does some samples and says how many: by the clock, and of all threads."""
+    _repeat(work, WARM_UP_S)
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    samples = _repeat(work, MEASURE_S)
+    cpu_s, wall_s = time.process_time() - begin_cpu_s, time.perf_counter() - begin_s
+    return {"wall_s": wall_s / samples, "cpu_s": cpu_s / samples}
+
+
+def step_alone(config: RunConfig, setup: Setup, plan: DataPlan) -> Callable[[], int]:
+    """An optimizer step on the first batch of the run."""
+    device = torch.device("cpu")
+    set_performance_flags(device, size_for_this_host(config, run_shape(config, setup)).torch_threads)
+    options = ModuleOptions.of(config.policy)
+    module = setup.adapter.load_module(setup.policy, setup.binding, options, device).train()
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(trainable, config.optimizer)
+    updater = Updater(module, trainable, optimizer, clip_norm=config.optimizer.grad_clip_norm)
+    columns = apply_all(plan.transforms, read_units(plan.specs, _first_units(plan, config.batch_size)))
+    batch = collate({key: values[: config.batch_size] for key, values in columns.items()}).wrapped().tensors
+
+    def step() -> int:
+        updater.update([batch], 1)
+        return config.batch_size
+
+    return step
+
+
+def read_alone(config: RunConfig, plan: DataPlan) -> Callable[[], int]:
+    """A block of the run's plan, the next with every call, again from the first after an epoch."""
+    units = _units(plan, config.steps)
+    blocks = list(cut_units(units, max(config.batch_size, config.dataset.run_length)))
+    stream = itertools.chain.from_iterable(read_blocks(plan.specs, blocks, plan.transforms) for _ in itertools.count())
+    return lambda: next(stream).num_rows
+
+
+def _units(plan: DataPlan, steps: int) -> list[Unit]:
+    share = Share(0, 1)
+    pieces = plan_steps(plan.order, share, 0, min(steps, plan.order.batches_per_epoch))
+    return make_units(plan, share, pieces)
+
+
+def _first_units(plan: DataPlan, rows: int) -> list[Unit]:
+    """Enough for one batch."""
+
+    def taken() -> Iterator[Unit]:
+        missing = rows
+        for unit in _units(plan, 1):
+            if missing <= 0:
+                return
+            missing -= len(unit.frames)
+            yield unit
+
+    return list(taken())
+
+
+def _repeat(work: Callable[[], int], at_least_s: float) -> int:
+    """Twice at least; the number of samples."""
+    until_s, samples, times = time.perf_counter() + at_least_s, 0, 0
+    while time.perf_counter() < until_s or times < 2:
+        samples += work()
+        times += 1
+    return samples
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[2])
+    main(sys.argv[1], config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file)))
