@@ -6,13 +6,14 @@ import pytest
 
 from vlatune.config import PolicyConfig, RunConfig, validate
 from vlatune.flags import parse_flags
-from vlatune.recipes import RECIPES, get_recipe
+from vlatune.policies.registry import all_recipes
+from vlatune.recipes import get_recipe
 
 GIVEN = ["--dataset.root=data", "--policy.path=base"]
 """What a recipe leaves to the user: at least the dataset."""
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", all_recipes())
 def test_recipe_is_a_valid_config(name: str) -> None:
     config = parse_flags([f"--recipe={name}", *GIVEN], RunConfig)
     validate(config)

@@ -12,7 +12,7 @@ from vlatune.bench.options import StepBench
 from vlatune.bench.step_model import Base, make_rows, make_small_base
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05_module import Pi05Module, load_pi05
+from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.train.device import DeviceBatch, device_batches
 from vlatune.train.ema import Ema
 from vlatune.train.finite import FiniteWatch

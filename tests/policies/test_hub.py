@@ -15,8 +15,8 @@ from loopback_hub import COMMIT, REPOSITORY, Hub, running_hub
 TOKEN = "hf_thisMustNeverBeSeenAnywhere"
 CODE = """
 import sys
-from vlatune.policies.hub import resolve_folder
-from vlatune.policies.pi05 import Pi05Adapter
+from vlatune.policies.base_folder import resolve_folder
+from vlatune.policies.pi05.adapter import Pi05Adapter
 try:
     folder = resolve_folder(sys.argv[1], sys.argv[2] or None)
     print(folder)

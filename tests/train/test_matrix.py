@@ -21,10 +21,11 @@ from vlatune import cli
 from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import TRAIN_WAYS, RunConfig
+from vlatune.config import RunConfig
 from vlatune.flags import config_from_dict
 from vlatune.pipeline.transforms import Normalise, apply_all
 from vlatune.policies.base import ModuleOptions
+from vlatune.policies.pi05 import POLICY
 from vlatune.train import loop, trainer
 from vlatune.train.evaluate import read_held_out
 from vlatune.train.folder import RunFolder
@@ -33,7 +34,7 @@ from vlatune.train.setup import make_setup
 pytestmark = pytest.mark.usefixtures("ray_local")
 
 DTYPES, DRAWS, WORKERS = ("float32", "bfloat16"), (1, 4), (1, 2)
-CASES = tuple(product(TRAIN_WAYS, DTYPES, DRAWS, WORKERS))
+CASES = tuple(product(POLICY.train_ways, DTYPES, DRAWS, WORKERS))
 LORA_SCALE = 16.0 / 16
 BF16 = 2.0**-8
 

@@ -24,7 +24,7 @@ from vlatune.bench.resume_process import Session, processes_in
 from vlatune.bench.resume_watch import AFTER_DRIVER, AFTER_WORKER, WORKER, Comeback, RunWatch
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
-from vlatune.policies.small import make_small_pi05
+from vlatune.policies.pi05.small import make_small_pi05
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
 

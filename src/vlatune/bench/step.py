@@ -25,10 +25,10 @@ from vlatune.bench.step_model import Base, make_base, make_rows, make_small_base
 from vlatune.bench.step_ours import OurWay
 from vlatune.bench.step_peers import LeRobotWay, make_accelerator
 from vlatune.bench.step_report import TrainFigures, WayFigures, print_report
-from vlatune.config import TRAIN_WAYS
 from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05_module import Pi05Module, load_pi05
+from vlatune.policies.pi05.module import Pi05Module, load_pi05
+from vlatune.policies.pi05.trainable import TRAINED as TRAIN_WAYS
 from vlatune.train.device import set_performance_flags
 
 FROZEN_PREFIX = ("heads", "expert")

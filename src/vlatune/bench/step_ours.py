@@ -12,7 +12,7 @@ from torch import Tensor
 from vlatune.batch import Columns
 from vlatune.bench.step_meter import Stopwatch
 from vlatune.config import OptimizerConfig, SchedulerConfig
-from vlatune.policies.pi05_module import Pi05Module
+from vlatune.policies.pi05.module import Pi05Module
 from vlatune.train.device import DeviceBatch, device_batches
 from vlatune.train.finite import FiniteWatch
 from vlatune.train.optim import learning_rate, make_optimizer, set_learning_rate

@@ -19,7 +19,7 @@ from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import EvalConfig, ExportConfig
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05_size import read_size, write_size
+from vlatune.policies.pi05.size import read_size, write_size
 from vlatune.train.evaluate import predict, read_held_out
 from vlatune.train.setup import make_setup
 

@@ -65,9 +65,7 @@ class Evaluated:
             "weights": self.weights,
             "val_loss": full.loss,
             "action_error": full.error(),
-            "blank_images_error": self.by_blank["images"].error(),
-            "blank_sentence_error": self.by_blank["sentence"].error(),
-        }
+        } | {f"blank_{what}_error": one.error() for what, one in self.by_blank.items() if what != "none"}
 
 
 OnBatch = Callable[[int, int], None]
@@ -85,7 +83,7 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
     if len(setup.held_out) == 0:
         raise ValueError(f"run '{run_dir}' holds no episodes out; train with --dataset.eval_split above 0 to evaluate")
     one_draw = replace(ModuleOptions.of(config.policy), flow_samples=1)
-    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device).eval()
+    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device, stats=setup.stats).eval()
     rows = read_held_out(setup, options.max_samples)
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = []
@@ -93,12 +91,19 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
         with store.opened(step) as folder:
             for wanted in ("ema", "trained") if options.weights == "both" else (options.weights,):
                 weights = load_result(folder, trainable, wanted)
-                found.append(Evaluated(step, weights, predict_all(setup, module, rows, options, on_batch=on_batch)))
+                by_blank = predict_all(setup, module, rows, options, blanks=_blanks(setup), on_batch=on_batch)
+                found.append(Evaluated(step, weights, by_blank))
     result = _figures(setup, options, found) | {"device": str(device)}
     write_json(run_dir / "eval.json", result)
     save_eval_samples(run_dir, _samples_to_show(setup, rows, found[0].by_blank["none"]))
     write_report(run_dir)
     return result
+
+
+def _blanks(setup: Setup) -> tuple[str, ...]:
+    """Of what the policy looks at at all."""
+    unused = {"images": not setup.binding.cameras, "sentence": not setup.policy.has_prompt}
+    return tuple(blank for blank in BLANKS if not unused.get(blank))
 
 
 def _wanted_steps(store: Store, names: Sequence[str]) -> list[int]:

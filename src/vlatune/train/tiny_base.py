@@ -1,4 +1,4 @@
-"""`--recipe=tiny` without a base model: a small PI0.5 with random weights, made for the run's datasets in RUN/base.
+"""A run without a base model: the policy with random weights, small with --recipe=tiny, made for its datasets in RUN/base.
 
 It has their cameras (those that all of them have, under the names of --rename_map), dims and sentences. Written aside and
 renamed, once: a run that goes on takes the one that is there. The same datasets and seed give the same weights. No torch
@@ -8,15 +8,16 @@ at import.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from vlatune.batch import ACTION, STATE
-from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
-from vlatune.config import RunConfig, makes_base
+from vlatune.config import RunConfig, makes_base, makes_small
 from vlatune.dataset.feature_map import as_flag, likely_name
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.files import read_json
+from vlatune.policies.base import Fit
+from vlatune.policies.registry import get_policy
 from vlatune.report.sinks import write_json
 from vlatune.train.folder import RunFolder, check_run, only_one
 from vlatune.train.setup import load_metas
@@ -28,20 +29,7 @@ IMAGE_SIZE = 48
 HORIZON_S = 0.8
 """Seconds of actions in a chunk."""
 MOST_DIMS = 32
-"""Of state and action, as LeRobot's PI05Config has it."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What the model is made for."""
-
-    cameras: tuple[str, ...]
-    state_dim: int
-    action_dim: int
-    horizon: int
-    image_size: int
-    tasks: tuple[str, ...]
-    seed: int
+"""Of state and action, as the base models of vision-language-action policies have it."""
 
 
 def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
@@ -56,7 +44,7 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
         check_run(config)
-        _ensure(folder.path, fit, say)
+        _ensure(folder.path, config, fit, say)
     return config
 
 
@@ -105,40 +93,20 @@ def _width(metas: tuple[DatasetMeta, ...], key: str) -> int:
     return metas[0].features[metas[0].own(key)].shape[0]
 
 
-def _ensure(run_dir: Path, fit: Fit, say: Callable[[str], None]) -> None:
+def _ensure(run_dir: Path, config: RunConfig, fit: Fit, say: Callable[[str], None]) -> None:
     base, aside = run_dir / BASE, run_dir / ASIDE
-    made_for = json.loads(json.dumps(asdict(fit)))
+    policy, small = get_policy(config.policy.type), makes_small(config)
+    made_for = json.loads(json.dumps(asdict(fit) | {"type": policy.type, "small": small}))
     if base.is_dir():
         if not (base / MADE_FOR).is_file():
             raise ValueError(f"'{base}' is in the way of the run's own base model; take it with --policy.path={base}")
         if read_json(base, MADE_FOR) == made_for:
             return
     say(
-        f"no --policy.path: making a small PI0.5 with random weights for {', '.join(fit.cameras)}, {fit.state_dim} state and "
-        f"{fit.action_dim} action dims, {len(fit.tasks)} sentences in {base}"
+        f"no --policy.path: making a {'small ' if small else ''}{policy.title} with random weights for {', '.join(fit.cameras)}, "
+        f"{fit.state_dim} state and {fit.action_dim} action dims, {len(fit.tasks)} sentences in {base}"
     )
-    from vlatune.policies.small import make_small_pi05
-
-    make_small_pi05(
-        aside,
-        cameras=fit.cameras,
-        state_dim=fit.state_dim,
-        action_dim=fit.action_dim,
-        horizon=fit.horizon,
-        image_size=fit.image_size,
-        tasks=fit.tasks,
-        seed=fit.seed,
-    )
-    _name_tokenizer(aside / PREPROCESSOR, str(base.resolve() / TOKENIZER_FOLDER))
+    policy.adapter().make_base(aside, fit, small=small, place=base)
     write_json(aside / MADE_FOR, made_for)
     shutil.rmtree(base, ignore_errors=True)  # of a start with other flags, which never became a run
     aside.rename(base)
-
-
-def _name_tokenizer(file: Path, name: str) -> None:
-    """LeRobot's processor has the tokenizer's place, which is another after the folder was renamed."""
-    content = read_json(file.parent, file.name)
-    for step in content["steps"]:
-        if step.get("registry_name") == "tokenizer_processor":
-            step["config"]["tokenizer_name"] = name
-    write_json(file, content)
