@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from repository_files import ROOT
 
 from vlatune.config import PolicyConfig, RunConfig, validate
 from vlatune.flags import parse_flags
@@ -42,6 +43,11 @@ def test_pi05_numbers_are_lerobots_presets() -> None:
     assert config.scheduler.num_warmup_steps == preset.scheduler_warmup_steps
     assert config.scheduler.num_decay_steps == preset.scheduler_decay_steps
     assert config.scheduler.decay_lr == preset.scheduler_decay_lr
+
+
+def test_the_readme_names_every_recipe() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in all_recipes() if f"`{name}`" not in text] == []
 
 
 def test_a_recipe_is_handed_out_as_a_copy() -> None:

@@ -7,14 +7,16 @@ from copy import deepcopy
 from typing import Any
 
 from vlatune.names import did_you_mean
-from vlatune.policies.registry import Recipe, all_recipes
+from vlatune.policies.registry import Recipe, all_recipes, get_policy, policy_types
 
 
 def find_recipe(name: str) -> Recipe:
+    """Policy after policy: a package of somebody else is imported only where none of ours has it."""
+    for one in policy_types():
+        if name in get_policy(one).recipes:
+            return get_policy(one).recipes[name]
     recipes = all_recipes()
-    if name not in recipes:
-        raise ValueError(f"unknown recipe '{name}'{did_you_mean(name, recipes)} (there are {', '.join(recipes)})")
-    return recipes[name]
+    raise ValueError(f"unknown recipe '{name}'{did_you_mean(name, recipes)} (there are {', '.join(recipes)})")
 
 
 def get_recipe(name: str) -> dict[str, Any]:

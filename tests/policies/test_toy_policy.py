@@ -3,15 +3,21 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from repository_files import ROOT
 from safetensors.numpy import load_file
 
 from vlatune import cli
+from vlatune.dataset.reader import make_unit, read_unit
+from vlatune.pipeline.transforms import apply_all
 from vlatune.policies import registry
+from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
+from vlatune.train.setup import make_setup
 
 pytestmark = pytest.mark.ray
 PAGE = ROOT / "docs" / "adding_a_policy.md"
@@ -62,7 +68,7 @@ def run_dir(installed, dataset_v3, tmp_path_factory) -> Path:
 
 def test_the_page_keeps_its_promise_of_length() -> None:
     assert {Path(name).parts[0] for name in page_files()} == {"toy_policy"}
-    assert sum(len(text.splitlines()) for text in page_files().values()) < 160
+    assert sum(len(text.splitlines()) for text in page_files().values()) < 120
 
 
 def test_help_and_recipes_come_from_the_registry(installed, capsys) -> None:
@@ -107,3 +113,27 @@ def test_what_it_cannot_train_is_refused(installed, dataset_v3, capsys) -> None:
     flags = [f"--dataset.root={dataset_v3}", "--policy.train=expert"]
     assert cli.main(["train", "--recipe=toy", *flags]) == cli.MISUSED
     assert "--policy.train=expert: must be one of full, head" in capsys.readouterr().err
+
+
+def test_a_policy_may_ask_for_a_history_other_bars_and_statistics_of_pictures(installed, run_dir, monkeypatch) -> None:
+    """What others than PI0.5 ask of the data: the reader and the set-up deliver it."""
+    import toy_policy.adapter as toy
+
+    class Asking(toy.ToyAdapter):
+        def read_spec(self, folder):
+            asked = {"observation_offsets": (-1, 0), "action_offsets": (-1, 0, 1), "pad": "left_top"}
+            normalisation = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MEAN_STD"}
+            return replace(super().read_spec(folder), **asked, normalisation=normalisation)
+
+    monkeypatch.setattr(toy, "ToyAdapter", Asking)
+    setup = make_setup(read_config(run_dir))
+    cameras = [camera for _, camera in setup.binding.cameras]
+    assert all(setup.stats[camera]["mean"].shape == (3, 1, 1) for camera in cameras)
+    frames = np.arange(3)
+    rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))
+    batch = apply_all(setup.training_transforms(), rows)
+    assert batch[cameras[0]].shape == (3, 2, 3, 48, 48)
+    assert batch["observation.state"].shape[:2] == (3, 2)
+    assert batch["action"].shape[:2] == (3, 3)
+    assert batch["action_is_pad"][:, 0].tolist() == [True, False, False]
+    assert {camera.letterbox.pad for camera in setup.specs[0].cameras} == {"left_top"}

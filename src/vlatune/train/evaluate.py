@@ -232,13 +232,18 @@ def _samples_to_show(setup: Setup, rows: Columns, predictions: Predictions) -> l
             episode_index=int(rows["episode_index"][row]),
             frame_index=int(rows["frame_index"][row]),
             task=str(rows[TASK][row]),
-            images={name: rows[name][row] for name, _ in setup.binding.cameras},
+            images={name: _newest(rows[name][row]) for name, _ in setup.binding.cameras},
             true_TA=predictions.true_NTA[row],
             predicted_TA=predictions.predicted_NTA[row],
             valid_T=predictions.valid_NT[row],
         )
         for row in chosen
     ]
+
+
+def _newest(pictures: np.ndarray) -> np.ndarray:
+    """(3, H, W), where a policy looks at several observations, too."""
+    return pictures[-1] if pictures.ndim == 4 else pictures
 
 
 def _action_normaliser(transforms: Sequence[Transform]) -> Normalise | None:
