@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from vlatune.policies.registry import DEFAULT_TYPE, get_policy
+from vlatune.policies.registry import DEFAULT_TYPE, Policy, get_policy
 from vlatune.recipes import find_recipe
 
 CHANGEABLE = ("base", "dataset", "config", "versions")
@@ -250,6 +250,7 @@ def validate(config: RunConfig) -> None:
     for group in config.allow_changed:
         _one_of("--allow_changed", group, CHANGEABLE)
     _one_of("--policy.train", config.policy.train, tuple(policy.train_ways))
+    _check_settings(config.policy, policy)
     if config.policy.dtype is not None:
         _one_of("--policy.dtype", config.policy.dtype, ("float32", "bfloat16"))
     for name in ("flow_samples", "lora_rank"):
@@ -282,6 +283,17 @@ def makes_base(config: RunConfig) -> bool:
 def makes_small(config: RunConfig) -> bool:
     """Whether those are the policy's small twin."""
     return config.recipe is not None and find_recipe(config.recipe).small
+
+
+def _check_settings(given: PolicyConfig, policy: Policy) -> None:
+    """A setting that the policy does not have would be given in vain."""
+    known = {"path", "type", "revision", "train", *policy.settings}
+    for one in dataclasses.fields(given):
+        value = getattr(given, one.name)
+        _require(
+            one.name in known or value == one.default,
+            f"--policy.{one.name}={value}: {policy.title} (--policy.type={policy.type}) has no such setting; leave it out",
+        )
 
 
 def _check_weights(dataset: DatasetConfig) -> None:

@@ -21,7 +21,7 @@ from vlatune.train.setup import make_setup
 
 pytestmark = pytest.mark.ray
 PAGE = ROOT / "docs" / "adding_a_policy.md"
-STEPS = 6
+STEPS = 60
 
 
 def page_files() -> dict[str, str]:
@@ -61,7 +61,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory):
 def run_dir(installed, dataset_v3, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "toy"
     flags = [f"--dataset.root={dataset_v3}", f"--output_dir={folder}", "--dataset.eval_split=0.2", "--batch_size=4"]
-    code = cli.main(["train", "--recipe=toy", *flags, f"--steps={STEPS}", "--save_freq=3", "--log_freq=1"])
+    code = cli.main(["train", "--recipe=toy", *flags, f"--steps={STEPS}", "--save_freq=30", "--log_freq=1"])
     assert code == cli.OK
     return folder
 
@@ -81,7 +81,7 @@ def test_help_and_recipes_come_from_the_registry(installed, capsys) -> None:
 def test_it_trains_from_scratch(run_dir) -> None:
     losses = [line["loss"] for line in read_jsonl(run_dir / "metrics.jsonl")]
     assert len(losses) == STEPS
-    assert losses[-1] < losses[0]
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
 
 
 def test_it_is_evaluated_without_a_sentence(run_dir, capsys) -> None:
@@ -109,10 +109,19 @@ def test_it_is_exported(run_dir, tmp_path) -> None:
     assert len(spec.cameras) == 2
 
 
-def test_what_it_cannot_train_is_refused(installed, dataset_v3, capsys) -> None:
-    flags = [f"--dataset.root={dataset_v3}", "--policy.train=expert"]
-    assert cli.main(["train", "--recipe=toy", *flags]) == cli.MISUSED
-    assert "--policy.train=expert: must be one of full, head" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--policy.train=expert", "--policy.train=expert: must be one of full, head"),
+        (
+            "--policy.flow_samples=4",
+            "--policy.flow_samples=4: Toy (--policy.type=toy) has no such setting; leave it out",
+        ),
+    ],
+)
+def test_what_it_does_not_have_is_refused(flag, why, installed, dataset_v3, capsys) -> None:
+    assert cli.main(["train", "--recipe=toy", f"--dataset.root={dataset_v3}", flag]) == cli.MISUSED
+    assert why in capsys.readouterr().err
 
 
 def test_a_policy_may_ask_for_a_history_other_bars_and_statistics_of_pictures(installed, run_dir, monkeypatch) -> None:

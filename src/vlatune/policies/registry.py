@@ -45,6 +45,8 @@ class Policy:
     train_ways: Mapping[str, str]
     """What --policy.train may be -> what is trained then; the first is the usual one."""
     recipes: Mapping[str, Recipe]
+    settings: tuple[str, ...] = ()
+    """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank and lora_alpha it understands."""
     hub_base: str | None = None
     """A hub repository to start from, for messages."""
     base_dims: int = 32

@@ -72,5 +72,6 @@ POLICY = Policy(
             batch_size=4,
         ),
     },
+    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha"),
     hub_base=HUB_BASE,
 )
