@@ -81,6 +81,15 @@ def _has_cluster() -> bool:
     return ray is not None and ray.is_initialized()
 
 
+@pytest.fixture(autouse=True)
+def _ordinary_process() -> Iterator[None]:
+    """An encoder that others run in this process must not leave it, and all that it starts, a real-time one."""
+    from vlatune.dataset.video_writer import own_schedule
+
+    with own_schedule():
+        yield
+
+
 @pytest.fixture(scope="session")
 def dataset_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven episodes of about twelve frames, two cameras of 96x96: three mp4 files per camera, two data files."""

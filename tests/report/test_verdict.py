@@ -80,7 +80,7 @@ def test_spilling_comes_first_whatever_else_is_wrong():
     found = judge(summary(spilled_bytes=12_345_678, wait_share=0.9), CONFIG)
     assert found.tone == "bad"
     assert found.line.startswith("SPILLED 12.3 MB: ")
-    assert "raise --ray.object_store_bytes above 512 MB" in found.line
+    assert "use --ray.object_store_bytes=1024000000" in found.line
 
 
 def test_a_fallback_to_disk_is_not_called_spilling():

@@ -251,6 +251,33 @@ def test_our_own_asks_for_a_token_and_listens_on_loopback_only(tmp_path):
     assert "warning" not in done.stderr
 
 
+JOIN = """
+import socket
+from torch import distributed
+from listening import listeners
+from vlatune.train.cluster import on_loopback
+from vlatune.train.trainer import _join_on_loopback
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+with on_loopback():
+    _join_on_loopback(port, "gloo", 0, 1)
+    distributed.barrier()
+    print("\\n".join(listeners()))
+    distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_workers_of_our_own_find_each_other_on_loopback_only():
+    env = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}"}
+    done = subprocess.run([sys.executable, "-c", JOIN], env=env, capture_output=True, text=True, check=True)
+    heard = done.stdout.split()
+    assert heard
+    assert {address.rpartition(":")[0] for address in heard} == {"127.0.0.1"}, done.stdout
+
+
 @pytest.mark.timeout(120)
 def test_authentication_that_is_switched_off_is_told(tmp_path):
     assert "RAY_AUTH_MODE switches Ray's token authentication off" in started(tmp_path, RAY_AUTH_MODE="disabled").stderr

@@ -22,13 +22,12 @@ from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import RunConfig
-from vlatune.flags import config_from_dict
 from vlatune.pipeline.transforms import Normalise, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05 import POLICY
+from vlatune.report.run_folder import read_config
 from vlatune.train import loop, trainer
 from vlatune.train.evaluate import read_held_out
-from vlatune.train.folder import RunFolder
 from vlatune.train.setup import make_setup
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -91,12 +90,6 @@ def run(dataset_v3, small_base, tmp_path, monkeypatch, capsys):
     return run
 
 
-def config_of(run_dir: Path) -> RunConfig:
-    stored = RunFolder(run_dir).stored_config()
-    assert stored is not None
-    return config_from_dict(RunConfig, stored, "the run")
-
-
 def stored_tensors(run_dir: Path, base: Path, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
     """The base's file with the checkpoint's over it, adapters folded in, rounded as LeRobot rounds."""
     wanted = {name: tensor.to(dtypes[name]) for name, tensor in load_file(base / "model.safetensors").items()}
@@ -137,7 +130,7 @@ def check(run_dir: Path, base: Path, folder: Path) -> None:
     wanted = stored_tensors(run_dir, base, {name: tensor.dtype for name, tensor in theirs.items()})
     assert theirs.keys() == wanted.keys()
     assert [name for name, tensor in theirs.items() if not torch.equal(tensor, wanted[name])] == []
-    config = config_of(run_dir)
+    config = read_config(run_dir)
     setup = make_setup(config)
     rows = read_held_out(setup, 2)
     robot = lerobot_actions(folder, policy, rows, setup.binding, noise_for(setup.policy, rows))

@@ -70,8 +70,9 @@ def is_plain_map(value: Any) -> bool:
     return is_map and all(one is None or is_text(one) or is_number(one) or is_flag(one) for one in value.values())
 
 
-Fields = Mapping[str, Callable[[Any], bool]]
-KIND = {
+Check = Callable[[Any], bool]
+Fields = Mapping[str, Check]
+KIND: Mapping[Check, str] = {
     is_text: "a text",
     is_number: "a number",
     is_flag: "true or false",

@@ -71,8 +71,8 @@ def eval_meaning(evaluation: dict[str, Any]) -> str:
 
 def _spilled(summary: Summary, config: dict[str, Any]) -> Verdict | None:
     spilled, fallback = summary.spilled_bytes, summary.fallback_bytes
-    store = (config.get("ray") or {}).get("object_store_bytes")
-    remedy = "raise --ray.object_store_bytes" + (f" above {format_bytes(store)}" if store else "")
+    store = summary.object_store_capacity_bytes or (config.get("ray") or {}).get("object_store_bytes")
+    remedy = f"use --ray.object_store_bytes={2 * store}" if store else "raise --ray.object_store_bytes"
     if spilled:
         return Verdict(
             "bad", f"SPILLED {format_bytes(spilled)}: the object store was too small for the data in flight; {remedy}"

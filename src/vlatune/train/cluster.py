@@ -176,9 +176,9 @@ OPEN_CLUSTER = (
 
 def asks_for_token() -> bool:
     """Whether this process, and with it the cluster that it started or joined, uses tokens."""
-    from ray._raylet import AuthenticationMode, get_authentication_mode
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
-    return get_authentication_mode() == AuthenticationMode.TOKEN
+    return is_token_auth_enabled()
 
 
 def keep_token_private(home: Path | None = None) -> None:

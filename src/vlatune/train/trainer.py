@@ -178,7 +178,9 @@ def _join_on_loopback(port: int, backend: str, rank: int, size: int) -> None:
             opened.listen()
             listening = opened.detach()  # the store closes it
     wait = timedelta(seconds=JOIN_S)
-    store = distributed.TCPStore(LOOPBACK, port, size, rank == 0, wait, master_listen_fd=listening)
+    store = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  (it is documented)
+        LOOPBACK, port, size, rank == 0, wait, master_listen_fd=listening
+    )
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
 
 
