@@ -96,7 +96,9 @@ def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
     _say(f"making a small {policy.title} in {folder}")
     meta = load_meta(str(dataset))
     state, action = meta.features["observation.state"].shape[0], meta.features["action"].shape[0]
-    fit = Fit(tuple(meta.cameras), state, action, HORIZON, IMAGE_SIZE, tuple(meta.tasks), seed)
+    fit = Fit(
+        tuple(meta.cameras), state, action, HORIZON, IMAGE_SIZE, tuple(meta.tasks), seed
+    )  # small: nothing else counts
     policy.adapter().make_base(folder, fit, small=True, place=folder)
     return folder
 

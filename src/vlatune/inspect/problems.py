@@ -131,11 +131,11 @@ def width_problems(features: Mapping[str, Feature]) -> list[Problem]:
             "warning",
             place=f"meta/info.json, feature '{key}'",
             found=f"it has {features[key].shape[0]} dims",
-            expected=f"{POLICY.base_dims} at most for {POLICY.title}'s base models",
+            expected=f"{POLICY.max_dims} at most for {POLICY.title}'s base models",
             fix="leave dims out of the dataset, or take a policy that is as wide",
         )
         for key in (ACTION, STATE)
-        if key in features and features[key].shape and features[key].shape[0] > POLICY.base_dims
+        if key in features and features[key].shape and features[key].shape[0] > POLICY.max_dims
     ]
 
 

@@ -81,9 +81,14 @@ class Fit:
     state_dim: int
     action_dim: int
     horizon: int
+    """Actions in a chunk of the small twin; at full size a policy has its own."""
     image_size: int
+    """Pixels on a side that the small twin looks at, likewise."""
     tasks: tuple[str, ...]
     seed: int
+    recorded_hw: tuple[tuple[int, int], ...] = ()
+    """Of each camera, as recorded."""
+    fps: float = 0.0
 
 
 @dataclass(frozen=True)

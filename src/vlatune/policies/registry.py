@@ -49,8 +49,8 @@ class Policy:
     """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank and lora_alpha it understands."""
     hub_base: str | None = None
     """A hub repository to start from, for messages."""
-    base_dims: int = 32
-    """Dims of state and action that its base models have."""
+    max_dims: int = 10_000
+    """Dims of state and action that it takes at most."""
     from_scratch: bool = False
     """A run without --policy.path begins with random weights, made for its datasets in RUN/base."""
 

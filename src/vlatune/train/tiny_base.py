@@ -28,8 +28,6 @@ MADE_FOR = "made_for.json"
 IMAGE_SIZE = 48
 HORIZON_S = 0.8
 """Seconds of actions in a chunk."""
-MOST_DIMS = 32
-"""Of state and action, as the base models of vision-language-action policies have it."""
 
 
 def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
@@ -40,7 +38,7 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
     config = replace(config, policy=replace(config.policy, path=str((folder.path / BASE).resolve())))
     if (folder.path / "config.json").exists() and (folder.path / BASE).is_dir():
         return config  # the run has begun with it
-    fit = fit_datasets(load_metas(config), seed=config.seed)
+    fit = fit_datasets(load_metas(config), seed=config.seed, max_dims=get_policy(config.policy.type).max_dims)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
         check_run(config)
@@ -48,16 +46,18 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
     return config
 
 
-def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int) -> Fit:
-    first = metas[0]
+def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int, max_dims: int) -> Fit:
+    first, cameras = metas[0], _common_cameras(metas)
     return Fit(
-        cameras=_common_cameras(metas),
-        state_dim=_width(metas, STATE),
-        action_dim=_width(metas, ACTION),
+        cameras=cameras,
+        state_dim=_width(metas, STATE, max_dims),
+        action_dim=_width(metas, ACTION, max_dims),
         horizon=max(1, round(HORIZON_S * first.fps)),
         image_size=IMAGE_SIZE,
         tasks=tuple(sorted({task for meta in metas for task in meta.tasks})),
         seed=seed,
+        recorded_hw=tuple(first.features[first.own(camera)].height_width for camera in cameras),
+        fps=first.fps,
     )
 
 
@@ -75,7 +75,7 @@ def _common_cameras(metas: tuple[DatasetMeta, ...]) -> tuple[str, ...]:
     raise ValueError(f"--recipe=tiny: there is no colour camera that all datasets have ({said}); {remedy}")
 
 
-def _width(metas: tuple[DatasetMeta, ...], key: str) -> int:
+def _width(metas: tuple[DatasetMeta, ...], key: str, most: int) -> int:
     for meta in metas:
         own = meta.own(key)
         if own not in meta.features:
@@ -85,9 +85,9 @@ def _width(metas: tuple[DatasetMeta, ...], key: str) -> int:
                 f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; name it with {as_flag({likely or 'NAME': key})}"
             )
         shape, first = meta.features[own].shape, metas[0].features[metas[0].own(key)].shape
-        if len(shape) != 1 or shape != first or shape[0] > MOST_DIMS:
+        if len(shape) != 1 or shape != first or shape[0] > most:
             raise ValueError(
-                f"dataset '{meta.root.url}': '{own}' has the shape {shape}, expected a vector of at most {MOST_DIMS} values, "
+                f"dataset '{meta.root.url}': '{own}' has the shape {shape}, expected a vector of at most {most} values, "
                 f"as long as that of '{metas[0].root.url}' ({first}); leave the dataset out, or dims of it"
             )
     return metas[0].features[metas[0].own(key)].shape[0]

@@ -74,4 +74,5 @@ POLICY = Policy(
     },
     settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha"),
     hub_base=HUB_BASE,
+    max_dims=32,
 )

@@ -92,7 +92,17 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         assert small
         from vlatune.policies.pi05.small import make_small_pi05
 
-        make_small_pi05(folder, **vars(fit), place=place)
+        make_small_pi05(
+            folder,
+            cameras=fit.cameras,
+            state_dim=fit.state_dim,
+            action_dim=fit.action_dim,
+            horizon=fit.horizon,
+            image_size=fit.image_size,
+            tasks=fit.tasks,
+            seed=fit.seed,
+            place=place,
+        )
 
     def make_transforms(self, spec: FlowSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, normalise, prompt, tokenise, pad, draw: LeRobot's processors in LeRobot's order."""
