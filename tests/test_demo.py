@@ -9,10 +9,11 @@ import pytest
 
 from vlatune import demo
 from vlatune.aside import whole_folder
-from vlatune.config import RunConfig
+from vlatune.config import DatasetConfig, RunConfig
 from vlatune.dataset.meta import load_meta
 from vlatune.policies.registry import get_adapter
 from vlatune.train.folder import check_run
+from vlatune.train.tiny_base import with_base
 
 DIE_WHEN_CALLED = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -38,6 +39,19 @@ def test_a_base_that_was_broken_off_is_made_anew(tmp_path, dataset_v3, small_bas
     spec = get_adapter("pi05").read_spec(folder)
     assert Path(spec.tokenizer_file).is_relative_to(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_run_that_was_broken_off_while_it_made_its_base_makes_it_anew(tmp_path, dataset_v3):
+    config = RunConfig(recipe="tiny", output_dir=str(tmp_path / "run"), dataset=DatasetConfig(root=(str(dataset_v3),)))
+    make = (
+        f"from vlatune.config import *\nfrom vlatune.train.tiny_base import with_base\nwith_base({config!r}, say=print)"
+    )
+    run_and_die(make, "vlatune.policies.small.write_size")
+    assert not (tmp_path / "run/base").exists()
+    base = tmp_path / "run/base"
+    assert with_base(config, say=print).policy.path == str(base)
+    assert Path(get_adapter("pi05").read_spec(base).tokenizer_file).is_relative_to(base)
+    assert sorted(path.name for path in base.parent.iterdir()) == [".lock", "base"]
 
 
 def test_a_dataset_that_was_broken_off_is_made_anew_and_is_in_nobodys_way(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vlatune.outgoing import has_secret, printable, redacted, say
+from vlatune.dataset.storage_options import secrets_in
+from vlatune.outgoing import SECRET_WORDS, has_secret, printable, redacted, say
 
 SRC = Path(__file__).parents[1] / "src" / "vlatune"
 OTHERS = {
@@ -71,6 +72,22 @@ def test_values_of_secret_variables_are_cut_out(monkeypatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", "short")
     assert redacted(f"a{SECRET}b, short") == "a***b, short"
+
+
+def test_the_place_of_a_secret_is_no_secret(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))
+    assert redacted(f"no key in {tmp_path}") == f"no key in {tmp_path}"
+
+
+@pytest.mark.parametrize("word", SECRET_WORDS)
+def test_one_list_of_words_says_what_is_secret(word, monkeypatch) -> None:
+    """In an address, a variable and an option alike."""
+    url = f"https://host/x?my_{word}={SECRET}"
+    assert has_secret(url)
+    assert SECRET not in redacted(url)
+    monkeypatch.setenv(f"MY_{word.upper()}", SECRET)
+    assert redacted(f"a {SECRET} b") == "a *** b"
+    assert secrets_in({f"my_{word}": SECRET}) == (SECRET,)
 
 
 def test_a_terminal_is_told_nothing(capsys) -> None:

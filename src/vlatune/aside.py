@@ -18,7 +18,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     Who wants its files to outlive a power cut, too, syncs them.
     """
-    _remove_leftovers(folder)
+    remove_leftovers(folder)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -30,7 +30,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """What writers of `folder` left aside that were killed; one that is alive keeps its own."""
     for left in folder.parent.glob(".*.partial"):
         name, _, pid = left.name.removesuffix(".partial").rpartition(".")

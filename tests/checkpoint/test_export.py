@@ -23,6 +23,7 @@ from small_run import SmallRun, make_finished, running, small_config
 from vlatune import cli
 from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
+from vlatune.checkpoint.manifest import MANIFEST, make_manifest, read_manifest
 from vlatune.config import ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.pipeline.transforms import Normalise
 
@@ -167,7 +168,26 @@ def test_an_export_is_a_base_to_train_on(make_config, dataset_v3, tmp_path):
     first = make_finished(make_config())
     folder = export(first, tmp_path / "exported")
     again = make_finished(small_config(dataset_v3, folder, tmp_path / "again"))
-    export(again, tmp_path / "second")
+    moved = export(again, tmp_path / "second").rename(tmp_path / "moved")
+    make_finished(small_config(dataset_v3, moved, tmp_path / "once more"))
+
+
+def test_a_checkpoint_cannot_name_a_tokenizer_of_somebody_else(make_config, tmp_path):
+    """It was changed together with its manifest; the export has the base's tokenizer, in its own folder."""
+    run = make_finished(make_config())
+    checkpoint = max((run / "checkpoints").glob("0*"))
+    step = read_manifest(checkpoint).optimizer_step
+    file = checkpoint / "policy/policy_preprocessor.json"
+    content = json.loads(file.read_text())
+    for one in content["steps"]:
+        if one["registry_name"] == "tokenizer_processor":
+            one["config"]["tokenizer_name"] = "/home/somebody/else"
+    file.write_text(json.dumps(content))
+    (checkpoint / MANIFEST).write_bytes(make_manifest(checkpoint, step, None).to_bytes())
+    folder = export(run, tmp_path / "exported")
+    assert "somebody" not in (folder / "policy_preprocessor.json").read_text()
+    assert str(folder / "tokenizer") in (folder / "policy_preprocessor.json").read_text()
+    assert (folder / "tokenizer/tokenizer.json").is_file()
 
 
 def test_a_base_of_another_version_of_lerobot_is_trained_and_exported(make_config, small_base, dataset_v3, tmp_path):

@@ -103,6 +103,7 @@ BASES = [
     Case("the weights are a FIFO", as_fifo("base", "model.safetensors"), TRAIN, SPECIAL),
     Case("the tokenizer is a link out", linked_out("base", "tokenizer/tokenizer.json"), TRAIN, OUT),
     Case("the tokenizer is a FIFO", as_fifo("base", "tokenizer/tokenizer.json"), TRAIN, SPECIAL),
+    Case("the tokenizer's folder is a link out", linked_out("base", "tokenizer"), TRAIN, OUT),
     Case("the preprocessor is a FIFO", as_fifo("base", PRE), TRAIN, SPECIAL),
     Case(
         "the preprocessor names a class", with_step("base", PRE, PAYLOAD), TRAIN, "names the class 'subprocess.Popen'"

@@ -131,7 +131,7 @@ def test_the_stages_beside_the_loop_are_shown_where_they_were_measured(tmp_path)
 def test_a_whole_run_is_told_in_order(tmp_path):
     write_run(tmp_path)
     write_end(tmp_path)
-    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "00000020").mkdir(parents=True)
     page = page_of(tmp_path, eval_samples=[sample()])
     told = ["demo", "compute-bound: as written by the run", "Optimizer steps", *SECTIONS]
     places = [page.texts.index(text) for text in told]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from vlatune.aside import remove_leftovers
 from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig, makes_base, makes_small
 from vlatune.dataset.feature_map import as_flag, likely_name
@@ -41,6 +42,7 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
     fit = fit_datasets(load_metas(config), seed=config.seed, max_dims=get_policy(config.policy.type).max_dims)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
+        remove_leftovers(folder.path / ASIDE)
         check_run(config)
         _ensure(folder.path, config, fit, say)
     return config
