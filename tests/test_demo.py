@@ -46,7 +46,7 @@ def test_a_run_that_was_broken_off_while_it_made_its_base_makes_it_anew(tmp_path
     make = (
         f"from vlatune.config import *\nfrom vlatune.train.tiny_base import with_base\nwith_base({config!r}, say=print)"
     )
-    run_and_die(make, "vlatune.policies.small.write_size")
+    run_and_die(make, "vlatune.policies.pi05.small.write_size")
     assert not (tmp_path / "run/base").exists()
     base = tmp_path / "run/base"
     assert with_base(config, say=print).policy.path == str(base)

@@ -19,7 +19,7 @@ from vlatune.policies.pi05.module import load_pi05
 from vlatune.policies.pi05.trainable import add_adapters, set_trainable
 from vlatune.recipes import get_recipe
 
-DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
+DOCS = Path(__file__).parents[3] / "docs" / "memory.md"
 GB = 1e9
 CAMERAS = ("observation.images.base", "observation.images.left", "observation.images.right")
 
