@@ -17,7 +17,7 @@ class FlowSpec(PolicySpec):
     """Of a policy that reads a prompt and learns to undo noise."""
 
     has_prompt: bool = True
-    tokenizer_file: str  # pyright: ignore[reportIncompatibleVariableOverride]  (never None here)
+    tokenizer_file: str = ""
     pad_id: int
     max_tokens: int
     flow_time: tuple[float, float, float, float] = (1.5, 1.0, 0.999, 0.001)
