@@ -20,6 +20,7 @@ from vlatune.dataset.parquet import opened
 from vlatune.dataset.tables import BATCH_ROWS, read_rows, to_numpy
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+CHANNELS = 3
 KEPT_BYTES = 64 << 20
 COUNTED_ROWS = 1 << 16
 """Rows that are counted together: the counts of a few rows cost as much as those of many."""
@@ -41,7 +42,7 @@ def feature_stats(
 def picture_stats(
     metas: Sequence[DatasetMeta], needed: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Those of the cameras among the features: the first dataset's own, as pictures are not measured here."""
+    """Those of the cameras among the features, (3, 1, 1): the first dataset's own, as pictures are not measured here."""
     found: dict[str, dict[str, np.ndarray]] = {}
     for key, names in needed.items():
         meta, own = metas[0], metas[0].own(key)
@@ -53,7 +54,11 @@ def picture_stats(
                 f"dataset '{meta.root.url}': camera '{own}' has no statistics {', '.join(missing)}, which the policy normalises "
                 f"pictures with; write them with LeRobot (lerobot.datasets.compute_stats)"
             )
-        found[key] = {name: meta.stats[own][name] for name in names}
+        if any(meta.stats[own][name].size != CHANNELS for name in names):
+            raise ValueError(
+                f"dataset '{meta.root.url}': camera '{own}': statistics of pictures have a value per channel"
+            )
+        found[key] = {name: meta.stats[own][name].reshape(CHANNELS, 1, 1) for name in names}
     return found
 
 
