@@ -56,7 +56,7 @@ def picture_stats(
             )
         if any(meta.stats[own][name].size != CHANNELS for name in names):
             raise ValueError(
-                f"dataset '{meta.root.url}': camera '{own}': statistics of pictures have a value per channel"
+                f"dataset '{meta.root.url}': camera '{own}': its statistics must be {CHANNELS} values each; fetch meta anew"
             )
         found[key] = {name: meta.stats[own][name].reshape(CHANNELS, 1, 1) for name in names}
     return found
