@@ -4,6 +4,7 @@ Each run saves checkpoints on its way; they are evaluated afterwards, by the sam
 counts in a run's seconds, evaluating does not.
 """
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from vlatune.bench.train_case import TrainJob
 from vlatune.bench.train_figures import ErrorPoint, first_step_at, seconds_to_error
 from vlatune.bench.train_watch import Program, Seen, watch
 from vlatune.checkpoint.export import export_run
+from vlatune.checkpoint.policy_files import TOKENIZER_FOLDER
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import EvalConfig, ExportConfig
 from vlatune.policies.base import ModuleOptions
@@ -93,12 +95,15 @@ def our_folders(at: Path) -> list[tuple[int, Path]]:
 
 
 def lerobot_folders(job: TrainJob, at: Path) -> list[tuple[int, Path]]:
-    """The same of LeRobot's checkpoints; they do not know their size."""
-    size = read_size(Path(str(job.config.policy.path)))
+    """The same of LeRobot's checkpoints; they do not know their size, and name the base's tokenizer by its path."""
+    base = Path(str(job.config.policy.path))
+    size = read_size(base)
     folders = [one / "pretrained_model" for one in (at / "run" / "checkpoints").iterdir() if one.name.isdecimal()]
     for folder in folders:
         if size is not None:
             write_size(folder, size)
+        if (base / TOKENIZER_FOLDER).is_dir():
+            shutil.copytree(base / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
     return sorted((int(folder.parent.name), folder) for folder in folders)
 
 
