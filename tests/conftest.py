@@ -106,7 +106,7 @@ def dataset_v21(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_base(dataset_v3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small PI0.5 with random weights for the cameras and tasks of the datasets, as a LeRobot folder."""
     from vlatune.dataset.meta import load_meta
-    from vlatune.policies.small import make_small_pi05
+    from vlatune.policies.pi05.small import make_small_pi05
 
     meta = load_meta(str(dataset_v3))
     state, action = (meta.features[key].shape[0] for key in ("observation.state", "action"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vlatune.batch import STATE, TASK
 from vlatune.policies.base import Binding, PolicySpec
-from vlatune.policies.pi05_size import building_at, read_size
+from vlatune.policies.pi05.size import building_at, read_size
 
 
 def load_lerobot(folder: Path) -> PI05Policy:

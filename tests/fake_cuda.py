@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from vlatune.policies import pi05_load
+from vlatune.policies.pi05 import load as pi05_load
 
 CUDA = torch.device("cuda", 0)
 

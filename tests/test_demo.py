@@ -33,7 +33,7 @@ def names_in(folder: Path) -> set[str]:
 def test_a_base_that_was_broken_off_is_made_anew(tmp_path, dataset_v3, small_base):
     folder = tmp_path / "base"
     make = f"vlatune.demo.ensure_base(Path({str(folder)!r}), Path({str(dataset_v3)!r}), 0)"
-    run_and_die(make, "vlatune.policies.small.write_size")  # the weights are written, the processors are not
+    run_and_die(make, "vlatune.policies.pi05.small.write_size")  # the weights are written, the processors are not
     assert demo.ensure_base(folder, dataset_v3, seed=0) == folder
     assert names_in(folder) == names_in(small_base)
     spec = get_adapter("pi05").read_spec(folder)
@@ -44,7 +44,7 @@ def test_a_base_that_was_broken_off_is_made_anew(tmp_path, dataset_v3, small_bas
 def test_a_run_that_was_broken_off_while_it_made_its_base_makes_it_anew(tmp_path, dataset_v3):
     config = RunConfig(recipe="tiny", output_dir=str(tmp_path / "run"), dataset=DatasetConfig(root=(str(dataset_v3),)))
     make = f"from vlatune.config import *\nfrom vlatune.train.driver.tiny_base import with_base\nwith_base({config!r}, say=print)"
-    run_and_die(make, "vlatune.policies.small.write_size")
+    run_and_die(make, "vlatune.policies.pi05.small.write_size")
     assert not (tmp_path / "run/base").exists()
     base = tmp_path / "run/base"
     assert with_base(config, say=print).policy.path == str(base)

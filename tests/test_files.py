@@ -15,7 +15,7 @@ OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "copy
 OTHERS = {
     "files.py": "the door",
     "flag_values.py": "YAML, out of text that the door read",
-    "checkpoint/adapter.py": "writes into a folder that the export has just made",
+    "checkpoint/peft_layout.py": "writes into a folder that the export has just made",
     "checkpoint/export.py": "the same",
     "checkpoint/local_store.py": "writes into a folder that it has just made",
     "checkpoint/remote_store.py": "the same; objects are read through dataset/storage.py",
@@ -36,7 +36,8 @@ OTHERS = {
     "dataset/meta_info.py": "through dataset/storage.py",
     "dataset/meta_v30.py": "through dataset/storage.py",
     "inspect/inspection.py": "through dataset/storage.py",
-    "policies/pi05_size.py": "writes into a new base",
+    "policies/registry.py": "the entry point of an installed package",
+    "policies/pi05/size.py": "writes into a new base",
     "pipeline/host.py": "/proc and /sys",
     "report/cpu_clocks.py": "/proc",
     "train/stack_dump.py": "/proc, and the stacks that a worker wrote",

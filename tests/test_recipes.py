@@ -3,16 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from repository_files import ROOT
 
 from vlatune.config import PolicyConfig, RunConfig, validate
 from vlatune.flags import parse_flags
-from vlatune.recipes import RECIPES, get_recipe
+from vlatune.policies.registry import all_recipes
+from vlatune.recipes import get_recipe
 
 GIVEN = ["--dataset.root=data", "--policy.path=base"]
 """What a recipe leaves to the user: at least the dataset."""
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", all_recipes())
 def test_recipe_is_a_valid_config(name: str) -> None:
     config = parse_flags([f"--recipe={name}", *GIVEN], RunConfig)
     validate(config)
@@ -41,6 +43,11 @@ def test_pi05_numbers_are_lerobots_presets() -> None:
     assert config.scheduler.num_warmup_steps == preset.scheduler_warmup_steps
     assert config.scheduler.num_decay_steps == preset.scheduler_decay_steps
     assert config.scheduler.decay_lr == preset.scheduler_decay_lr
+
+
+def test_the_readme_names_every_recipe() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in all_recipes() if f"`{name}`" not in text] == []
 
 
 def test_a_recipe_is_handed_out_as_a_copy() -> None:

@@ -17,6 +17,9 @@ S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C ch
 | `dataset_index`, `index`, `episode_index`, `frame_index` | int64 | (N,) | reader     |
 | `timestamp`                    | float32 | (N,)         | reader                          |
 | `slot`                         | int64   | (N,)         | plan: place in the worker's order |
+
+Observations of a policy that looks at several at once have them as a second axis, the newest last, with a mask of those
+before the episode's first: `observation.state` (N, O, S) and `observation.state_is_pad` (N, O).
 """
 
 from collections.abc import Mapping

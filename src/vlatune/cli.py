@@ -207,7 +207,7 @@ def _synthetic_spec() -> type:
 
 COMMANDS = {
     "demo": Command(
-        "make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report",
+        "make a small dataset, fine-tune a small model on it, evaluate it, write the report",
         flags=lambda: DemoConfig,
         call=demo,
         run_dir=lambda options: Path(options.output_dir),
@@ -262,7 +262,7 @@ COMMANDS = {
 BENCHMARKS = {
     "reader": Command("how near to the decoder's limit a dataset is read", flags=_reader_bench, call=bench_reader),
     "feed": Command("whether a consumer is kept fed, and nothing spills", flags=_feed_bench, call=bench_feed),
-    "step": Command("what a micro-step of PI0.5 costs, and how often it waits", flags=_step_bench, call=bench_step),
+    "step": Command("what a micro-step of a policy costs, and how often it waits", flags=_step_bench, call=bench_step),
     "resume": Command("what a checkpoint and a killed process cost", flags=_resume_bench, call=bench_resume),
     "train": Command("the whole, end to end, against `lerobot-train` itself", flags=_train_bench, call=bench_train),
 }
@@ -343,15 +343,24 @@ def _help() -> str:
 
 def _command_help(name: str, command: Command) -> str:
     from vlatune.flags import help_text, table
-    from vlatune.recipes import RECIPES
+    from vlatune.policies.registry import all_recipes
 
     cls = command.flags()
     parts = [f"usage: {command.usage(name)}", f"{command.description[0].upper()}{command.description[1:]}."]
     if fields(cls):
         parts.append(help_text(cls))
     if any(field.name == "recipe" for field in fields(cls)):
-        parts.append("recipes:\n" + table({one: recipe.description for one, recipe in RECIPES.items()}))
+        parts.append("policies and what --policy.train may be:\n" + table(_policy_lines()))
+        parts.append("recipes:\n" + table({one: recipe.description for one, recipe in all_recipes().items()}))
     return "\n\n".join(parts)
+
+
+def _policy_lines() -> dict[str, str]:
+    from vlatune.policies.registry import get_policy, policy_types
+
+    cards = {name: get_policy(name) for name in policy_types()}
+    ways = {name: ", ".join(f"{way} ({what})" for way, what in card.train_ways.items()) for name, card in cards.items()}
+    return {name: f"{card.title}: {ways[name]}" for name, card in cards.items()}
 
 
 def _explain(error: BaseException, run_dir: Path | None) -> tuple[str, int]:

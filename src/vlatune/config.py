@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vlatune.policies.registry import DEFAULT_TYPE, Policy, get_policy
+from vlatune.recipes import find_recipe
+
 CHANGEABLE = ("base", "dataset", "config", "versions")
-POLICY_TYPES = ("pi05",)
-TRAIN_WAYS = ("heads", "expert", "lora", "full")
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class DatasetConfig:
 class PolicyConfig:
     path: str | None = None
     """Folder or hub repository of the base model, in LeRobot's pretrained_model layout; --recipe=tiny makes one when left out."""
-    type: str = "pi05"
-    """Kind of policy: pi05."""
+    type: str = DEFAULT_TYPE
+    """Kind of policy; the list is below."""
     revision: str | None = None
     """Revision of the hub repository."""
     train: str = "expert"
-    """What is trained: heads (projections), expert (action expert and heads), lora (adapters and heads) or full."""
+    """What is trained; each policy has its own ways, listed below."""
     dtype: str | None = None
     """float32 or bfloat16 for computing and for frozen weights; what the base model says when left out."""
     flow_samples: int = 1
@@ -239,15 +240,17 @@ def validate(config: RunConfig) -> None:
         "no dataset: name one with --dataset.root=FOLDER (or --dataset.repo_id=NAME), or make one with `vlatune make-dataset DIR`",
     )
     _check_weights(config.dataset)
+    policy = get_policy(config.policy.type)
+    example = f", e.g. --policy.path={policy.hub_base}" if policy.hub_base else ""
     _require(
         config.policy.path is not None or makes_base(config),
-        "no base model: name one with --policy.path=FOLDER_OR_REPO, e.g. --policy.path=lerobot/pi05_base, or let "
-        "--recipe=tiny make a small one for the dataset",
+        f"no base model: name one with --policy.path=FOLDER_OR_REPO{example}, or let --recipe=tiny make a small one for the "
+        f"dataset",
     )
     for group in config.allow_changed:
         _one_of("--allow_changed", group, CHANGEABLE)
-    _one_of("--policy.type", config.policy.type, POLICY_TYPES)
-    _one_of("--policy.train", config.policy.train, TRAIN_WAYS)
+    _one_of("--policy.train", config.policy.train, tuple(policy.train_ways))
+    _check_settings(config.policy, policy)
     if config.policy.dtype is not None:
         _one_of("--policy.dtype", config.policy.dtype, ("float32", "bfloat16"))
     for name in ("flow_samples", "lora_rank"):
@@ -273,8 +276,24 @@ def _check_ray(ray: RayConfig) -> None:
 
 
 def makes_base(config: RunConfig) -> bool:
-    """Whether the run begins with a small model of its own, made for the dataset."""
-    return config.recipe == "tiny" and config.policy.type == "pi05" and config.policy.path is None
+    """Whether the run begins with random weights of its own, made for the dataset."""
+    return config.policy.path is None and (makes_small(config) or get_policy(config.policy.type).from_scratch)
+
+
+def makes_small(config: RunConfig) -> bool:
+    """Whether those are the policy's small twin."""
+    return config.recipe is not None and find_recipe(config.recipe).small
+
+
+def _check_settings(given: PolicyConfig, policy: Policy) -> None:
+    """A setting that the policy does not have would be given in vain."""
+    known = {"path", "type", "revision", "train", *policy.settings}
+    for one in dataclasses.fields(given):
+        value = getattr(given, one.name)
+        _require(
+            one.name in known or value == one.default,
+            f"--policy.{one.name}={value}: {policy.title} (--policy.type={policy.type}) has no such setting; leave it out",
+        )
 
 
 def _check_weights(dataset: DatasetConfig) -> None:

@@ -1,4 +1,4 @@
-"""The newcomer's command: a dataset, a small PI0.5, a run, an evaluation and a report, on any machine.
+"""The newcomer's command: a dataset, a small model, a run, an evaluation and a report, on any machine.
 
 Goes through the same functions as a real run: the dataset lies on disk in LeRobot's format, the base model is a LeRobot
 folder, `train` and `evaluate_run` are what `vlatune train` and `vlatune eval` call. What exists already is kept.
@@ -16,6 +16,8 @@ from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
 from vlatune.outgoing import say
+from vlatune.policies.base import Fit
+from vlatune.policies.registry import get_policy
 from vlatune.recipes import get_recipe
 from vlatune.report.run_folder import BESIDE, CONFIG_FILE, RUN_ENTRIES, read_settings
 
@@ -87,24 +89,17 @@ def ensure_dataset(folder: Path, seed: int) -> Path:
 
 
 def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
-    """The small PI0.5 with random weights; `make_small_pi05` leaves the name free until it is whole."""
+    """The small twin of the recipe's policy, with random weights; the name stays free until it is whole."""
     if folder.exists():
         return folder
-    _say(f"making a small PI0.5 in {folder}")
-    from vlatune.policies.small import make_small_pi05
-
+    policy = get_policy(get_recipe("tiny")["policy"]["type"])
+    _say(f"making a small {policy.title} in {folder}")
     meta = load_meta(str(dataset))
     state, action = meta.features["observation.state"].shape[0], meta.features["action"].shape[0]
-    make_small_pi05(
-        folder,
-        cameras=meta.cameras,
-        state_dim=state,
-        action_dim=action,
-        horizon=HORIZON,
-        image_size=IMAGE_SIZE,
-        tasks=meta.tasks,
-        seed=seed,
-    )
+    fit = Fit(
+        tuple(meta.cameras), state, action, HORIZON, IMAGE_SIZE, tuple(meta.tasks), seed
+    )  # small: nothing else counts
+    policy.adapter().make_base(folder, fit, small=True, place=folder)
     return folder
 
 

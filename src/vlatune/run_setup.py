@@ -7,6 +7,7 @@ tokenizer, batch against dataset.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,10 @@ from vlatune.dataset.health import BadEpisode, check_first, find_bad_episodes, l
 from vlatune.dataset.meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.mixture import Mixture
 from vlatune.dataset.order import OrderSpec, check_order, choose_lanes
-from vlatune.dataset.reader import ReadSpec
+from vlatune.dataset.reader import ReadSpec, augmented
+from vlatune.dataset.resize import Letterbox
 from vlatune.dataset.select import Selection, hold_out, select_episodes
-from vlatune.dataset.stats import feature_stats, has_stats
+from vlatune.dataset.stats import feature_stats, has_stats, picture_stats
 from vlatune.dataset.stats_check import check_stats
 from vlatune.dataset.stats_rows import doubts, look_at_rows
 from vlatune.dataset.storage import Root
@@ -30,7 +32,7 @@ from vlatune.outgoing import warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
-from vlatune.policies.hub import resolve_folder
+from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.registry import get_adapter
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
 
@@ -43,7 +45,7 @@ class Setup:
     training: Selection
     held_out: Selection
     specs: tuple[ReadSpec, ...]
-    adapter: PolicyAdapter
+    adapter: PolicyAdapter[Any]
     policy: PolicySpec
     binding: Binding
     stats: Mapping[str, Mapping[str, np.ndarray]]
@@ -54,15 +56,20 @@ class Setup:
     """Noise and time draws per observation in training; evaluation takes one."""
 
     def training_transforms(self) -> tuple[Transform, ...]:
-        return self._transforms(Draw(self.order.seed, self.flow_samples))
+        return self.adapter.training_transforms(self.policy, self.binding, self.stats, self._training_draw())
 
     def eval_transforms(self, seed: int) -> tuple[Transform, ...]:
         """One draw per observation, whatever training takes, and the same one each time."""
-        return self._transforms(Draw(seed, by_frame=True))
+        return self.adapter.make_transforms(self.policy, self.binding, self.stats, Draw(seed, by_frame=True))
+
+    def training_specs(self) -> tuple[ReadSpec, ...]:
+        """With what the policy does to pictures before they are resized; evaluation reads by `specs`."""
+        return augmented(self.specs, self.adapter.augment_pictures(self.policy, self._training_draw()))
 
     def data_plan(self, batch_size: int) -> DataPlan:
         """What the workers' feeds read."""
-        return DataPlan(self.metas, self.training, self.specs, self.order, self.training_transforms(), batch_size)
+        specs, transforms = self.training_specs(), self.training_transforms()
+        return DataPlan(self.metas, self.training, specs, self.order, transforms, batch_size)
 
     def with_lanes(self, lanes: int) -> "Setup":
         """Their number stays with a run: one that goes on has its checkpoint's."""
@@ -70,8 +77,8 @@ class Setup:
         check_order(order)
         return replace(self, order=order)
 
-    def _transforms(self, draw: Draw) -> tuple[Transform, ...]:
-        return self.adapter.make_transforms(self.policy, self.binding, self.stats, draw)
+    def _training_draw(self) -> Draw:
+        return Draw(self.order.seed, self.flow_samples)
 
 
 def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
@@ -80,7 +87,7 @@ def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
     `preflight` also looks whether the datasets' files are there and, of the first episode, what they should be.
     """
     metas = load_metas(config)
-    adapter = get_adapter(config.policy.type)
+    adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
     policy = adapter.read_spec(resolve_folder(_base_path(config), config.policy.revision))
     bindings = [bind(policy, meta, meta.names) for meta in metas]
     binding = join_bindings(metas, bindings)
@@ -104,6 +111,7 @@ def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
     computed = config.dataset.stats == "computed"
     stats = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
     warnings = _check_stats(metas, stats)
+    stats |= picture_stats(metas, stats_needed(policy, [camera for _, camera in binding.cameras]))
     if preflight:  # said once, though a run is set up several times
         warnings += _hold_against_rows(config, metas, stats)
         for text in warnings:
@@ -182,7 +190,7 @@ def _usable_episodes(
 def dataset_roots(config: RunConfig) -> tuple[str, ...]:
     if config.dataset.root:
         return config.dataset.root
-    from vlatune.policies.hub import fetch_dataset
+    from vlatune.dataset.hub import fetch_dataset
 
     assert config.dataset.repo_id is not None  # validate() has asked for one of the two
     return (str(fetch_dataset(config.dataset.repo_id, config.dataset.revision)),)
@@ -192,15 +200,18 @@ def _read_spec(
     config: RunConfig, number: int, meta: DatasetMeta, policy: PolicySpec, own: Binding, joint: Binding
 ) -> ReadSpec:
     """Columns have the same names for all datasets: those of the first one's cameras, and the policy's for the vectors."""
-    called = {target: name for name, target in joint.cameras}
+    called, seen = {target: name for name, target in joint.cameras}, policy.observation_offsets
     return ReadSpec(
         root=meta.root,
         dataset_index=number,
         tolerance_s=config.dataset.tolerance_s,
-        cameras=tuple(camera_spec(meta, name, policy.image_hw, called=called[target]) for name, target in own.cameras),
+        cameras=tuple(
+            camera_spec(meta, name, policy.image_hw, seen, called=called[target], letterbox=Letterbox(policy.pad))
+            for name, target in own.cameras
+        ),
         vectors=(
-            vector_spec(meta, meta.own(STATE), is_float32=True, called=STATE),
-            vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=tuple(range(policy.horizon)), called=ACTION),
+            vector_spec(meta, meta.own(STATE), is_float32=True, offsets=seen, called=STATE),
+            vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=policy.action_offsets, called=ACTION),
         ),
         tasks=meta.tasks,
     )

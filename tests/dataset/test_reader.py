@@ -17,7 +17,16 @@ from vlatune.batch import Columns, check_columns
 from vlatune.dataset import video
 from vlatune.dataset.frame_id import read_frame_id
 from vlatune.dataset.meta import DatasetMeta, load_meta
-from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec, allocate, make_unit, read_into, read_unit
+from vlatune.dataset.reader import (
+    CameraSpec,
+    ReadSpec,
+    VectorSpec,
+    allocate,
+    augmented,
+    make_unit,
+    read_into,
+    read_unit,
+)
 from vlatune.dataset.resize import letterbox_box
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 
@@ -311,3 +320,24 @@ def test_a_missing_video_behind_a_url_is_named(dataset_v3):
     memory.rm(f"/reader-missing/{remote.video_path(4, TOP)}")
     with pytest.raises(ValueError, match=f"episode 4, camera '{TOP}', .*: the file is missing"):
         read(remote, make_spec(remote, cameras=[TOP]), 4, [0])
+
+
+@pytest.mark.parametrize("offsets", [None, (-1, 0)])
+def test_pictures_are_changed_before_the_resize_by_the_row_they_are_for(offsets, meta):
+    seen = []
+
+    def fill(image_HWC: np.ndarray, slot: int) -> np.ndarray:
+        seen.append((image_HWC.shape, slot))
+        return np.full((24, 48, 3), slot - 1000, np.uint8)  # another shape: the resize comes after
+
+    plain = make_spec(meta, size=32, offsets=offsets, cameras=[TOP])
+    (spec,) = augmented([plain], (fill,))
+    frames = [0, 1, 5]
+    columns, before = read(meta, spec, 1, frames), read(meta, plain, 1, frames)
+    windows = 1 if offsets is None else len(offsets)
+    assert seen == [((96, 96, 3), 1000 + frame) for frame in frames for _ in range(windows)]
+    pictures = columns[TOP].reshape(3, windows, 3, 32, 32)
+    for row, frame in enumerate(frames):
+        assert (pictures[row, :, :, 8:24] == frame).all()
+        assert (pictures[row, :, :, :8] == 0).all()
+    assert all(np.array_equal(columns[name], before[name]) for name in before if name != TOP)

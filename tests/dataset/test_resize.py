@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lerobot.policies.common.vla_utils import resize_with_pad_torch
+from lerobot.policies.common.vla_utils import resize_with_pad, resize_with_pad_torch
 
 from vlatune.dataset.resize import letterbox_box, letterbox_into
 
@@ -69,3 +69,16 @@ def test_known_boxes():
     assert letterbox_box((480, 640), (224, 224)) == (28, 0, 168, 224)
     assert letterbox_box((640, 480), (224, 224)) == (0, 28, 224, 168)
     assert letterbox_box((100, 99), (50, 50)) == (0, 0, 50, 49)  # the odd column of the bar is on the right
+
+
+@unhurried
+@given(sizes, sizes, st.integers(0, 2**32 - 1))
+@example((480, 640), (512, 512), 0)
+@example((101, 100), (50, 51), 0)
+def test_bars_to_the_left_and_the_top_are_lerobots(recorded_hw, target_hw, seed):
+    image = np.random.default_rng(seed).integers(0, 256, (*recorded_hw, 3), dtype=np.uint8)
+    out = np.full((3, *target_hw), 77, np.uint8)
+    letterbox_into(image, out, pad="left_top")
+    image_1CHW = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255.0
+    theirs = resize_with_pad(image_1CHW, *target_hw, pad_value=0)[0].numpy()
+    assert np.abs(out / 255.0 - theirs).max() <= 1 / 255 + 1e-6

@@ -324,14 +324,14 @@ def test_pruning_takes_only_what_is_named_like_a_checkpoint(place: Place) -> Non
 def test_a_field_that_lerobots_config_has_not_is_not_passed_on(place: Place) -> None:
     from vlatune.checkpoint.policy_files import make_policy_files, read_policy_files
     from vlatune.policies.base import Binding
-    from vlatune.policies.pi05 import Pi05Adapter
+    from vlatune.policies.pi05.adapter import Pi05Adapter
 
     binding = Binding((("a", "a"),), (), 7, 7, ())
     updated("base", "config.json", hook="os.system")(place)
     made = make_policy_files(Pi05Adapter().read_spec(place.base), binding, {}, dtype=None)
     assert "hook" not in json.loads(made["config.json"])
     updated("run", "checkpoints/00000002/policy/config.json", hook="os.system")(place)
-    assert "hook" not in json.loads(read_policy_files(place.checkpoint)["config.json"])
+    assert "hook" not in json.loads(read_policy_files(place.checkpoint, Pi05Adapter.schema)["config.json"])
 
 
 def test_a_traceback_is_not_written_through_a_link(place: Place, capsys, monkeypatch) -> None:

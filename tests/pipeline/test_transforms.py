@@ -21,18 +21,12 @@ from lerobot.processor import (
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns, check_columns
 from vlatune.dataset.meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec, make_unit, read_unit
-from vlatune.pipeline.transforms import (
-    DrawFlow,
-    Normalise,
-    PadActions,
-    Rename,
-    Select,
-    StatePrompt,
-    Tokenise,
-    apply_all,
-)
+from vlatune.pipeline.transforms import Normalise, Rename, Select, apply_all
 from vlatune.policies.base import Draw, bind
-from vlatune.policies.pi05 import Pi05Adapter
+from vlatune.policies.flow_matching import DrawFlow, PadActions
+from vlatune.policies.pi05.adapter import Pi05Adapter
+from vlatune.policies.pi05.prompt import StatePrompt
+from vlatune.policies.tokenizer import Tokenise
 
 unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 STATS_OF = {"QUANTILES": ("q01", "q99"), "MIN_MAX": ("min", "max"), "MEAN_STD": ("mean", "std")}

@@ -15,8 +15,8 @@ from loopback_hub import COMMIT, REPOSITORY, Hub, running_hub
 TOKEN = "hf_thisMustNeverBeSeenAnywhere"
 CODE = """
 import sys
-from vlatune.policies.hub import resolve_folder
-from vlatune.policies.pi05 import Pi05Adapter
+from vlatune.policies.base_folder import resolve_folder
+from vlatune.policies.pi05.adapter import Pi05Adapter
 try:
     folder = resolve_folder(sys.argv[1], sys.argv[2] or None)
     print(folder)
@@ -43,13 +43,13 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-def test_a_repository_is_fetched_with_the_token_of_the_environment(parity_base, tmp_path):
-    with running_hub(Hub(parity_base, token=TOKEN)) as hub:
+def test_a_repository_is_fetched_with_the_token_of_the_environment(small_base, tmp_path):
+    with running_hub(Hub(small_base, token=TOKEN)) as hub:
         done = run(tmp_path, hub.endpoint, revision="main", HF_TOKEN=TOKEN)
         assert done.returncode == 0, done.stdout + done.stderr
         folder = Path(done.stdout.strip())
         assert folder.name == COMMIT
-        assert (folder / "model.safetensors").read_bytes() == (parity_base / "model.safetensors").read_bytes()
+        assert (folder / "model.safetensors").read_bytes() == (small_base / "model.safetensors").read_bytes()
         assert f"Bearer {TOKEN}" in hub.seen
     assert TOKEN not in done.stdout + done.stderr
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
@@ -58,8 +58,8 @@ def test_a_repository_is_fetched_with_the_token_of_the_environment(parity_base, 
     assert offline.stdout == done.stdout, "what was fetched once is used without a network"
 
 
-def test_a_private_or_unknown_repository(parity_base, tmp_path):
-    with running_hub(Hub(parity_base, token=TOKEN)) as hub:
+def test_a_private_or_unknown_repository(small_base, tmp_path):
+    with running_hub(Hub(small_base, token=TOKEN)) as hub:
         line = refused(run(tmp_path, hub.endpoint))
         assert (
             "the hub does not know it, or it is private and no token is set; check the name, and set HF_TOKEN" in line
@@ -69,20 +69,20 @@ def test_a_private_or_unknown_repository(parity_base, tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_repository(parity_base, tmp_path, status):
-    with running_hub(Hub(parity_base, token=TOKEN, refusal=(status, "GatedRepo"))) as hub:
+def test_a_gated_repository(small_base, tmp_path, status):
+    with running_hub(Hub(small_base, token=TOKEN, refusal=(status, "GatedRepo"))) as hub:
         line = refused(run(tmp_path, hub.endpoint))
     assert "it is gated and no token is set; ask for access on its page and set HF_TOKEN" in line
 
 
-def test_a_revision_that_is_not_there(parity_base, tmp_path):
-    with running_hub(Hub(parity_base)) as hub:
+def test_a_revision_that_is_not_there(small_base, tmp_path):
+    with running_hub(Hub(small_base)) as hub:
         line = refused(run(tmp_path, hub.endpoint, revision="v9"))
     assert "it has no such revision; check --policy.revision" in line
 
 
-def test_a_token_that_may_not_read(parity_base, tmp_path):
-    with running_hub(Hub(parity_base, token=TOKEN, refusal=(403, ""))) as hub:
+def test_a_token_that_may_not_read(small_base, tmp_path):
+    with running_hub(Hub(small_base, token=TOKEN, refusal=(403, ""))) as hub:
         line = refused(run(tmp_path, hub.endpoint, HF_TOKEN=TOKEN[:-1]))
     assert "the hub answered 403; check HF_TOKEN (the token that is set does not suffice)" in line
 

@@ -21,10 +21,11 @@ from vlatune import cli
 from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import TRAIN_WAYS, RunConfig
+from vlatune.config import RunConfig
 from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.pipeline.transforms import Normalise, apply_all
 from vlatune.policies.base import ModuleOptions
+from vlatune.policies.pi05 import POLICY
 from vlatune.report.run_folder import read_config
 from vlatune.run_setup import make_setup
 from vlatune.train.driver import trainer
@@ -33,7 +34,7 @@ from vlatune.train.worker import loop
 pytestmark = pytest.mark.usefixtures("ray_local")
 
 DTYPES, DRAWS, WORKERS = ("float32", "bfloat16"), (1, 4), (1, 2)
-CASES = tuple(product(TRAIN_WAYS, DTYPES, DRAWS, WORKERS))
+CASES = tuple(product(POLICY.train_ways, DTYPES, DRAWS, WORKERS))
 LORA_SCALE = 16.0 / 16
 BF16 = 2.0**-8
 

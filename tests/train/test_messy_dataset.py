@@ -197,7 +197,7 @@ def test_maps_of_one_root_each(roots, tmp_path):
     ]
     config = parse_flags([*flags, *(f"--dataset.rename_map={json.dumps(names)}" for names in maps)], RunConfig)
     assert config.dataset.rename_map == tuple(maps)
-    fit = fit_datasets(load_metas(config), seed=0)
+    fit = fit_datasets(load_metas(config), seed=0, max_dims=32)
     assert (fit.cameras, fit.state_dim, fit.action_dim) == (("observation.images.top",), 3, 2)
 
 

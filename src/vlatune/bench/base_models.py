@@ -18,10 +18,10 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, SLOT, STATE, TASK, Columns
 from vlatune.bench.options import StepBench
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec
-from vlatune.policies.pi05_load import parse_config
-from vlatune.policies.pi05_size import Pi05Size, building_at, read_size, write_size
+from vlatune.policies.pi05.load import parse_config
+from vlatune.policies.pi05.size import Pi05Size, building_at, read_size, write_size
+from vlatune.policies.pi05.small import init_for_scratch, make_small_pi05
 from vlatune.policies.registry import get_adapter
-from vlatune.policies.small import init_for_scratch, make_small_pi05
 
 TASKS = ("pick up the red block and put it into the tray", "fold the towel twice")
 DIMS = 7

@@ -1,7 +1,7 @@
 """`vlatune export RUN DIR`: a checkpoint joined with its base into a folder that LeRobot loads.
 
     config.json  model.safetensors  policy_preprocessor.json  policy_postprocessor.json  *.safetensors (statistics)
-    tokenizer/ README.md (where the base brings its own tokenizer)  vlatune_size.json (only for models of odd size)
+    tokenizer/ README.md (where the base brings its own tokenizer)  what else the policy carries along
 
 Needs the checkpoint and the base, not the dataset. Written aside and renamed: DIR is whole or not there.
 
@@ -24,16 +24,14 @@ from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import ExportConfig, RunConfig
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync, whole_folder
 from vlatune.flags import config_from_dict
-from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
-from vlatune.policies.hub import resolve_folder
+from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec
+from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.processors import is_hub_name
 from vlatune.policies.registry import get_adapter
 from vlatune.report.run_folder import read_config
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template")
 """Beginnings of their names; a tokenizer may lie in one folder with a model."""
-SIZE_FILE = "vlatune_size.json"
-"""As policies/pi05_size.py names it; that module takes seconds to import."""
 
 README = "README.md"
 README_TEXT = """\
@@ -90,6 +88,7 @@ class Plan:
     checkpoint: Path
     config: RunConfig
     """Of the checkpoint."""
+    adapter: PolicyAdapter[Any]
     spec: PolicySpec
     binding: Binding
     policy_files: Mapping[str, bytes]
@@ -104,8 +103,10 @@ def make_plan(checkpoint: Path, options: ExportConfig) -> Plan:
         raise ValueError(
             f"--adapter=true: the run was trained with --policy.train={config.policy.train} and has no adapters; leave the flag out"
         )
-    spec = get_adapter(config.policy.type).read_spec(find_base(config, options.base, state))
-    return Plan(checkpoint, config, spec, make_binding(state.binding), read_policy_files(checkpoint), options)
+    adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
+    spec = adapter.read_spec(find_base(config, options.base, state))
+    files = read_policy_files(checkpoint, adapter.schema)
+    return Plan(checkpoint, config, adapter, spec, make_binding(state.binding), files, options)
 
 
 def export_text(done: Exported) -> str:
@@ -143,12 +144,12 @@ def make_binding(stored: Mapping[str, Any]) -> Binding:
 
 def write_weights(plan: Plan, aside: Path) -> str:
     """The base's weights with what was trained in their place, or the adapters alone. Says which weights it took."""
-    from vlatune.checkpoint.adapter import write_adapter
+    from vlatune.checkpoint.peft_layout import write_adapter
     from vlatune.checkpoint.state import load_result
 
     policy = plan.config.policy
     options = replace(ModuleOptions.of(policy), compile=False, gradient_checkpointing=False)
-    module: Any = get_adapter(policy.type).load_module(plan.spec, plan.binding, options)
+    module: Any = plan.adapter.load_module(plan.spec, plan.binding, options)
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     used = load_result(plan.checkpoint, trainable, plan.options.weights)
     if plan.options.adapter:
@@ -160,7 +161,7 @@ def write_weights(plan: Plan, aside: Path) -> str:
 
 
 def write_rest(plan: Plan, aside: Path, folder: Path) -> bool:
-    """Config and processors from the checkpoint, size and tokenizer from the base; says whether there was one.
+    """Config and processors from the checkpoint, the rest and the tokenizer from the base; says whether there was one.
 
     `folder` is what `aside` will be.
     """
@@ -170,14 +171,16 @@ def write_rest(plan: Plan, aside: Path, folder: Path) -> bool:
     config = read_json(aside, CONFIG)
     (aside / CONFIG).write_text(json.dumps({key: config[key] for key in config if key in known}, indent=2))
     if plan.options.adapter:
-        from vlatune.checkpoint.adapter import mark_config
+        from vlatune.checkpoint.peft_layout import mark_config
 
         mark_config(aside / CONFIG)
-    if (size := Path(plan.spec.folder) / SIZE_FILE).exists():
-        (aside / SIZE_FILE).write_bytes(read_file(size.parent, SIZE_FILE))
+    for name in plan.adapter.carried_files:
+        if (Path(plan.spec.folder) / name).exists():
+            (aside / name).write_bytes(read_file(plan.spec.folder, name))
     if not _place_tokenizer(aside, folder / TOKENIZER_FOLDER):
         return False
-    _copy_tokenizer(plan.spec, aside / TOKENIZER_FOLDER)
+    assert plan.spec.tokenizer_file is not None  # a processor names it
+    _copy_tokenizer(Path(plan.spec.tokenizer_file), aside / TOKENIZER_FOLDER)
     (aside / README).write_text(README_TEXT)
     return True
 
@@ -193,9 +196,9 @@ def _place_tokenizer(aside: Path, place: Path) -> bool:
     return bool(own)
 
 
-def _copy_tokenizer(spec: PolicySpec, target: Path) -> None:
+def _copy_tokenizer(tokenizer_file: Path, target: Path) -> None:
     target.mkdir()
-    for path in Path(spec.tokenizer_file).parent.iterdir():
+    for path in tokenizer_file.parent.iterdir():
         if path.is_file() and path.name.startswith(TOKENIZER_FILES):
             (target / path.name).write_bytes(read_file(path.parent, path.name, max_bytes=MAX_TOKENIZER_BYTES))
 

@@ -6,7 +6,6 @@ into them and comes out of them, and nothing in them says where on this machine 
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,25 @@ from safetensors.numpy import save
 
 from vlatune.batch import ACTION, STATE
 from vlatune.files import read_file
-from vlatune.policies.base import Binding, PolicySpec
+from vlatune.policies.base import Binding, PolicySpec, Stats
 from vlatune.policies.processors import (
     CONFIG,
     POSTPROCESSOR,
     PREPROCESSOR,
     PROCESSORS,
+    Schema,
     checked_config,
     checked_state_files,
     checked_steps,
     is_hub_name,
 )
+from vlatune.policies.registry import get_adapter
 
 POLICY_FOLDER = "policy"
 """Where they lie in a checkpoint."""
 NORMALISER = {PREPROCESSOR: "normalizer_processor", POSTPROCESSOR: "unnormalizer_processor"}
 TOKENIZER_FOLDER = "tokenizer"
 MAX_STATS_BYTES = 64 << 20
-
-Stats = Mapping[str, Mapping[str, np.ndarray]]
 
 
 def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype: str | None) -> dict[str, bytes]:
@@ -121,15 +120,16 @@ def _require_step(spec: PolicySpec, file: str, name: str) -> int:
     )
 
 
-def read_policy_files(checkpoint: Path) -> dict[str, bytes]:
+def read_policy_files(checkpoint: Path, schema: Schema) -> dict[str, bytes]:
     """File name -> content, out of a checkpoint: only files that were written there, and only what LeRobot may load."""
     folder = checkpoint / POLICY_FOLDER
     files = {name: read_file(folder, name) for name in (CONFIG, *PROCESSORS)}
     content = {name: _parsed(data, f"checkpoint '{checkpoint}': {name}") for name, data in files.items()}
-    config = checked_config(content[CONFIG], f"checkpoint '{checkpoint}': {CONFIG}")
+    config = checked_config(content[CONFIG], schema, f"checkpoint '{checkpoint}': {CONFIG}")
     files[CONFIG] = json.dumps(config, indent=2).encode()
     for name in PROCESSORS:
-        for file in checked_state_files(checked_steps(content[name], f"checkpoint '{checkpoint}': {name}")):
+        steps = checked_steps(content[name], schema, f"checkpoint '{checkpoint}': {name}")
+        for file in checked_state_files(steps):
             files[file] = read_file(folder, file, max_bytes=MAX_STATS_BYTES)
     return files
 
@@ -142,9 +142,10 @@ def _read(spec: PolicySpec, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} is not readable ({error}); --policy.path must be a LeRobot pretrained_model folder"
         ) from None
+    schema = get_adapter(spec.type).schema
     if name == CONFIG:
-        return checked_config(content, where)
-    return content | {"steps": checked_steps(content, where)}
+        return checked_config(content, schema, where)
+    return content | {"steps": checked_steps(content, schema, where)}
 
 
 def _parsed(data: bytes, where: str) -> Any:

@@ -5,6 +5,7 @@ import numpy as np
 from vlatune.dataset.meta import DatasetMeta, Feature
 from vlatune.dataset.reader import CameraSpec, VectorSpec
 from vlatune.dataset.recorded import recorded_camera
+from vlatune.dataset.resize import CENTRED, Letterbox
 
 
 def camera_spec(
@@ -14,11 +15,12 @@ def camera_spec(
     offsets: tuple[int, ...] | None = None,
     *,
     called: str | None = None,
+    letterbox: Letterbox = CENTRED,
 ) -> CameraSpec:
     """A camera at this (height, width), or at the recorded size; files that differ from info.json will be refused."""
     feature = meta.features[name]
     height, width = resize or feature.height_width
-    return CameraSpec(name, feature.dtype, height, width, offsets, recorded_camera(meta, name), called)
+    return CameraSpec(name, feature.dtype, height, width, offsets, recorded_camera(meta, name), called, letterbox)
 
 
 def vector_spec(

@@ -18,7 +18,6 @@ from PIL import Image, UnidentifiedImageError
 from vlatune.dataset.listing import missing_remedy
 from vlatune.dataset.parquet import UNREADABLE, open_parquet
 from vlatune.dataset.recorded import check_size
-from vlatune.dataset.resize import letterbox_into
 from vlatune.dataset.storage import Root
 from vlatune.dataset.video import VideoPlace
 
@@ -37,7 +36,7 @@ def read_images_into(root: Root, rows: Sequence[int], out_NCHW: np.ndarray, plac
         image_HWC = decode_image(data, place)
         if place.recorded is not None:
             check_size(image_HWC.shape[0], image_HWC.shape[1], place.recorded, place)
-        letterbox_into(image_HWC, out_NCHW[number])
+        place.letterbox.into(image_HWC, out_NCHW[number])
 
 
 def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:

@@ -5,8 +5,8 @@ parquet are streamed from it. Nothing here knows of Ray, torch or the policy: `R
 `read_into` fills rows of columns that `allocate` made.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from vlatune.dataset.images import read_images_into
 from vlatune.dataset.listing import missing_remedy
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.recorded import Recorded
+from vlatune.dataset.resize import CENTRED, Letterbox, PictureTransform
 from vlatune.dataset.row_checks import check_index, check_length, check_tasks, check_times, check_vector
 from vlatune.dataset.storage import Root
 from vlatune.dataset.tables import read_rows
@@ -38,6 +39,8 @@ class CameraSpec:
     """What info.json says of the pictures; not checked when None."""
     called: str | None = None
     """Name of the delivered column; the dataset's own when None."""
+    letterbox: Letterbox = CENTRED
+    """How pictures get the delivered size."""
 
     @property
     def column(self) -> str:
@@ -70,6 +73,14 @@ class ReadSpec:
     cameras: tuple[CameraSpec, ...]
     vectors: tuple[VectorSpec, ...]
     tasks: tuple[str, ...]
+
+
+def augmented(specs: Sequence[ReadSpec], before: tuple[PictureTransform, ...]) -> tuple[ReadSpec, ...]:
+    """The same, with something done to every picture before it is resized."""
+    if not before:
+        return tuple(specs)
+    changed = [[replace(c, letterbox=replace(c.letterbox, before=before)) for c in spec.cameras] for spec in specs]
+    return tuple(replace(spec, cameras=tuple(cameras)) for spec, cameras in zip(specs, changed, strict=True))
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,11 @@ def _read_camera(
     spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, columns: Columns, rows: slice
 ) -> None:
     out = columns[camera.column][rows]
+    if camera.letterbox.before:
+        _read_one_by_one(spec, camera, unit, timestamps, out)
+        if camera.offsets is not None:
+            columns[f"{camera.column}_is_pad"][rows] = window_frames(unit.frames, camera.offsets, unit.length)[1]
+        return
     if camera.offsets is None:
         _read_frames(spec, camera, unit, timestamps, unit.frames, out)
         return
@@ -213,16 +229,27 @@ def _read_camera(
     columns[f"{camera.column}_is_pad"][rows] = is_pad_NT
 
 
+def _read_one_by_one(spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, out: np.ndarray) -> None:
+    """Row by row: what is done to a picture before it is resized depends on the row that it is for."""
+    for row, (frame, slot) in enumerate(zip(unit.frames, unit.slots, strict=True)):
+        of_row = replace(camera, letterbox=replace(camera.letterbox, slot=int(slot)))
+        frames_1T, _ = window_frames(np.array([frame]), camera.offsets or (0,), unit.length)
+        out_TCHW = out[row : row + 1] if camera.offsets is None else out[row]
+        _read_frames(spec, of_row, unit, timestamps, frames_1T[0], out_TCHW)
+
+
 def _read_frames(
     spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, frames: np.ndarray, out: np.ndarray
 ) -> None:
     if camera.kind == "image":
-        place = VideoPlace(spec.root.url, unit.episode_index, camera.name, unit.data_path, camera.recorded)
+        place = VideoPlace(
+            spec.root.url, unit.episode_index, camera.name, unit.data_path, camera.recorded, camera.letterbox
+        )
         read_images_into(spec.root, (unit.data_offset + frames).tolist(), out, place)
         return
     file, from_s = next((file, from_s) for name, file, from_s in unit.videos if name == camera.name)
     wanted_s = (from_s + timestamps[frames]).tolist()
-    place = VideoPlace(spec.root.url, unit.episode_index, camera.name, file, camera.recorded)
+    place = VideoPlace(spec.root.url, unit.episode_index, camera.name, file, camera.recorded, camera.letterbox)
     try:
         if spec.root.is_local:
             decode_into(spec.root.local_path(file), wanted_s, out, tolerance_s=spec.tolerance_s, place=place)

@@ -1,9 +1,12 @@
 """Bring a decoded picture to the policy's size, as the policy itself would on the device.
 
-`letterbox` repeats LeRobot's `resize_with_pad_torch` (PI0, PI0.5): bilinear without antialiasing, aspect
-kept, black bars, the odd pixel to the right and the bottom. On uint8 it differs from LeRobot's float path
-by rounding alone, at most 1/255 (a test holds it).
+`letterbox` repeats LeRobot's `resize_with_pad_torch`: bilinear without antialiasing, aspect kept, black bars,
+the odd pixel to the right and the bottom. Other policies put all of the bars to the left and the top
+(`resize_with_pad`). On uint8 it differs from LeRobot's float path by rounding alone, at most 1/255 (a test holds it).
 """
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import cv2
 import numpy as np
@@ -11,17 +14,49 @@ import numpy as np
 cv2.setNumThreads(1)  # Ray gives a reader one core; OpenCV would take them all
 
 
-def letterbox_box(recorded_hw: tuple[int, int], target_hw: tuple[int, int]) -> tuple[int, int, int, int]:
+Pad = Literal["centre", "left_top"]
+"""Where the bars are: on both sides, or to the left and the top only."""
+
+
+class PictureTransform(Protocol):
+    """Changes a picture as it was recorded, in training: pure in the picture and the row's place in the run's order."""
+
+    def __call__(self, image_HWC: np.ndarray, slot: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Letterbox:
+    """How a decoded picture gets the delivered size."""
+
+    pad: Pad = "centre"
+    before: tuple[PictureTransform, ...] = ()
+    """What is done to it before."""
+    slot: int = 0
+    """Of the row that it is for; only told to `before`."""
+
+    def into(self, image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
+        for transform in self.before:
+            image_HWC = transform(image_HWC, self.slot)
+        letterbox_into(image_HWC, out_CHW, pad=self.pad)
+
+
+CENTRED = Letterbox()
+
+
+def letterbox_box(
+    recorded_hw: tuple[int, int], target_hw: tuple[int, int], *, pad: Pad = "centre"
+) -> tuple[int, int, int, int]:
     """(top, left, height, width) of the picture inside the target."""
     (height, width), (target_height, target_width) = recorded_hw, target_hw
     ratio = max(width / target_width, height / target_height)
     inner_height, inner_width = int(height / ratio), int(width / ratio)
-    return (target_height - inner_height) // 2, (target_width - inner_width) // 2, inner_height, inner_width
+    parts = 2 if pad == "centre" else 1
+    return (target_height - inner_height) // parts, (target_width - inner_width) // parts, inner_height, inner_width
 
 
-def letterbox_into(image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
+def letterbox_into(image_HWC: np.ndarray, out_CHW: np.ndarray, *, pad: Pad = "centre") -> None:
     """Resize into a buffer, whatever is in it."""
-    top, left, height, width = letterbox_box(image_HWC.shape[:2], out_CHW.shape[1:])
+    top, left, height, width = letterbox_box(image_HWC.shape[:2], out_CHW.shape[1:], pad=pad)
     _blacken_bars(out_CHW, top, left, height, width)
     if image_HWC.shape[:2] != (height, width):
         image_HWC = cv2.resize(image_HWC, (width, height), interpolation=cv2.INTER_LINEAR)

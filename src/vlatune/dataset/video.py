@@ -28,7 +28,7 @@ from vlatune.dataset.recorded import (
     open_container,
     video_stream,
 )
-from vlatune.dataset.resize import letterbox_into
+from vlatune.dataset.resize import CENTRED, Letterbox
 
 EXACT_S = 1e-6
 """A frame this near to the wanted time is the nearest one; no need to decode the next to know."""
@@ -41,7 +41,7 @@ OPEN_DECODERS = 8
 
 @dataclass(frozen=True)
 class VideoPlace:
-    """What an error message needs to name the place."""
+    """Which pictures they are: what an error message needs to name the place, what they should be and will be."""
 
     dataset: str
     episode_index: int
@@ -49,6 +49,8 @@ class VideoPlace:
     file: str
     recorded: Recorded | None = None
     """What info.json says of the pictures; not checked when None."""
+    letterbox: Letterbox = CENTRED
+    """How they get the delivered size."""
 
     def __str__(self) -> str:
         return f"dataset '{self.dataset}': episode {self.episode_index}, camera '{self.camera}', {self.file}"
@@ -224,4 +226,4 @@ def _take(
         )
     if place.recorded is not None:  # the size may change inside a file
         check_size(frame.height, frame.width, place.recorded, place)
-    letterbox_into(frame.to_ndarray(format="rgb24"), out_CHW)
+    place.letterbox.into(frame.to_ndarray(format="rgb24"), out_CHW)

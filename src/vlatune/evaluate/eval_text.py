@@ -30,11 +30,13 @@ def error_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     lines = {
         "the fine-tuned model": error,
         "predicting the mean action": figures["mean_action_error"],
-        "the model with its pictures blanked": figures["blank_images_error"],
-        "the model with its sentence blanked": figures["blank_sentence_error"],
+        "the model with its pictures blanked": figures.get("blank_images_error"),
+        "the model with its sentence blanked": figures.get("blank_sentence_error"),
     }
     yield "open-loop action error on held-out episodes (mean absolute, lower is better):"
-    for what, value in lines.items():
+    for what, value in (
+        (what, value) for what, value in lines.items() if value is not None
+    ):  # not every policy has both
         times = f"   {value / error:5.2f} x" if error > 0 else ""
         yield f"  {what:<38} {value:.4f}{times}"
 
@@ -56,6 +58,7 @@ def _variant_lines(variants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         "blank_images_error": "pictures blanked",
         "blank_sentence_error": "sentence blanked",
     }
+    keys = {key: title for key, title in keys.items() if key in variants[0]}
     rows = [list(keys.values()), *([_cell(variant[key]) for key in keys] for variant in variants)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     yield "variants:"

@@ -21,7 +21,7 @@ from vlatune.checkpoint.store import Store, choose, open_store
 from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.dataset.stats import feature_stats
-from vlatune.evaluate.predictions import OnBatch, Predictions, predict_all
+from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
 from vlatune.files import write_json
 from vlatune.outgoing import warn
 from vlatune.policies.base import ModuleOptions
@@ -48,9 +48,7 @@ class Evaluated:
             "weights": self.weights,
             "val_loss": full.loss,
             "action_error": full.error(),
-            "blank_images_error": self.by_blank["images"].error(),
-            "blank_sentence_error": self.by_blank["sentence"].error(),
-        }
+        } | {f"blank_{what}_error": one.error() for what, one in self.by_blank.items() if what != "none"}
 
 
 def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lambda done, total: None) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
     if len(setup.held_out) == 0:
         raise ValueError(f"run '{run_dir}' holds no episodes out; train with --dataset.eval_split above 0 to evaluate")
     one_draw = replace(ModuleOptions.of(config.policy), flow_samples=1)
-    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device).eval()
+    module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device, stats=setup.stats).eval()
     rows = read_held_out(setup, options.max_samples)
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     found = []
@@ -72,12 +70,19 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
         with store.opened(step) as folder:
             for wanted in ("ema", "trained") if options.weights == "both" else (options.weights,):
                 weights = load_result(folder, trainable, wanted)
-                found.append(Evaluated(step, weights, predict_all(setup, module, rows, options, on_batch=on_batch)))
+                by_blank = predict_all(setup, module, rows, options, blanks=_blanks(setup), on_batch=on_batch)
+                found.append(Evaluated(step, weights, by_blank))
     result = _figures(setup, options, found) | {"device": str(device)}
     write_json(run_dir / "eval.json", result)
     save_eval_samples(run_dir, _samples_to_show(setup, rows, found[0].by_blank["none"]))
     write_report(run_dir)
     return result
+
+
+def _blanks(setup: Setup) -> tuple[str, ...]:
+    """Of what the policy looks at at all."""
+    unused = {"images": not setup.binding.cameras, "sentence": not setup.policy.has_prompt}
+    return tuple(blank for blank in BLANKS if not unused.get(blank))
 
 
 def _wanted_steps(store: Store, names: Sequence[str]) -> list[int]:
@@ -138,13 +143,18 @@ def _samples_to_show(setup: Setup, rows: Columns, predictions: Predictions) -> l
             episode_index=int(rows["episode_index"][row]),
             frame_index=int(rows["frame_index"][row]),
             task=str(rows[TASK][row]),
-            images={name: rows[name][row] for name, _ in setup.binding.cameras},
+            images={name: _newest(rows[name][row]) for name, _ in setup.binding.cameras},
             true_TA=predictions.true_NTA[row],
             predicted_TA=predictions.predicted_NTA[row],
             valid_T=predictions.valid_NT[row],
         )
         for row in chosen
     ]
+
+
+def _newest(pictures: np.ndarray) -> np.ndarray:
+    """(3, H, W), where a policy looks at several observations, too."""
+    return pictures[-1] if pictures.ndim == 4 else pictures
 
 
 def _warn(text: str) -> None:

@@ -14,13 +14,14 @@ from vlatune.batch import ACTION, STATE
 from vlatune.dataset.feature_map import ALIASES, as_flag, camera_name, likely_name
 from vlatune.dataset.meta import DatasetMeta, Feature
 from vlatune.dataset.stats_check import is_flat
+from vlatune.policies.registry import DEFAULT_TYPE, get_policy
 
 MAX_EXAMPLES = 10
 INDEX_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Features that every dataset has and no policy normalises."""
 RENAME, COMPUTE = "--rename_map", "--dataset.stats=computed"
-PI05_WIDTH = 32
-"""Dims of state and action that PI0.5's base models have."""
+POLICY = get_policy(DEFAULT_TYPE)
+"""The one whose base models a dataset is held against."""
 
 
 type Severity = Literal["error", "warning"]
@@ -130,11 +131,11 @@ def width_problems(features: Mapping[str, Feature]) -> list[Problem]:
             "warning",
             place=f"meta/info.json, feature '{key}'",
             found=f"it has {features[key].shape[0]} dims",
-            expected=f"{PI05_WIDTH} at most for PI0.5's base models",
+            expected=f"{POLICY.max_dims} at most for {POLICY.title}'s base models",
             fix="leave dims out of the dataset, or take a policy that is as wide",
         )
         for key in (ACTION, STATE)
-        if key in features and features[key].shape and features[key].shape[0] > PI05_WIDTH
+        if key in features and features[key].shape and features[key].shape[0] > POLICY.max_dims
     ]
 
 
@@ -178,7 +179,7 @@ def _missing_stats(meta: DatasetMeta, names: Sequence[str]) -> list[Problem]:
             half,
             place=place,
             found="features without quantiles" + (", which v2.1 does not have" if meta.version == "v2.1" else ""),
-            expected="q01 and q99, which PI0.5 normalises with",
+            expected=f"q01 and q99, which {POLICY.title} normalises with",
             fix=f"{computed}{'convert to v3.0 and ' if meta.version == 'v2.1' else ''}run lerobot.scripts.augment_dataset_quantile_stats",
         ),
     ]

@@ -49,7 +49,7 @@ def read_lerobot(
 
     Args:
         root: Folder or URL of a dataset, or several: their rows follow each other and carry `dataset_index`.
-        resize: (height, width) of all pictures, letterboxed as PI0.5 does it; None keeps the recorded size.
+        resize: (height, width) of all pictures, letterboxed with the bars on both sides; None keeps the recorded size.
         action_horizon: Actions per row, from the row's own on, with `action_is_pad`; None gives single ones.
         cameras: The cameras to decode; all when None. An empty list decodes none.
         episodes: `episode_index` of those to read, from every dataset; all when None.

@@ -1,30 +1,34 @@
-"""What a policy must offer, and how it is bound to a dataset. No torch at import: specs are read on the driver.
+"""What a policy offers, and how it is bound to a dataset. No torch at import: specs are read on the driver.
 
-A policy is an adapter object (see `registry.py`) with three parts:
-`read_spec` (what the folder says, and whether it is whole), `make_transforms` (CPU side, the same list for training and
-evaluation), and `load_module` (the torch module whose `forward(batch)` is the loss on the device).
+A policy is a package with a card (`registry.py`) and an adapter, a `PolicyAdapter`. Its base model is a folder in LeRobot's
+layout: a local one, a hub repository's, or one that the adapter makes with random weights for the run's datasets.
+`PolicySpec` is what the folder says, so what the policy asks of the data; `Binding` is how a dataset answers it.
 """
 
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
 from vlatune.dataset.feature_map import RESERVED, as_flag, likely_name
 from vlatune.dataset.feature_specs import numpy_type
+from vlatune.pipeline.transforms import Normalise
+from vlatune.policies.processors import CONFIG
 
 if TYPE_CHECKING:
     import torch
 
-    from vlatune.config import PolicyConfig
     from vlatune.dataset.meta import DatasetMeta, Feature
+    from vlatune.dataset.resize import PictureTransform
     from vlatune.pipeline.transforms import Transform
+    from vlatune.policies.processors import Schema
 
 STATS_OF_MODE = {
     "QUANTILES": ("q01", "q99"),
@@ -32,26 +36,59 @@ STATS_OF_MODE = {
     "MIN_MAX": ("min", "max"),
     "MEAN_STD": ("mean", "std"),
 }
+Stats = Mapping[str, Mapping[str, np.ndarray]]
+"""Feature, by the policy's name -> statistic -> values."""
+NO_STATS: Stats = {}
+FLOAT32_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicySpec:
-    """What the base model's folder says, before any weight is read."""
+    """What the base model's folder says, before any weight is read. A policy that needs to know more has a subclass."""
 
     type: str
     folder: str
     cameras: tuple[str, ...]
+    """Features that are pictures, by the policy's names."""
     image_hw: tuple[int, int]
-    horizon: int
+    """Size of the delivered pictures."""
+    pad: Literal["centre", "left_top"] = "centre"
+    """Where the bars of a picture go whose sides have another ratio."""
+    action_offsets: tuple[int, ...]
+    """Frames from an observation to each action of its chunk."""
+    observation_offsets: tuple[int, ...] | None = None
+    """Frames from a row to the observations that belong to it, as an axis of their own; None: its own, without an axis."""
     max_state_dim: int
     max_action_dim: int
     normalisation: Mapping[str, str]
-    """STATE and ACTION -> QUANTILES, MIN_MAX, MEAN_STD or IDENTITY."""
-    tokenizer_file: str
-    pad_id: int
-    max_tokens: int
-    flow_time: tuple[float, float, float, float] = (1.5, 1.0, 0.999, 0.001)
-    """Of flow matching: time is Beta(first, second) * third + fourth."""
+    """VISUAL, STATE and ACTION -> QUANTILES, MIN_MAX, MEAN_STD or IDENTITY."""
+    has_prompt: bool = False
+    """Whether the sentence takes part."""
+    tokenizer_file: str | None = None
+
+    @property
+    def horizon(self) -> int:
+        """Actions in a chunk."""
+        return len(self.action_offsets)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a base model with random weights is made for."""
+
+    cameras: tuple[str, ...]
+    """Feature names, such as observation.images.top."""
+    state_dim: int
+    action_dim: int
+    horizon: int
+    """Actions in a chunk of the small twin; at full size a policy has its own."""
+    image_size: int
+    """Pixels on a side that the small twin looks at, likewise."""
+    tasks: tuple[str, ...]
+    seed: int
+    recorded_hw: tuple[tuple[int, int], ...] = ()
+    """Of each camera, as recorded."""
+    fps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +122,7 @@ class ModuleOptions:
     """How the torch module is loaded and run: what of `PolicyConfig` concerns it."""
 
     train: str
-    """One of TRAIN_WAYS."""
+    """One of the ways on the policy's card."""
     dtype: str | None = None
     """float32 or bfloat16; what the base model says when left out. What trains is float32 in either case."""
     flow_samples: int = 1
@@ -96,7 +133,8 @@ class ModuleOptions:
     lora_alpha: float = 16.0
 
     @classmethod
-    def of(cls, config: PolicyConfig) -> ModuleOptions:
+    def of(cls, config: object) -> ModuleOptions:
+        """Of a `PolicyConfig`."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
@@ -108,30 +146,85 @@ class PolicyModule(Protocol):
         ...
 
     def predict(self, batch: Mapping[str, torch.Tensor], noise_BTP: torch.Tensor) -> torch.Tensor:
-        """Action chunks (B, T, A), still normalised."""
+        """Action chunks (B, T, A), still normalised; no host sync. A policy that does not sample leaves the noise alone."""
         ...
 
     def as_lerobot(self) -> Any:
-        """LeRobot's policy with what was trained, ready for its `save_pretrained`; the end of training."""
+        """What was trained, with a `save_pretrained(folder)` that writes config.json and weights; the end of training."""
         ...
 
 
-class PolicyAdapter(Protocol):
-    def read_spec(self, folder: Path) -> PolicySpec: ...
+class PolicyAdapter[S: PolicySpec](ABC):
+    """All that the other rooms ask of a policy. Runs on the driver, in read tasks and in workers: torch only in `load_module`."""
 
-    def make_transforms(
-        self, spec: PolicySpec, binding: Binding, stats: Mapping[str, Mapping[str, np.ndarray]], draw: Draw
-    ) -> tuple[Transform, ...]: ...
+    schema: ClassVar[Schema]
+    """What the JSON files of its folder may hold."""
+    carried_files: ClassVar[tuple[str, ...]] = ()
+    """Files of the base's folder that an export takes along where they are there."""
 
-    def step_flops(self, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> float:
-        """Floating-point operations of a training step per sample, roughly: cores are shared out by it."""
-        ...
+    @abstractmethod
+    def read_spec(self, folder: Path) -> S:
+        """What the folder says, if it can be loaded: everything that is refused here costs nobody a GPU."""
 
+    @abstractmethod
+    def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
+        """Write a folder with random weights for some datasets, a pure function of `fit`.
+
+        `small` asks for the twin of demo and tests, which learns on a CPU in minutes. `folder` is renamed to `place`
+        afterwards, for files that name their own path.
+        """
+
+    @abstractmethod
+    def make_transforms(self, spec: S, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
+        """Rows as the reader delivers them -> what the module takes, in training and in evaluation."""
+
+    def augment_pictures(self, spec: S, draw: Draw) -> tuple[PictureTransform, ...]:
+        """Of training alone, on pictures as recorded, before they are resized."""
+        return ()
+
+    def augment_rows(self, spec: S, binding: Binding, draw: Draw) -> tuple[Transform, ...]:
+        """Of training alone, on rows as the reader delivers them, after the resize and before `make_transforms`."""
+        return ()
+
+    def training_transforms(self, spec: S, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
+        return (*self.augment_rows(spec, binding, draw), *self.make_transforms(spec, binding, stats, draw))
+
+    def step_flops(self, spec: S, binding: Binding, options: ModuleOptions) -> float:
+        """Floating-point operations of a training step per sample, roughly: cores are shared out by it.
+
+        Unless a policy knows better, each weight is used once: two forward, four backward.
+        """
+        return 6.0 * sum(file.stat().st_size for file in Path(spec.folder).glob("model*.safetensors")) / FLOAT32_BYTES
+
+    @abstractmethod
     def load_module(
-        self, spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+        self,
+        spec: S,
+        binding: Binding,
+        options: ModuleOptions,
+        device: torch.device | str = "cpu",
+        *,
+        stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
-        """Each weight goes to `device` by itself: the host holds one at a time."""
-        ...
+        """A `PolicyModule` with what `options.train` names trainable. Each weight goes to `device` by itself: the host
+        holds one at a time. `stats` are those of pictures and all else; where nothing is computed there are none.
+        """
+
+    def base_files(self, spec: S) -> dict[str, Path]:
+        """What of the base decides the result beside its weights, by the name that a checkpoint's fingerprints have for it."""
+        files = {"config": Path(spec.folder) / CONFIG}
+        return files | ({"tokenizer": Path(spec.tokenizer_file)} if spec.tokenizer_file else {})
+
+
+def make_normalisers(spec: PolicySpec, stats: Stats) -> list[Normalise]:
+    """State and action normalisers, in this order, as the policy's config asks; pictures are normalised on the device."""
+    made = []
+    for key, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
+        mode = spec.normalisation.get(kind, "IDENTITY")
+        if mode != "IDENTITY":
+            low, high = (stats[key][name] for name in STATS_OF_MODE[mode])
+            made.append(Normalise(key, mode, low, high))
+    return made
 
 
 def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:
@@ -144,7 +237,7 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
     renamed = {name: rename_map.get(name, name) for name in meta.cameras}
     _check_targets(spec, meta, rename_map, renamed)
     delivered = tuple((name, target) for name, target in renamed.items() if target in spec.cameras)
-    if not delivered:
+    if spec.cameras and not delivered:
         raise ValueError(
             f"none of the dataset's cameras ({', '.join(meta.cameras)}) is one that the policy knows "
             f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
@@ -250,9 +343,10 @@ def _names(feature: Feature) -> tuple[str, ...]:
     return tuple(f"action_{position}" for position in range(feature.shape[0]))
 
 
-def stats_needed(spec: PolicySpec) -> dict[str, Sequence[str]]:
-    """Feature -> names of the statistics that the policy's normalisation uses."""
-    modes = {STATE: spec.normalisation.get("STATE", "IDENTITY"), ACTION: spec.normalisation.get("ACTION", "IDENTITY")}
+def stats_needed(spec: PolicySpec, cameras: Sequence[str] = ()) -> dict[str, Sequence[str]]:
+    """Feature, by the policy's name -> names of the statistics that the policy's normalisation uses."""
+    kinds = {STATE: "STATE", ACTION: "ACTION"} | dict.fromkeys(cameras, "VISUAL")
+    modes = {key: spec.normalisation.get(kind, "IDENTITY") for key, kind in kinds.items()}
     unknown = [mode for mode in modes.values() if mode != "IDENTITY" and mode not in STATS_OF_MODE]
     if unknown:
         raise ValueError(

@@ -7,6 +7,7 @@ stranger wrote is neither used nor passed on. No torch: the driver looks before 
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vlatune.errors import did_you_mean
@@ -24,130 +25,147 @@ def is_hub_name(name: str) -> bool:
     return HUB_NAME.fullmatch(name) is not None
 
 
-def _text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= MAX_CHARS and value.isprintable()
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _flag(value: Any) -> bool:
+def is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(_text, value))
+def is_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(is_text, value))
 
 
-def _text_map(value: Any) -> bool:
-    return isinstance(value, dict) and _texts([*value]) and _texts([*value.values()])
+def is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and is_texts([*value]) and is_texts([*value.values()])
 
 
-def _features(value: Any) -> bool:
+def is_features(value: Any) -> bool:
     """Name -> {"type": ..., "shape": [...]}"""
-    return isinstance(value, dict) and _texts([*value]) and all(map(_feature, value.values()))
+    return isinstance(value, dict) and is_texts([*value]) and all(map(_feature, value.values()))
 
 
 def _feature(value: Any) -> bool:
-    has_both = isinstance(value, dict) and value.keys() == {"type", "shape"} and _text(value["type"])
+    has_both = isinstance(value, dict) and value.keys() == {"type", "shape"} and is_text(value["type"])
     return (
-        has_both and isinstance(value["shape"], list) and len(value["shape"]) <= 8 and all(map(_number, value["shape"]))
+        has_both
+        and isinstance(value["shape"], list)
+        and len(value["shape"]) <= 8
+        and all(map(is_number, value["shape"]))
     )
 
 
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(_number, value))
+def is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(is_number, value))
 
 
-def _plain_map(value: Any) -> bool:
+def is_plain_map(value: Any) -> bool:
     """Name -> text, number, true, false or null"""
-    is_map = isinstance(value, dict) and _texts([*value])
-    return is_map and all(one is None or _text(one) or _number(one) or _flag(one) for one in value.values())
+    is_map = isinstance(value, dict) and is_texts([*value])
+    return is_map and all(one is None or is_text(one) or is_number(one) or is_flag(one) for one in value.values())
 
 
 Check = Callable[[Any], bool]
 Fields = Mapping[str, Check]
 KIND: Mapping[Check, str] = {
-    _text: "a text",
-    _number: "a number",
-    _flag: "true or false",
-    _texts: "a list of texts",
-    _text_map: "a mapping of texts to texts",
-    _features: "features with type and shape",
-    _numbers: "a list of numbers",
-    _plain_map: "a mapping of names to plain values",
+    is_text: "a text",
+    is_number: "a number",
+    is_flag: "true or false",
+    is_texts: "a list of texts",
+    is_text_map: "a mapping of texts to texts",
+    is_features: "features with type and shape",
+    is_numbers: "a list of numbers",
+    is_plain_map: "a mapping of names to plain values",
 }
 NORMALISER: Fields = {
-    "eps": _number,
-    "features": _features,
-    "norm_map": _text_map,
-    "normalize_observation_keys": _texts,
+    "eps": is_number,
+    "features": is_features,
+    "norm_map": is_text_map,
+    "normalize_observation_keys": is_texts,
 }
 STEPS: Mapping[str, Fields] = {
-    "rename_observations_processor": {"rename_map": _text_map},
+    "rename_observations_processor": {"rename_map": is_text_map},
     "to_batch_processor": {},
-    "relative_actions_processor": {"enabled": _flag, "exclude_joints": _texts, "action_names": _texts},
-    "absolute_actions_processor": {"enabled": _flag},
+    "relative_actions_processor": {"enabled": is_flag, "exclude_joints": is_texts, "action_names": is_texts},
+    "absolute_actions_processor": {"enabled": is_flag},
     "normalizer_processor": NORMALISER,
     "unnormalizer_processor": NORMALISER,
-    "pi05_prepare_state_tokenizer_processor_step": {"max_state_dim": _number, "task_key": _text},
     "tokenizer_processor": {
-        "tokenizer_name": _text,
-        "max_length": _number,
-        "task_key": _text,
-        "padding_side": _text,
-        "padding": _text,
-        "truncation": _flag,
+        "tokenizer_name": is_text,
+        "max_length": is_number,
+        "task_key": is_text,
+        "padding_side": is_text,
+        "padding": is_text,
+        "truncation": is_flag,
     },
-    "device_processor": {"device": _text, "float_dtype": _text},
+    "device_processor": {"device": is_text, "float_dtype": is_text},
 }
-"""LeRobot's registry names of the steps in PI0.5's pipelines -> their settings; each may be null. None of them takes code."""
+"""LeRobot's registry names of the steps that its policies share -> their settings; each may be null. None takes code."""
+
+COMMON_CONFIG: Fields = {
+    **dict.fromkeys(("type", "device", "repo_id", "license", "pretrained_path", "pretrained_revision"), is_text),
+    "n_obs_steps": is_number,
+    **dict.fromkeys(("use_amp", "use_peft", "push_to_hub", "private"), is_flag),
+    "tags": is_texts,
+    **dict.fromkeys(("input_features", "output_features"), is_features),
+    "normalization_mapping": is_text_map,
+}
+"""Fields of LeRobot's `PreTrainedConfig`, and how a policy normalises."""
 
 
-CONFIGS: Mapping[str, Fields] = {
-    "pi05": {
-        **dict.fromkeys(
-            ("type", "paligemma_variant", "action_expert_variant", "dtype", "compile_mode", "device", "repo_id"), _text
-        ),
-        **dict.fromkeys(("license", "pretrained_path", "pretrained_revision"), _text),
-        **dict.fromkeys(("n_obs_steps", "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), _number),
-        **dict.fromkeys(("num_inference_steps", "empty_cameras", "tokenizer_max_length"), _number),
-        **dict.fromkeys(("time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale"), _number),
-        **dict.fromkeys(("time_sampling_offset", "min_period", "max_period"), _number),
-        **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), _number),
-        **dict.fromkeys(("optimizer_grad_clip_norm", "scheduler_warmup_steps", "scheduler_decay_steps"), _number),
-        "scheduler_decay_lr": _number,
-        **dict.fromkeys(("use_amp", "use_peft", "push_to_hub", "private", "use_relative_actions"), _flag),
-        **dict.fromkeys(
-            ("gradient_checkpointing", "compile_model", "freeze_vision_encoder", "train_expert_only"), _flag
-        ),
-        **dict.fromkeys(("tags", "relative_exclude_joints", "action_feature_names"), _texts),
-        **dict.fromkeys(("input_features", "output_features"), _features),
-        **dict.fromkeys(("image_resolution", "optimizer_betas"), _numbers),
-        "normalization_mapping": _text_map,
-        "rtc_config": _plain_map,
+@dataclass(frozen=True)
+class Schema:
+    """What the files of one kind of policy may hold."""
+
+    type: str
+    config: Fields
+    """Fields of config.json beside COMMON_CONFIG; each may be null."""
+    steps: Mapping[str, Fields] = field(default_factory=dict)
+    """Steps of its own beside STEPS, by LeRobot's registry name."""
+
+
+def plain_processors() -> dict[str, dict[str, Any]]:
+    """The processor files of a policy without a prompt, as LeRobot writes them; what the dataset decides is filled in later."""
+    normalise = {"eps": 1e-8, "features": {}, "norm_map": {}}
+    before = {
+        "rename_observations_processor": {"rename_map": {}},
+        "to_batch_processor": {},
+        "device_processor": {"device": "cpu", "float_dtype": None},
+        "normalizer_processor": normalise,
     }
-}
-"""A policy's type -> the fields of LeRobot's config class for it; each may be null."""
+    after = {"unnormalizer_processor": normalise, "device_processor": {"device": "cpu", "float_dtype": None}}
+    return {
+        file: {
+            "name": file.removesuffix(".json"),
+            "steps": [{"registry_name": name, "config": dict(config)} for name, config in steps.items()],
+        }
+        for file, steps in zip(PROCESSORS, (before, after), strict=True)
+    }
 
 
-def checked_config(content: Any, where: str) -> dict[str, Any]:
+def checked_config(content: Any, schema: Schema, where: str) -> dict[str, Any]:
     """The fields of a config.json that its policy's config has, each of its kind; others, of other versions, stay behind."""
     kind = content.get("type") if isinstance(content, dict) else None
-    if not isinstance(kind, str) or kind not in CONFIGS:
-        raise ValueError(f"{where}: the policy's type is {_shown(kind)}, expected one of {', '.join(CONFIGS)}")
-    known = {name: value for name, value in content.items() if name in CONFIGS[kind]}
-    _check_fields(known, CONFIGS[kind], f"{where} is not as LeRobot writes it for {kind}")
+    if kind != schema.type:
+        raise ValueError(f"{where} says type '{str(kind)[:80]}', expected '{schema.type}'; set --policy.type")
+    fields = {**COMMON_CONFIG, **schema.config}
+    known = {name: value for name, value in content.items() if name in fields}
+    _check_fields(known, fields, f"{where} is not as LeRobot writes it for {kind}")
     return known
 
 
-def checked_steps(content: Any, where: str) -> list[dict[str, Any]]:
+def checked_steps(content: Any, schema: Schema, where: str) -> list[dict[str, Any]]:
     """The steps of a processor file, each with `registry_name` and `config`; whatever is not listed is refused."""
     if not isinstance(content, dict) or not isinstance(content.get("steps"), list) or len(content["steps"]) > MAX_ITEMS:
         raise ValueError(f"{where} has no list of steps; use a base that LeRobot's processors were saved with")
     _refuse_unknown(content, ("name", "steps"), where)
-    return [_checked_step(step, f"{where}, step {number}") for number, step in enumerate(content["steps"])]
+    steps = {**STEPS, **schema.steps}
+    return [_checked_step(step, steps, f"{where}, step {number}") for number, step in enumerate(content["steps"])]
 
 
 def checked_state_files(steps: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -155,7 +173,7 @@ def checked_state_files(steps: Iterable[Mapping[str, Any]]) -> list[str]:
     return [step["state_file"] for step in steps if step.get("state_file")]
 
 
-def _checked_step(step: Any, where: str) -> dict[str, Any]:
+def _checked_step(step: Any, steps: Mapping[str, Fields], where: str) -> dict[str, Any]:
     if not isinstance(step, dict):
         raise ValueError(f"{where}: expected an object, found a {type(step).__name__}; fetch the policy anew")
     if "class" in step:
@@ -165,10 +183,10 @@ def _checked_step(step: Any, where: str) -> dict[str, Any]:
         )
     _refuse_unknown(step, ("registry_name", "config", "state_file"), where)
     name, config = step.get("registry_name"), step.get("config")
-    if not isinstance(name, str) or name not in STEPS:
-        hint = did_you_mean(name, STEPS) if isinstance(name, str) else ""
-        raise ValueError(f"{where}: the step {_shown(name)} is not known{hint or '; known are ' + ', '.join(STEPS)}")
-    _check_fields({} if config is None else config, STEPS[name], f"{where} ({name})")
+    if not isinstance(name, str) or name not in steps:
+        hint = did_you_mean(name, steps) if isinstance(name, str) else ""
+        raise ValueError(f"{where}: the step {_shown(name)} is not known{hint or '; known are ' + ', '.join(steps)}")
+    _check_fields({} if config is None else config, steps[name], f"{where} ({name})")
     state_file = step.get("state_file")
     if state_file is not None and not (isinstance(state_file, str) and STATE_FILE.fullmatch(state_file)):
         raise ValueError(

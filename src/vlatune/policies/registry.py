@@ -1,13 +1,98 @@
-"""Policies by name. An adapter is imported when it is asked for, so that listing them costs nothing."""
+"""The one list of policies: flags, recipes, help and checks take their names from here. Imports neither torch nor LeRobot.
 
-from vlatune.policies.base import PolicyAdapter
+A policy is a package whose `__init__.py` holds its card, `POLICY`; what the card points to is imported when it is
+asked for. Those of vlatune stand in PACKAGES. A package of somebody else is found by its entry point in the group
+`vlatune.policies`, which names the card: nothing here has to be changed for it.
+"""
 
-NAMES = ("pi05",)
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from vlatune.errors import did_you_mean
+
+PACKAGES = {"pi05": "vlatune.policies.pi05"}
+"""Type -> package."""
+DEFAULT_TYPE = next(iter(PACKAGES))
+"""What is meant when none is named."""
+GROUP = "vlatune.policies"
 
 
-def get_adapter(name: str) -> PolicyAdapter:
-    if name == "pi05":
-        from vlatune.policies.pi05 import Pi05Adapter
+@dataclass(frozen=True)
+class Recipe:
+    """A complete config by name: `--recipe=NAME`."""
 
-        return Pi05Adapter()
-    raise ValueError(f"--policy.type={name}: must be one of {', '.join(NAMES)}")
+    description: str
+    values: Mapping[str, Any]
+    """Nested, with the names of `RunConfig`."""
+    small: bool = False
+    """The base is the policy's small twin, made for the run's datasets where no --policy.path is given."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy's card: what can be said of it without reading a file."""
+
+    type: str
+    """Of LeRobot's config.json, and of --policy.type."""
+    title: str
+    """As people call it."""
+    adapter: Callable[[], Any]
+    """Imports it and makes one: a `PolicyAdapter` (`base.py`, which lies above this module)."""
+    train_ways: Mapping[str, str]
+    """What --policy.train may be -> what is trained then; the first is the usual one."""
+    recipes: Mapping[str, Recipe]
+    settings: tuple[str, ...] = ()
+    """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank and lora_alpha it understands."""
+    hub_base: str | None = None
+    """A hub repository to start from, for messages."""
+    max_dims: int = 10_000
+    """Dims of state and action that it takes at most."""
+    from_scratch: bool = False
+    """A run without --policy.path begins with random weights, made for its datasets in RUN/base."""
+
+
+def policy_types() -> tuple[str, ...]:
+    return (*PACKAGES, *(name for name in _others() if name not in PACKAGES))
+
+
+def get_policy(name: str) -> Policy:
+    """The card of a type; one that is not known is refused with those that are."""
+    if name in PACKAGES:
+        return import_module(PACKAGES[name]).POLICY
+    if name in _others():
+        return _load_other(name)
+    raise ValueError(f"--policy.type={name}: must be one of {', '.join(policy_types())}{did_you_mean(name, PACKAGES)}")
+
+
+def get_adapter(name: str) -> Any:
+    """Its `PolicyAdapter`."""
+    return get_policy(name).adapter()
+
+
+def all_recipes() -> dict[str, Recipe]:
+    """Recipe by name, policy after policy; of two with one name the first counts."""
+    found: dict[str, Recipe] = {}
+    for one in policy_types():
+        found |= {name: recipe for name, recipe in get_policy(one).recipes.items() if name not in found}
+    return found
+
+
+def _others() -> dict[str, Any]:
+    """Entry points of installed packages, by their names; a type of vlatune's own cannot be replaced."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+@cache
+def _load_other(name: str) -> Policy:
+    point = _others()[name]
+    card = point.load()
+    if not isinstance(card, Policy) or card.type != name:
+        raise ValueError(
+            f"the entry point '{name} = {point.value}' in the group {GROUP} is not the card of a policy of type '{name}'; "
+            f"it must name a vlatune.policies.registry.Policy whose type is its own name"
+        )
+    return card

@@ -34,9 +34,8 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     if computed := list(_computed_stats(setup)):
         found["dataset.statistics"] = short_hash(computed)
     found["base.weights"] = base_weights(Path(setup.policy.folder))
-    found["base.config"] = short_hash([read_file(setup.policy.folder, "config.json")])
-    tokenizer = Path(setup.policy.tokenizer_file)
-    found["base.tokenizer"] = short_hash([read_file(tokenizer.parent, tokenizer.name, max_bytes=MAX_TOKENIZER_BYTES)])
+    for name, file in setup.adapter.base_files(setup.policy).items():
+        found[f"base.{name}"] = short_hash([read_file(file.parent, file.name, max_bytes=MAX_TOKENIZER_BYTES)])
     found[f"{VERSIONS}order"] = str(ORDER_VERSION)
     return found | {f"{VERSIONS}{name}": version(name) for name in PACKAGES}
 

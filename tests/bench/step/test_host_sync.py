@@ -12,7 +12,7 @@ from vlatune.bench.options import StepBench
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05_module import Pi05Module, load_pi05
+from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.train.worker.device import DeviceBatch, device_batches
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import Ema, learning_rate, make_optimizer, set_learning_rate

@@ -10,7 +10,7 @@ from vlatune.bench.options import StepBench
 from vlatune.bench.step.step_bench import WayFigures, run
 from vlatune.bench.step.step_meter import StepTime, Stopwatch, hidden_share, peak_bytes
 from vlatune.cli import main
-from vlatune.policies.pi05_size import Pi05Size
+from vlatune.policies.pi05.size import Pi05Size
 
 TINY = StepBench(
     width=64, depth=2, vision_depth=1, rounds=1, cameras=2, image_size=28, tokens=48, horizon=4, small_batch_size=1, small_steps=2

@@ -9,8 +9,8 @@ from vlatune.bench.base_models import DIMS, Base, make_rows, make_small_base
 from vlatune.bench.options import StepBench
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05_module import Pi05Module, load_pi05
-from vlatune.policies.pi05_size import building_at, read_size
+from vlatune.policies.pi05.module import Pi05Module, load_pi05
+from vlatune.policies.pi05.size import building_at, read_size
 from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
 from vlatune.train.worker.optimizer_step import Updater
 

@@ -26,10 +26,10 @@ from vlatune.bench.options import StepBench
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.bench.step.step_meter import StepTime, copies_hidden_share, peak_bytes
 from vlatune.bench.step.step_ways import LeRobotWay, OurWay, make_accelerator
-from vlatune.config import TRAIN_WAYS
 from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05_module import Pi05Module, load_pi05
+from vlatune.policies.pi05.module import Pi05Module, load_pi05
+from vlatune.policies.pi05.trainable import TRAINED as TRAIN_WAYS
 from vlatune.train.worker.device import set_performance_flags
 
 FROZEN_PREFIX = ("heads", "expert")

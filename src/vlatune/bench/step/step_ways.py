@@ -21,7 +21,7 @@ from vlatune.batch import ACTION, IMAGE_PREFIX, Columns, num_rows
 from vlatune.bench.base_models import Base, lerobot_batch
 from vlatune.bench.step.step_meter import Stopwatch
 from vlatune.config import OptimizerConfig, SchedulerConfig
-from vlatune.policies.pi05_module import Pi05Module
+from vlatune.policies.pi05.module import Pi05Module
 from vlatune.train.worker.device import DeviceBatch, device_batches
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate

@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from vlatune.policies.pi05_size import building_at, read_size
+from vlatune.policies.pi05.size import building_at, read_size
 
 
 def main(base: str, flags: list[str]) -> None:

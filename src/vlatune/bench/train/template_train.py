@@ -26,7 +26,7 @@ from vlatune.bench.train.train_programs import TEMPLATE_MARK, TemplateJob
 from vlatune.config import OptimizerConfig
 from vlatune.dataset.meta import DatasetMeta, load_meta
 from vlatune.pipeline.host import usable_cpus
-from vlatune.policies.pi05_load import load_policy
+from vlatune.policies.pi05.load import load_policy
 from vlatune.train.worker.optimizer import make_optimizer
 
 

@@ -139,8 +139,8 @@ def _make_videos(folder: Path) -> Path:
 def _make_base(folder: Path, root: str, case: Case) -> None:
     """A PI0.5 with random weights for the dataset's features, in the published proportions at another width."""
     from vlatune.bench.base_models import rebuild_at, scaled_size
-    from vlatune.policies.pi05_size import read_size
-    from vlatune.policies.small import make_small_pi05
+    from vlatune.policies.pi05.size import read_size
+    from vlatune.policies.pi05.small import make_small_pi05
 
     say(f"making a PI0.5 with random weights: width {case.width}, depth {case.depth}")
     meta = load_meta(root)

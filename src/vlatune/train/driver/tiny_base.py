@@ -1,4 +1,4 @@
-"""`--recipe=tiny` without a base model: a small PI0.5 with random weights, made for the run's datasets in RUN/base.
+"""A run without a base model: the policy with random weights, small with --recipe=tiny, made for its datasets in RUN/base.
 
 It has their cameras (those that all of them have, under the names of --rename_map), dims and sentences. Written aside and
 renamed, once: a run that goes on takes the one that is there. The same datasets and seed give the same weights. No torch
@@ -8,15 +8,16 @@ at import.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from vlatune.batch import ACTION, STATE
-from vlatune.checkpoint.policy_files import PREPROCESSOR, TOKENIZER_FOLDER
-from vlatune.config import RunConfig, makes_base
+from vlatune.config import RunConfig, makes_base, makes_small
 from vlatune.dataset.feature_map import as_flag, likely_name
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.files import read_json, remove_leftovers, write_json
+from vlatune.policies.base import Fit
+from vlatune.policies.registry import get_policy
 from vlatune.run_setup import load_metas
 from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one
 
@@ -26,21 +27,6 @@ MADE_FOR = "made_for.json"
 IMAGE_SIZE = 48
 HORIZON_S = 0.8
 """Seconds of actions in a chunk."""
-MOST_DIMS = 32
-"""Of state and action, as LeRobot's PI05Config has it."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What the model is made for."""
-
-    cameras: tuple[str, ...]
-    state_dim: int
-    action_dim: int
-    horizon: int
-    image_size: int
-    tasks: tuple[str, ...]
-    seed: int
 
 
 def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
@@ -51,25 +37,27 @@ def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
     config = replace(config, policy=replace(config.policy, path=str((folder.path / BASE).resolve())))
     if (folder.path / "config.json").exists() and (folder.path / BASE).is_dir():
         return config  # the run has begun with it
-    fit = fit_datasets(load_metas(config), seed=config.seed)
+    fit = fit_datasets(load_metas(config), seed=config.seed, max_dims=get_policy(config.policy.type).max_dims)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
         remove_leftovers(folder.path / ASIDE)
         check_run(config)
-        _ensure(folder.path, fit, say)
+        _ensure(folder.path, config, fit, say)
     return config
 
 
-def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int) -> Fit:
-    first = metas[0]
+def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int, max_dims: int) -> Fit:
+    first, cameras = metas[0], _common_cameras(metas)
     return Fit(
-        cameras=_common_cameras(metas),
-        state_dim=_width(metas, STATE),
-        action_dim=_width(metas, ACTION),
+        cameras=cameras,
+        state_dim=_width(metas, STATE, max_dims),
+        action_dim=_width(metas, ACTION, max_dims),
         horizon=max(1, round(HORIZON_S * first.fps)),
         image_size=IMAGE_SIZE,
         tasks=tuple(sorted({task for meta in metas for task in meta.tasks})),
         seed=seed,
+        recorded_hw=tuple(first.features[first.own(camera)].height_width for camera in cameras),
+        fps=first.fps,
     )
 
 
@@ -87,7 +75,7 @@ def _common_cameras(metas: tuple[DatasetMeta, ...]) -> tuple[str, ...]:
     raise ValueError(f"--recipe=tiny: there is no colour camera that all datasets have ({said}); {remedy}")
 
 
-def _width(metas: tuple[DatasetMeta, ...], key: str) -> int:
+def _width(metas: tuple[DatasetMeta, ...], key: str, most: int) -> int:
     for meta in metas:
         own = meta.own(key)
         if own not in meta.features:
@@ -97,48 +85,28 @@ def _width(metas: tuple[DatasetMeta, ...], key: str) -> int:
                 f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; name it with {as_flag({likely or 'NAME': key})}"
             )
         shape, first = meta.features[own].shape, metas[0].features[metas[0].own(key)].shape
-        if len(shape) != 1 or shape != first or shape[0] > MOST_DIMS:
+        if len(shape) != 1 or shape != first or shape[0] > most:
             raise ValueError(
-                f"dataset '{meta.root.url}': '{own}' has the shape {shape}, expected a vector of at most {MOST_DIMS} values, "
+                f"dataset '{meta.root.url}': '{own}' has the shape {shape}, expected a vector of at most {most} values, "
                 f"as long as that of '{metas[0].root.url}' ({first}); leave the dataset out, or dims of it"
             )
     return metas[0].features[metas[0].own(key)].shape[0]
 
 
-def _ensure(run_dir: Path, fit: Fit, say: Callable[[str], None]) -> None:
+def _ensure(run_dir: Path, config: RunConfig, fit: Fit, say: Callable[[str], None]) -> None:
     base, aside = run_dir / BASE, run_dir / ASIDE
-    made_for = json.loads(json.dumps(asdict(fit)))
+    policy, small = get_policy(config.policy.type), makes_small(config)
+    made_for = json.loads(json.dumps(asdict(fit) | {"type": policy.type, "small": small}))
     if base.is_dir():
         if not (base / MADE_FOR).is_file():
             raise ValueError(f"'{base}' is in the way of the run's own base model; take it with --policy.path={base}")
         if read_json(base, MADE_FOR) == made_for:
             return
     say(
-        f"no --policy.path: making a small PI0.5 with random weights for {', '.join(fit.cameras)}, {fit.state_dim} state and "
-        f"{fit.action_dim} action dims, {len(fit.tasks)} sentences in {base}"
+        f"no --policy.path: making a {'small ' if small else ''}{policy.title} with random weights for {', '.join(fit.cameras)}, "
+        f"{fit.state_dim} state and {fit.action_dim} action dims, {len(fit.tasks)} sentences in {base}"
     )
-    from vlatune.policies.small import make_small_pi05
-
-    make_small_pi05(
-        aside,
-        cameras=fit.cameras,
-        state_dim=fit.state_dim,
-        action_dim=fit.action_dim,
-        horizon=fit.horizon,
-        image_size=fit.image_size,
-        tasks=fit.tasks,
-        seed=fit.seed,
-    )
-    _name_tokenizer(aside / PREPROCESSOR, str(base.resolve() / TOKENIZER_FOLDER))
+    policy.adapter().make_base(aside, fit, small=small, place=base)
     write_json(aside / MADE_FOR, made_for)
     shutil.rmtree(base, ignore_errors=True)  # of a start with other flags, which never became a run
     aside.rename(base)
-
-
-def _name_tokenizer(file: Path, name: str) -> None:
-    """LeRobot's processor has the tokenizer's place, which is another after the folder was renamed."""
-    content = read_json(file.parent, file.name)
-    for step in content["steps"]:
-        if step.get("registry_name") == "tokenizer_processor":
-            step["config"]["tokenizer_name"] = name
-    write_json(file, content)

@@ -92,7 +92,9 @@ class Worker:
         )
         self.batches = device_batches(self.feed, self.device, depth=self.config.prefetch_batches)
         options = ModuleOptions.of(self.config.policy)
-        module = job.setup.adapter.load_module(job.setup.policy, job.setup.binding, options, self.device)
+        module = job.setup.adapter.load_module(
+            job.setup.policy, job.setup.binding, options, self.device, stats=job.setup.stats
+        )
         module.train()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(self.trainable.values(), self.config.optimizer)

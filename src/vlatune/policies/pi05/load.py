@@ -22,9 +22,9 @@ from safetensors import safe_open
 from torch import nn
 
 from vlatune.files import read_file
-from vlatune.policies.pi05_size import building_at, read_size
-from vlatune.policies.pi05_trainable import is_float32, set_trainable, trains_tower
-from vlatune.policies.pi05_weights import StoredTensor, find_tensors
+from vlatune.policies.pi05.size import building_at, read_size
+from vlatune.policies.pi05.trainable import is_float32, set_trainable, trains_tower
+from vlatune.policies.pi05.weights import StoredTensor, find_tensors
 
 UNUSED_HEADS = ("paligemma", "gemma_expert")
 """Owners of an `lm_head` over the vocabulary, which no forward of PI0.5 calls: 1.6 GB in bfloat16."""

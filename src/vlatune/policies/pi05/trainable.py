@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlatune.policies.pi05_layers import ADAPTER
+from vlatune.policies.pi05.layers import ADAPTER
 
 HEADS = r"model\.(action_in_proj|action_out_proj|time_mlp_in|time_mlp_out)\."
 EXPERT = r"model\.paligemma_with_expert\.gemma_expert\.model\."

@@ -1,6 +1,6 @@
 """PI0.5, the torch side: LeRobot's own modules and weights behind `forward(batch) -> loss`.
 
-The forward is the one of `pi05_prefix.py` and `pi05_flow.py`, in place of `PI05Policy.forward`, which runs backward
+The forward is the one of `forward.py`, in place of `PI05Policy.forward`, which runs backward
 through a frozen prefix and waits for the device several times a step. Sampling actions is LeRobot's.
 """
 
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
-from vlatune.policies.pi05_flow import flow_losses, make_time_scale
-from vlatune.policies.pi05_layers import expert_layer, how_to_run, prefix_layer
-from vlatune.policies.pi05_load import load_policy, make_whole
-from vlatune.policies.pi05_prefix import compute_prefix
-from vlatune.policies.pi05_trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable, trains_tower
+from vlatune.policies.pi05.forward import compute_prefix, flow_losses, make_time_scale
+from vlatune.policies.pi05.layers import expert_layer, how_to_run, prefix_layer
+from vlatune.policies.pi05.load import load_policy, make_whole
+from vlatune.policies.pi05.trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable, trains_tower
 
 
 class Pi05Module(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from vlatune.files import read_file, real_path
-from vlatune.policies.pi05_size import NUM_HEADS, Pi05Size, read_size
+from vlatune.policies.pi05.size import NUM_HEADS, Pi05Size, read_size
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

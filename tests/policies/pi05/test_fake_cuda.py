@@ -7,8 +7,8 @@ from pi05_parity import WAYS
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from vlatune.batch import ACTION
-from vlatune.policies import pi05_flow, pi05_prefix
 from vlatune.policies.base import ModuleOptions
+from vlatune.policies.pi05 import forward
 
 DTYPES = ("float32", "bfloat16")
 
@@ -39,7 +39,7 @@ def test_loading_the_loss_and_sampling_stay_on_the_device(setup, batch, train, d
 def test_a_tensor_made_on_the_wrong_device_is_caught(setup, batch, monkeypatch):
     """As if somebody forgot `device=`: on a CPU every test would pass."""
     made = torch.arange
-    monkeypatch.setattr(pi05_flow.torch, "arange", lambda *args, device=None, **more: made(*args, **more))
+    monkeypatch.setattr(forward.torch, "arange", lambda *args, device=None, **more: made(*args, **more))
     module = load_and_forward(setup, batch)
     with pytest.raises(RuntimeError, match="different devices"):
         module()
@@ -54,13 +54,13 @@ def test_a_buffer_left_on_the_host_is_caught(setup, batch):
 
 
 def test_a_value_read_on_the_host_is_caught(setup, batch, monkeypatch):
-    embed = pi05_prefix.embed_words
+    embed = forward.embed_words
 
     def embed_and_look(embedding, tokens, dtype):
         assert tokens.max() >= 0  # a check that costs a wait for the device in every step
         return embed(embedding, tokens, dtype)
 
-    monkeypatch.setattr(pi05_prefix, "embed_words", embed_and_look)
+    monkeypatch.setattr(forward, "embed_words", embed_and_look)
     with pytest.raises(DataDependentOutputException):
         load_and_forward(setup, batch)()
 

@@ -3,16 +3,23 @@
 Readers import neither transformers nor torch, and no code that a repository could bring is run. tokenizer.json holds the
 tokenizer; tokenizer_config.json may add tokens, say on which side long prompts are cut and whether special tokens in a
 text are taken apart, and names a class. Gemma's class puts parts of its own in place of the file's; one that is not known
-here might do the same and is refused. `add_bos_token` there counts for nothing beside a tokenizer.json.
+here might do the same and is refused. `add_bos_token` there counts for nothing beside a tokenizer.json. For every policy
+with a prompt: where its tokenizer is, and the transform that uses it.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vlatune.files import MAX_TOKENIZER_BYTES, read_file
+import numpy as np
+
+from vlatune.batch import TASK, TOKEN_MASK, TOKENS, Columns
+from vlatune.files import MAX_TOKENIZER_BYTES, read_file, real_path
+from vlatune.policies.base_folder import TOKENIZER, fetch_file, read_object
+from vlatune.policies.processors import PREPROCESSOR, is_hub_name
 
 CONFIG = "tokenizer_config.json"
 PLAIN = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
@@ -39,6 +46,66 @@ GEMMA_MODEL = {
     "ignore_merges": False,
 }
 GEMMA_TOKENS = {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
+
+
+@dataclass(frozen=True)
+class Tokenise:
+    """`task` -> token ids and mask, padded on the right to `max_length`, longer prompts cut."""
+
+    tokenizer_file: str
+    max_length: int
+    pad_id: int
+
+    def __call__(self, columns: Columns) -> Columns:
+        tokenizer = load_tokenizer(self.tokenizer_file, self.max_length)
+        encoded = tokenizer.encode_batch([str(prompt) for prompt in columns[TASK]])
+        tokens_NL = np.full((len(encoded), self.max_length), self.pad_id, dtype=np.int64)
+        mask_NL = np.zeros((len(encoded), self.max_length), dtype=bool)
+        for row, encoding in enumerate(encoded):
+            tokens_NL[row, : len(encoding.ids)] = encoding.ids
+            mask_NL[row, : len(encoding.ids)] = True
+        rest = {name: values for name, values in columns.items() if name != TASK}
+        return rest | {TOKENS: tokens_NL, TOKEN_MASK: mask_NL}
+
+
+def tokenizer_settings(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of the preprocessor's step that tokenises; they name the tokenizer."""
+    found = [step["config"] for step in steps if step["registry_name"] == "tokenizer_processor"]
+    if not found or not found[0].get("tokenizer_name"):
+        raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
+    if (side := found[0].get("padding_side", "right")) != "right":
+        raise ValueError(f"policy '{folder}': {PREPROCESSOR} pads prompts on the {side}, expected right")
+    return found[0]
+
+
+def find_tokenizer(folder: Path, name: str) -> Path:
+    """The tokenizer.json of that name: a folder in the policy's own, or a hub repository.
+
+    A full path counts by its last part: an export names its own tokenizer so, and may have been moved.
+    """
+    for own in (Path(name).name, "tokenizer"):
+        if (folder / own / TOKENIZER).exists():
+            real_path(folder, f"{own}/{TOKENIZER}")  # not by a link that leads out
+            return folder / own / TOKENIZER
+    if not is_hub_name(name):
+        raise ValueError(
+            f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{name}', which is not there; put its folder into the "
+            f"policy's own, as '{folder / 'tokenizer'}'"
+        )
+    if (Path(name) / TOKENIZER).exists():  # LeRobot looks from the current folder, too
+        return Path(name) / TOKENIZER
+    fetch_file(name, CONFIG)
+    return fetch_file(name, TOKENIZER)
+
+
+def find_pad_id(tokenizer_file: Path) -> int:
+    """The id of the padding token; 0 in every Gemma tokenizer, but the file knows."""
+    token = _text(read_settings(tokenizer_file.parent).get("pad_token"))
+    content = read_object(tokenizer_file.parent, tokenizer_file.name)
+    found = [entry["id"] for entry in content.get("added_tokens", []) if entry["content"] == token]
+    if not found:
+        raise ValueError(f"tokenizer '{tokenizer_file.parent}': its pad token {token!r} is not in tokenizer.json")
+    return int(found[0])
 
 
 @lru_cache(maxsize=4)
@@ -79,10 +146,6 @@ def as_gemma(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
     model = dict(content["model"]) | GEMMA_MODEL | {"unk_token": _text(settings["unk_token"])}
     listed = [] if "added_tokens_decoder" in settings else content["added_tokens"]
     return dict(content) | GEMMA_PARTS | {"model": model, "added_tokens": listed}
-
-
-def pad_token(settings: Mapping[str, Any]) -> str | None:
-    return _text(settings.get("pad_token"))
 
 
 def _add_tokens(tokenizer: Any, settings: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from pi05_parity import (
 
 from vlatune.batch import ACTION, TOKEN_MASK, TOKENS
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05_module import Pi05Module
+from vlatune.policies.pi05.module import Pi05Module
 
 RANK, ALPHA = 8, 12
 

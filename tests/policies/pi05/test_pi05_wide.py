@@ -22,10 +22,11 @@ from pi05_parity import (
 )
 
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
-from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
-from vlatune.policies.pi05_module import Pi05Module
-from vlatune.policies.pi05_size import Pi05Size, building_at
-from vlatune.policies.pi05_trainable import add_adapters, set_trainable
+from vlatune.policies.base import Binding, ModuleOptions
+from vlatune.policies.flow_matching import FlowSpec
+from vlatune.policies.pi05.module import Pi05Module
+from vlatune.policies.pi05.size import Pi05Size, building_at
+from vlatune.policies.pi05.trainable import add_adapters, set_trainable
 
 SIZE = Pi05Size(depth=2, mlp_dim=4096, expert_mlp_dim=2048, vision_depth=1, vision_mlp_dim=1152, vocab_size=256)
 CAMERA = "observation.images.top"
@@ -68,7 +69,19 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def wrap(policy: PI05Policy, train: str) -> Pi05Module:
-    spec = PolicySpec("pi05", "", (CAMERA,), (PIXELS, PIXELS), HORIZON, 32, 32, {}, "", 0, TOKENS_EACH)
+    spec = FlowSpec(
+        type="pi05",
+        folder="",
+        cameras=(CAMERA,),
+        image_hw=(PIXELS, PIXELS),
+        action_offsets=tuple(range(HORIZON)),
+        max_state_dim=32,
+        max_action_dim=32,
+        normalisation={},
+        tokenizer_file="",
+        pad_id=0,
+        max_tokens=TOKENS_EACH,
+    )
     binding = Binding(((CAMERA, CAMERA),), (), DIMS, DIMS, ())
     set_trainable(policy, train)
     return Pi05Module(policy, spec, binding, ModuleOptions(train=train))

@@ -27,7 +27,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from vlatune.files import whole_folder
-from vlatune.policies.pi05_size import Pi05Size, building_at, write_size
+from vlatune.policies.pi05.prompt import NUM_STATE_BINS, make_prompt
+from vlatune.policies.pi05.size import Pi05Size, building_at, write_size
 
 TOKENIZER_FOLDER = "tokenizer"
 NUM_WAVES = 3  # cosines per axis that a patch filter is mixed from
@@ -36,7 +37,6 @@ OUT_GAIN = 1.06  # undoes the expert's last norm, so that the first guess of the
 EXPERT_GAIN = (
     0.0  # the expert's branches begin silent: the noise passes through clean, and the rest is added by learning
 )
-NUM_STATE_BINS = 256  # PI0.5 writes each state value into the prompt as one of these
 
 
 def small_size(vocab_size: int, image_size: int) -> Pi05Size:
@@ -67,8 +67,12 @@ def make_small_pi05(
     image_size: int,
     tasks: Sequence[str],
     seed: int = 0,
+    place: Path | None = None,
 ) -> Path:
-    """Write the base model's folder, whole or not at all, and return it; `cameras` are feature names such as observation.images.top."""
+    """Write the base model's folder, whole or not at all, and return it; `cameras` are feature names such as observation.images.top.
+
+    `place` is where the folder will lie in the end, if somewhere else: LeRobot's processor names its tokenizer by its path.
+    """
     tokenizer = make_tokenizer(tasks)
     config = PI05Config(
         chunk_size=horizon,
@@ -89,15 +93,11 @@ def make_small_pi05(
         tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
         policy.save_pretrained(aside)
         write_size(aside, size)
-        for pipeline in _make_processors(config, aside / TOKENIZER_FOLDER, folder.resolve() / TOKENIZER_FOLDER):
+        for pipeline in _make_processors(
+            config, aside / TOKENIZER_FOLDER, (place or folder).resolve() / TOKENIZER_FOLDER
+        ):
             pipeline.save_pretrained(aside)
     return folder
-
-
-def make_prompt(task: str, state_bins: Sequence[int]) -> str:
-    """The prompt that LeRobot's PI0.5 processor writes."""
-    sentence = task.strip().replace("_", " ").replace("\n", " ")
-    return f"Task: {sentence}, State: {' '.join(map(str, state_bins))};\nAction: "
 
 
 def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -9,7 +9,7 @@ from lerobot.policies.pi05 import PI05Policy
 from torch import Tensor, nn
 
 from vlatune.batch import ACTION, IMAGE_PREFIX, NOISE, TIME, TOKEN_MASK, TOKENS
-from vlatune.policies.pi05_size import Pi05Size, building_at, read_size, write_size
+from vlatune.policies.pi05.size import Pi05Size, building_at, read_size, write_size
 
 Batch = Mapping[str, Tensor]
 WAYS = ("heads", "expert", "lora", "full")
@@ -44,7 +44,7 @@ def make_base(folder: Path, size: Pi05Size, **settings: Any) -> Path:
     """A LeRobot folder at a size, with random weights that let every part speak; `settings` as of make_small_pi05."""
     from lerobot.configs import PreTrainedConfig
 
-    from vlatune.policies.small import make_small_pi05
+    from vlatune.policies.pi05.small import make_small_pi05
 
     make_small_pi05(folder, **settings)
     config: Any = PreTrainedConfig.from_pretrained(folder)

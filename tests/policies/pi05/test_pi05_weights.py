@@ -15,12 +15,12 @@ from lerobot.policies.pi05 import PI05Config, modeling_pi05
 from pi05_parity import SIZE
 from safetensors.torch import load_file, save_file
 
-from vlatune.policies import pi05_load
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05 import Pi05Adapter
-from vlatune.policies.pi05_load import load_policy, parse_config
-from vlatune.policies.pi05_size import Pi05Size, building_at
-from vlatune.policies.pi05_weights import EMBEDDING, INDEX_FILE, SINGLE_FILE, model_names, shapes_at
+from vlatune.policies.pi05 import load as pi05_load
+from vlatune.policies.pi05.adapter import Pi05Adapter
+from vlatune.policies.pi05.load import load_policy, parse_config
+from vlatune.policies.pi05.size import Pi05Size, building_at
+from vlatune.policies.pi05.weights import EMBEDDING, INDEX_FILE, SINGLE_FILE, model_names, shapes_at
 
 HEAD = "model.paligemma_with_expert.paligemma.lm_head.weight"
 NAME = "model.action_in_proj.weight"
@@ -240,7 +240,7 @@ def test_a_config_that_lerobot_does_not_understand(setup, base):
 
 def test_the_driver_looks_without_torch_and_lerobot(parity_base):
     code = (
-        "import sys, pathlib; from vlatune.policies.pi05 import Pi05Adapter; "
+        "import sys, pathlib; from vlatune.policies.pi05.adapter import Pi05Adapter; "
         f"Pi05Adapter().read_spec(pathlib.Path({str(parity_base)!r})); "
         "print(*({'torch', 'lerobot', 'transformers'} & set(sys.modules)))"
     )

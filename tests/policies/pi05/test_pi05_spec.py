@@ -10,13 +10,14 @@ import draccus
 import numpy as np
 import pytest
 
+from vlatune.dataset.hub import fetch_dataset
 from vlatune.dataset.meta import DatasetMeta, Feature, load_meta
-from vlatune.policies.base import PolicySpec, bind, stats_needed
-from vlatune.policies.hub import fetch_dataset, fetch_file, resolve_folder
-from vlatune.policies.pi05 import PREPROCESSOR, Pi05Adapter, make_normalisers
-from vlatune.policies.pi05_weights import CONFIG_DEFAULTS
-from vlatune.policies.processors import CONFIGS
-from vlatune.policies.registry import NAMES, get_adapter
+from vlatune.policies.base import PolicySpec, bind, make_normalisers, stats_needed
+from vlatune.policies.base_folder import fetch_file, resolve_folder
+from vlatune.policies.pi05.adapter import SCHEMA, Pi05Adapter
+from vlatune.policies.pi05.weights import CONFIG_DEFAULTS
+from vlatune.policies.processors import COMMON_CONFIG, PREPROCESSOR
+from vlatune.policies.registry import get_adapter, policy_types
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 
@@ -241,7 +242,7 @@ def test_steps_are_lerobots_own_and_nothing_else(base, file, step, why):
 def test_the_fields_of_a_config_are_lerobots():
     from lerobot.policies.pi05 import PI05Config
 
-    assert set(CONFIGS["pi05"]) == {"type", *(field.name for field in fields(PI05Config))}
+    assert {*COMMON_CONFIG, *SCHEMA.config} == {"type", *(field.name for field in fields(PI05Config))}
 
 
 # Finding it
@@ -281,7 +282,7 @@ def test_a_repository_that_cannot_be_had_is_one_clear_line(fetch, tmp_path, monk
 
 
 def test_adapters_are_found_by_name():
-    assert [type(get_adapter(name)).__name__ for name in NAMES] == ["Pi05Adapter"]
+    assert [type(get_adapter(name)).__name__ for name in policy_types()] == ["Pi05Adapter"]
     with pytest.raises(ValueError, match=r"--policy.type=pi06: must be one of pi05"):
         get_adapter("pi06")
 

@@ -11,8 +11,7 @@ import pytest
 from lerobot.processor import TokenizerProcessorStep
 
 from vlatune.batch import TASK, TOKEN_MASK, TOKENS
-from vlatune.pipeline.tokenizer import read_settings
-from vlatune.pipeline.transforms import Tokenise
+from vlatune.policies.tokenizer import Tokenise, read_settings
 
 PROMPTS = (
     "Task: do it, State: 1 20 255;\nAction: ",

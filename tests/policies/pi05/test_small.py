@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from vlatune.dataset.world import TASKS
-from vlatune.policies.pi05_size import building_at, read_size
-from vlatune.policies.small import NUM_STATE_BINS, make_prompt, make_small_pi05, make_tokenizer
+from vlatune.policies.pi05.prompt import NUM_STATE_BINS, make_prompt
+from vlatune.policies.pi05.size import building_at, read_size
+from vlatune.policies.pi05.small import make_small_pi05, make_tokenizer
 
 CAMERAS = ("observation.images.top", "observation.images.wrist")
 STATE_DIM, ACTION_DIM, HORIZON, IMAGE_SIZE = 3, 3, 4, 32

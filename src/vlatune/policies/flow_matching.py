@@ -1,0 +1,70 @@
+"""What vision-language-action policies that learn by flow matching share: their spec, draws of noise and time, wide actions.
+
+Without torch: read tasks run these.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlatune.batch import ACTION, NOISE, SLOT, TIME, Columns
+from vlatune.policies.base import PolicySpec
+from vlatune.random_streams import Stream, make_generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSpec(PolicySpec):
+    """Of a policy that reads a prompt and learns to undo noise."""
+
+    has_prompt: bool = True
+    tokenizer_file: str = ""
+    pad_id: int
+    max_tokens: int
+    flow_time: tuple[float, float, float, float] = (1.5, 1.0, 0.999, 0.001)
+    """Time is Beta(first, second) * third + fourth."""
+
+
+@dataclass(frozen=True)
+class PadActions:
+    """Actions widened with zeros to the policy's number of dims."""
+
+    dims: int
+
+    def __call__(self, columns: Columns) -> Columns:
+        action_NTA = columns[ACTION]
+        padded = np.zeros((*action_NTA.shape[:-1], self.dims), dtype=np.float32)
+        padded[..., : action_NTA.shape[-1]] = action_NTA
+        return columns | {ACTION: padded}
+
+
+@dataclass(frozen=True)
+class DrawFlow:
+    """Noise and time of flow matching: in training a pure function of (seed, place in the run's order), so that a frame
+    that comes again draws anew; for validation of (seed, frame), the same whenever a frame is looked at.
+
+    No generator's state has to be saved, the draws do not depend on the number of workers, and nothing is
+    drawn on the device's critical path. Distribution as LeRobot's: N(0, 1) and Beta(alpha, beta) * scale + offset.
+    """
+
+    seed: int
+    horizon: int
+    dims: int
+    samples: int = 1
+    by_frame: bool = False
+    alpha: float = 1.5
+    beta: float = 1.0
+    scale: float = 0.999
+    offset: float = 0.001
+
+    def __call__(self, columns: Columns) -> Columns:
+        stream = Stream.EVAL_NOISE if self.by_frame else Stream.NOISE
+        keys = ("dataset_index", "index") if self.by_frame else (SLOT,)
+        numbers = np.stack([columns[key] for key in keys], axis=1).tolist()
+        noise = np.empty((len(numbers), self.samples, self.horizon, self.dims), dtype=np.float32)
+        time = np.empty((len(numbers), self.samples), dtype=np.float32)
+        for row, key in enumerate(numbers):
+            rng = make_generator(stream, self.seed, *key)
+            for draw in range(self.samples):  # one after the other: the first does not depend on how many follow
+                rng.standard_normal(out=noise[row, draw], dtype=np.float32)
+                time[row, draw] = rng.beta(self.alpha, self.beta) * self.scale + self.offset
+        return columns | {NOISE: noise, TIME: time}

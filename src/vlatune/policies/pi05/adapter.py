@@ -1,0 +1,184 @@
+"""PI0.5, the side without torch: what its folder says and may hold, and what happens to samples on the CPU.
+
+Reads LeRobot's `config.json` and processor files as plain JSON: no class that they name is imported.
+The torch side is `module.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.pipeline.transforms import Rename, Select, Transform
+from vlatune.policies.base import (
+    NO_STATS,
+    Binding,
+    Draw,
+    Fit,
+    ModuleOptions,
+    PolicyAdapter,
+    Stats,
+    make_normalisers,
+)
+from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.flow_matching import DrawFlow, FlowSpec, PadActions
+from vlatune.policies.pi05.prompt import StatePrompt
+from vlatune.policies.pi05.size import SIZE_FILE, Pi05Size, read_size
+from vlatune.policies.pi05.weights import CONFIG_DEFAULTS, find_tensors
+from vlatune.policies.processors import (
+    PREPROCESSOR,
+    Schema,
+    is_flag,
+    is_number,
+    is_numbers,
+    is_plain_map,
+    is_text,
+    is_texts,
+)
+from vlatune.policies.tokenizer import Tokenise, find_pad_id, find_tokenizer, tokenizer_settings
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = Schema(
+    type="pi05",
+    config={
+        **dict.fromkeys(("paligemma_variant", "action_expert_variant", "dtype", "compile_mode"), is_text),
+        **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_number),
+        **dict.fromkeys(("num_inference_steps", "empty_cameras", "tokenizer_max_length"), is_number),
+        **dict.fromkeys(("time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale"), is_number),
+        **dict.fromkeys(("time_sampling_offset", "min_period", "max_period"), is_number),
+        **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),
+        **dict.fromkeys(("optimizer_grad_clip_norm", "scheduler_warmup_steps", "scheduler_decay_steps"), is_number),
+        "scheduler_decay_lr": is_number,
+        **dict.fromkeys(("use_relative_actions", "gradient_checkpointing", "compile_model"), is_flag),
+        **dict.fromkeys(("freeze_vision_encoder", "train_expert_only"), is_flag),
+        **dict.fromkeys(("relative_exclude_joints", "action_feature_names"), is_texts),
+        **dict.fromkeys(("image_resolution", "optimizer_betas"), is_numbers),
+        "rtc_config": is_plain_map,
+    },
+    steps={"pi05_prepare_state_tokenizer_processor_step": {"max_state_dim": is_number, "task_key": is_text}},
+)
+
+
+class Pi05Adapter(PolicyAdapter[FlowSpec]):
+    schema = SCHEMA
+    carried_files = (SIZE_FILE,)
+
+    def read_spec(self, folder: Path) -> FlowSpec:
+        """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
+        config = read_config(folder, SCHEMA)
+        if config.get("use_relative_actions"):
+            raise ValueError(
+                f"policy '{folder}': use_relative_actions is on, which is not supported; use a base with absolute actions"
+            )
+        step = tokenizer_settings(folder, read_steps(folder, SCHEMA)[PREPROCESSOR])
+        tokenizer_file = find_tokenizer(folder, step["tokenizer_name"])
+        pad_id = find_pad_id(tokenizer_file)
+        try:
+            spec = _make_spec(folder, config, step, tokenizer_file, pad_id)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"policy '{folder}': config.json is not as LeRobot writes it for PI0.5 ({type(error).__name__}: {error})"
+            ) from error
+        find_tensors(folder, config)
+        return spec
+
+    def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
+        """Only the small twin: the real one grew out of a vision-language model and is never trained from nothing."""
+        assert small
+        from vlatune.policies.pi05.small import make_small_pi05
+
+        make_small_pi05(
+            folder,
+            cameras=fit.cameras,
+            state_dim=fit.state_dim,
+            action_dim=fit.action_dim,
+            horizon=fit.horizon,
+            image_size=fit.image_size,
+            tasks=fit.tasks,
+            seed=fit.seed,
+            place=place,
+        )
+
+    def make_transforms(self, spec: FlowSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
+        """Rename, normalise, prompt, tokenise, pad, draw: LeRobot's processors in LeRobot's order."""
+        cameras = tuple(target for _, target in binding.cameras)
+        flow = DrawFlow(
+            draw.seed,
+            spec.horizon,
+            spec.max_action_dim,
+            draw.flow_samples,
+            draw.by_frame,
+            *spec.flow_time,
+        )
+        return (
+            Rename(dict(binding.cameras)),
+            *make_normalisers(spec, stats),
+            StatePrompt(),
+            Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
+            PadActions(spec.max_action_dim),
+            flow,
+            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
+        )
+
+    def step_flops(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> float:
+        size = read_size(Path(spec.folder)) or Pi05Size()
+        patches = math.prod(spec.image_hw) // size.patch_size**2 * len(spec.cameras)
+        forward, both = 2, 6  # operations per weight and token; backward takes twice as many as forward
+        prefix = both if options.train in ("lora", "full") else forward
+        prefix_tokens = patches + spec.max_tokens
+        return (
+            prefix * (size.vision_weights * patches + size.language_weights * prefix_tokens)
+            + both * size.expert_weights * spec.horizon * options.flow_samples
+        )
+
+    def load_module(
+        self,
+        spec: FlowSpec,
+        binding: Binding,
+        options: ModuleOptions,
+        device: torch.device | str = "cpu",
+        *,
+        stats: Stats = NO_STATS,
+    ) -> torch.nn.Module:
+        from vlatune.policies.pi05.module import load_pi05
+
+        return load_pi05(spec, binding, options, device)
+
+
+def _make_spec(
+    folder: Path, stored: Mapping[str, Any], step: Mapping[str, Any], tokenizer_file: Path, pad_id: int
+) -> FlowSpec:
+    config = {**CONFIG_DEFAULTS, **stored}
+    return FlowSpec(
+        type="pi05",
+        folder=str(folder),
+        cameras=_cameras(config),
+        image_hw=(int(config["image_resolution"][0]), int(config["image_resolution"][1])),
+        action_offsets=tuple(range(int(config["chunk_size"]))),
+        max_state_dim=int(config["max_state_dim"]),
+        max_action_dim=int(config["max_action_dim"]),
+        normalisation=dict(config["normalization_mapping"]),
+        tokenizer_file=str(tokenizer_file),
+        pad_id=pad_id,
+        max_tokens=int(step.get("max_length", config["tokenizer_max_length"])),
+        flow_time=(
+            float(config["time_sampling_beta_alpha"]),
+            float(config["time_sampling_beta_beta"]),
+            float(config["time_sampling_scale"]),
+            float(config["time_sampling_offset"]),
+        ),
+    )
+
+
+def _cameras(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """With the empty ones, which LeRobot adds when it builds the policy."""
+    named = [key for key, feature in (config["input_features"] or {}).items() if feature["type"] == "VISUAL"]
+    if not named:
+        raise ValueError("input_features names no camera; write the policy's cameras there")
+    empty = [f"observation.images.empty_camera_{number}" for number in range(int(config["empty_cameras"]))]
+    return tuple(dict.fromkeys([*named, *empty]))
