@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlatune.dataset.storage import Root
+from vlatune.limits import check_limit
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ def check_episodes(root: Root, episodes: Episodes) -> None:
     if len(empty):
         index, length = episodes.index[empty[0]], episodes.length[empty[0]]
         raise ValueError(f"{where}: episode {index} has length {length}, expected 1 or more; {remedy}")
+    longest = int(np.argmax(episodes.length))
+    what = f"{where}: episode {episodes.index[longest]} has frames:"
+    check_limit("episode_frames", int(episodes.length[longest]), what)
+    check_limit("dataset_frames", int(episodes.length.sum(dtype=np.float64)), f"{where}: its episodes have frames:")
     number = np.flatnonzero(episodes.index != np.arange(len(episodes)))
     if len(number):
         here = int(number[0])

@@ -15,7 +15,7 @@ import pyarrow as pa
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.meta_info import CAMERA_DTYPES
 from vlatune.dataset.meta_v21 import EPISODES, read_lines
-from vlatune.dataset.parquet import opened
+from vlatune.dataset.parquet import check_columns, opened
 from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
 from vlatune.inspect.problems import degenerate_dims, is_normalised, nan_dims
@@ -137,6 +137,7 @@ def _count_tasks_v30(root: Root) -> Counter[str]:
         with opened(root, name) as parquet:
             schema = parquet.schema_arrow
             if "tasks" in schema.names and pa.types.is_list(schema.field("tasks").type):
+                check_columns(parquet.metadata, ["tasks"])
                 sentences: Any = parquet.read(columns=["tasks"]).column("tasks").combine_chunks()
                 for pair in sentences.flatten().value_counts().to_pylist():
                     counts[str(pair["values"])] += pair["counts"]

@@ -6,7 +6,6 @@ The torch side is `pi05_module.py`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
-from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, read_file, real_path
-from vlatune.pipeline.tokenizer import pad_token, read_settings
+from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_file, real_path
+from vlatune.pipeline.tokenizer import check_tokenizer, pad_token, read_settings
 from vlatune.pipeline.transforms import (
     DrawFlow,
     Normalise,
@@ -56,7 +55,7 @@ class Pi05Adapter:
         pad_id = _pad_id(tokenizer_file)
         try:
             spec = _make_spec(folder, config, step, tokenizer_file, pad_id)
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"policy '{folder}': config.json is not as LeRobot writes it for PI0.5 ({type(error).__name__}: {error})"
             ) from error
@@ -153,7 +152,9 @@ def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarr
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         return _as_object(
-            json.loads(read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES))
+            parse_json(
+                read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES), name
+            )
         )
     except FileNotFoundError as error:
         raise ValueError(
@@ -212,7 +213,8 @@ def _pad_id(tokenizer_file: Path) -> int:
     """The id of the padding token; 0 in every Gemma tokenizer, but the file knows."""
     token = pad_token(read_settings(tokenizer_file.parent))
     content = _read_json(tokenizer_file.parent, tokenizer_file.name)
-    found = [entry["id"] for entry in content.get("added_tokens", []) if entry["content"] == token]
+    check_tokenizer(content, f"tokenizer '{tokenizer_file.parent}': {TOKENIZER}")
+    found = [entry["id"] for entry in content.get("added_tokens") or [] if entry["content"] == token]
     if not found:
         raise ValueError(f"tokenizer '{tokenizer_file.parent}': its pad token {token!r} is not in tokenizer.json")
     return int(found[0])

@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from vlatune.limits import limit
 from vlatune.names import did_you_mean
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
-MAX_CHARS, MAX_ITEMS = 1000, 1000
+MAX_CHARS, MAX_ITEMS, MAX_NUMBER = 1000, 1000, 1e18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 STATE_FILE = re.compile(r"policy_(?:pre|post)processor_step_\d{1,3}_\w{1,80}\.safetensors")
 """As LeRobot names the tensors of a step."""
@@ -29,7 +30,12 @@ def _text(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+
+
+def _count(value: Any) -> bool:
+    """A whole number of steps, dims, tokens or pixels: one of 10^9 would be a buffer of that many."""
+    return _number(value) and 0 <= value <= limit("policy_number") and value == int(value)
 
 
 def _flag(value: Any) -> bool:
@@ -60,6 +66,10 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(_number, value))
 
 
+def _sides(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_count, value)) and min(value) > 0
+
+
 def _plain_map(value: Any) -> bool:
     """Name -> text, number, true, false or null"""
     is_map = isinstance(value, dict) and _texts([*value])
@@ -76,6 +86,8 @@ KIND = {
     _features: "features with type and shape",
     _numbers: "a list of numbers",
     _plain_map: "a mapping of names to plain values",
+    _count: f"a number: a whole one, from 0 to {limit('policy_number'):,}",
+    _sides: "two numbers: height and width",
 }
 NORMALISER: Fields = {
     "eps": _number,
@@ -90,10 +102,10 @@ STEPS: Mapping[str, Fields] = {
     "absolute_actions_processor": {"enabled": _flag},
     "normalizer_processor": NORMALISER,
     "unnormalizer_processor": NORMALISER,
-    "pi05_prepare_state_tokenizer_processor_step": {"max_state_dim": _number, "task_key": _text},
+    "pi05_prepare_state_tokenizer_processor_step": {"max_state_dim": _count, "task_key": _text},
     "tokenizer_processor": {
         "tokenizer_name": _text,
-        "max_length": _number,
+        "max_length": _count,
         "task_key": _text,
         "padding_side": _text,
         "padding": _text,
@@ -110,8 +122,8 @@ CONFIGS: Mapping[str, Fields] = {
             ("type", "paligemma_variant", "action_expert_variant", "dtype", "compile_mode", "device", "repo_id"), _text
         ),
         **dict.fromkeys(("license", "pretrained_path", "pretrained_revision"), _text),
-        **dict.fromkeys(("n_obs_steps", "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), _number),
-        **dict.fromkeys(("num_inference_steps", "empty_cameras", "tokenizer_max_length"), _number),
+        **dict.fromkeys(("n_obs_steps", "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), _count),
+        **dict.fromkeys(("num_inference_steps", "empty_cameras", "tokenizer_max_length"), _count),
         **dict.fromkeys(("time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale"), _number),
         **dict.fromkeys(("time_sampling_offset", "min_period", "max_period"), _number),
         **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), _number),
@@ -123,7 +135,8 @@ CONFIGS: Mapping[str, Fields] = {
         ),
         **dict.fromkeys(("tags", "relative_exclude_joints", "action_feature_names"), _texts),
         **dict.fromkeys(("input_features", "output_features"), _features),
-        **dict.fromkeys(("image_resolution", "optimizer_betas"), _numbers),
+        "image_resolution": _sides,
+        "optimizer_betas": _numbers,
         "normalization_mapping": _text_map,
         "rtc_config": _plain_map,
     }
