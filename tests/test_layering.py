@@ -24,6 +24,7 @@ LAYERS = [
     {"dataset"},
     {"aside", "batch", "config", "errors", "flags", "flag_help", "flag_values", "names", "random_streams", "recipes"},
     {"files", "outgoing"},
+    {"limits"},
 ]
 """From the command line down; a room imports from its own line and from those below."""
 

@@ -9,12 +9,9 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, Protocol
 
 from vlatune.files import make_folder, parse_json, write_text
-
-if TYPE_CHECKING:
-    from vlatune.dataset.storage import Root
 
 CHECKSUMS = "meta/checksums.json"
 MAX_BYTES = 256 << 20
@@ -26,7 +23,21 @@ _verified: dict[tuple[str, str], str] = {}
 """(root, file) -> the version of it that was verified."""
 
 
-def write_checksums(root: "Root", names: Iterable[str]) -> int:
+class Place(Protocol):
+    """What is needed of a dataset's root (storage.py)."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def is_local(self) -> bool: ...
+    @property
+    def path(self) -> str: ...
+    def version(self, name: str) -> str: ...
+    def open_unverified(self, name: str) -> IO[bytes]: ...
+    def read_bytes(self, name: str, *, max_bytes: int) -> bytes: ...
+
+
+def write_checksums(root: Place, names: Iterable[str]) -> int:
     """Hash the named files of a dataset in a folder of this machine; returns their number."""
     if not root.is_local:
         raise ValueError(
@@ -41,7 +52,7 @@ def write_checksums(root: "Root", names: Iterable[str]) -> int:
     return len(sums)
 
 
-def verify(root: "Root", name: str) -> None:
+def verify(root: Place, name: str) -> None:
     """Refuse a file that is not the one whose checksum is written down; without checksums, nothing happens."""
     sums = _sums_of(root) if name != CHECKSUMS else None
     if not sums:
@@ -59,7 +70,7 @@ def verify(root: "Root", name: str) -> None:
     _verified[root.url, name] = version
 
 
-def _sums_of(root: "Root") -> dict[str, str]:
+def _sums_of(root: Place) -> dict[str, str]:
     """A folder is asked each time, which costs microseconds; a store once."""
     if not root.is_local and root.url in _sums:
         return _sums[root.url][1]
@@ -73,7 +84,7 @@ def _sums_of(root: "Root") -> dict[str, str]:
     return _sums[root.url][1]
 
 
-def _read(root: "Root") -> dict[str, str]:
+def _read(root: Place) -> dict[str, str]:
     where = f"dataset '{root.url}': {CHECKSUMS}"
     found = parse_json(root.read_bytes(CHECKSUMS, max_bytes=MAX_BYTES), where)
     sums = found.get("sha256") if isinstance(found, dict) else None

@@ -158,9 +158,9 @@ def _read_footer(file: IO[bytes]) -> bytes:
     if len(tail) < 8 or not tail.endswith(MAGIC):
         raise pa.ArrowInvalid(f"its {size} bytes do not end with {MAGIC.decode()}")
     (length,) = struct.unpack("<I", tail[-8:-4])
-    check_limit("parquet_footer_bytes", length, "its footer has bytes:")
     if length > size - 8:
         raise pa.ArrowInvalid(f"its footer claims {length} bytes, the file has {size}")
+    check_limit("parquet_footer_bytes", length, "its footer has bytes:")
     if length > len(tail) - 8:
         file.seek(size - 8 - length)
         return file.read(length)
