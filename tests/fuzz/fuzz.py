@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,7 @@ def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
 
 def _read(folder: Path, kind: str, changed: Path) -> bool:
     """Whether other rows came out than of the honest one."""
+    from vlatune.inspect.command import command_text
     from vlatune.inspect.inspection import inspect_dataset
     from vlatune.inspect.text import inspection_text
 
@@ -173,7 +174,8 @@ def _read(folder: Path, kind: str, changed: Path) -> bool:
     if kind == "base":
         read_rows(folder / "dataset", changed)
         return False
-    inspection_text(inspect_dataset(str(changed), videos=True), width=120)
+    found = inspect_dataset(str(changed), videos=True)
+    assert inspection_text(found, width=120) + command_text([found], {}) + json.dumps(asdict(found))
     honest = json.loads((folder / "digests.json").read_text())[kind.partition(" ")[0]]
     return read_rows(changed, folder / "base") != honest
 

@@ -38,7 +38,7 @@ class Manifest:
 def parse_manifest(data: bytes) -> Manifest:
     """Raises ValueError with what is wrong; names that would leave the checkpoint's folder are wrong, too."""
     try:
-        raw: dict[str, Any] = parse_json(data, MANIFEST)
+        raw: dict[str, Any] = parse_json(data, "it", remedy="restore it")
         files = {str(name): Entry(int(one["bytes"]), str(one["sha256"])) for name, one in raw["files"].items()}
         loss = raw.get("loss")
         found = Manifest(int(raw["optimizer_step"]), None if loss is None else float(loss), files)

@@ -150,23 +150,16 @@ def make_normalisers(spec: PolicySpec, stats: Mapping[str, Mapping[str, np.ndarr
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    where, max_bytes = f"policy '{folder}': {name}", MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES
     try:
-        return _as_object(
-            parse_json(
-                read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES), name
-            )
-        )
+        data = read_file(folder, name, max_bytes=max_bytes)
     except FileNotFoundError as error:
         raise ValueError(
             f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"policy '{folder}': {name} is not readable JSON ({error})") from error
-
-
-def _as_object(value: Any) -> dict[str, Any]:
+    value = parse_json(data, where)
     if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}, expected an object")
+        raise ValueError(f"{where} is not readable JSON (it holds a {type(value).__name__}, expected an object)")
     return value
 
 

@@ -134,7 +134,7 @@ def read_size(folder: Path) -> Pi05Size | None:
     if not path.exists():
         return None
     try:
-        return Pi05Size.from_json(parse_json(read_file(folder, SIZE_FILE), SIZE_FILE))
+        return Pi05Size.from_json(parse_json(read_file(folder, SIZE_FILE), "it"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
