@@ -59,7 +59,7 @@ def a_list_of(count: int) -> dict[str, Any]:
         **{name: [0] for name in names},
         "timestamp": pa.array([0.0], pa.float32()),
         "action": one,
-        "observation.state": one,
+        "observation.state": [[0.0]],
     }
 
 
@@ -71,7 +71,7 @@ def rows_of(count: int) -> dict[str, Any]:
     import numpy as np
 
     zeros = np.zeros(count, np.int8)
-    return {"index": zeros, "episode_index": zeros}
+    return {"index": zeros}
 
 
 def line(file: str, text: Callable[[], str]) -> Make:

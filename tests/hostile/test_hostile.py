@@ -258,28 +258,28 @@ NUMBERS = [
 
 BOMBS = [
     Case(
-        "a list of 250 million values",
-        table(DATA, lambda: a_list_of(250_000_000)),
+        "a list of 101 million values",
+        table(DATA, lambda: a_list_of(101_000_000)),
         TRAIN,
         "VLATUNE_MAX_PARQUET_VALUES=",
     ),
     Case(
-        "a list of 30 million values",
-        table(DATA, lambda: a_list_of(30_000_000)),
+        "a list of 5 million values",
+        table(DATA, lambda: a_list_of(5_000_000)),
         TRAIN,
         "VLATUNE_MAX_PARQUET_ROW_VALUES=",
     ),
-    Case("a file of 30 million rows", table(DATA, lambda: rows_of(30_000_000)), TRAIN, "VLATUNE_MAX_PARQUET_ROWS="),
+    Case("a file of 21 million rows", table(DATA, lambda: rows_of(21_000_000)), TRAIN, "VLATUNE_MAX_PARQUET_ROWS="),
     Case(
-        "a file of 30 million rows, inspect",
-        table(DATA, lambda: rows_of(30_000_000)),
+        "a file of 21 million rows, inspect",
+        table(DATA, lambda: rows_of(21_000_000)),
         INSPECT,
-        "it has rows: 30,000,000",
+        "it has rows: 21,000,000",
         1,
     ),
     Case(
-        "a sentence of 300 MB",
-        table(TASKS, lambda: a_sentence_of(300 << 20)),
+        "a sentence of 100 MB",
+        table(TASKS, lambda: a_sentence_of(100 << 20)),
         INSPECT,
         "VLATUNE_MAX_PARQUET_UNPACKED_BYTES=",
         1,
@@ -292,23 +292,10 @@ BOMBS = [
         "EPISODE_FRAMES=",
     ),
     Case(
-        "episodes of 10^8 frames",
-        column(EPISODES, "length", lambda rows: [10**7] * 12 + rows[12:]),
-        INSPECT,
-        "frames:",
-        1,
-    ),
-    Case(
         "an episode of 2^62 frames", column(EPISODES, "length", lambda rows: [2**62] * len(rows)), INSPECT, "frames:", 1
     ),
     Case("info.json nested deeply", json_text("dataset", INFO, "[" * 100_000), INSPECT, "not readable JSON", 1),
     Case("info.json nested", json_text("dataset", INFO, "[" * 100 + "]" * 100), TRAIN, "nested to a depth of 65"),
-    Case(
-        "info.json of 9 million values",
-        json_text("dataset", INFO, "[" + "0," * 9_000_000 + "0]"),
-        TRAIN,
-        "16,777,216 bytes",
-    ),
     Case(
         "info.json of 8 million values",
         json_text("dataset", INFO, "[" + "," * 8_200_000),
@@ -352,7 +339,13 @@ BOMBS = [
 ]
 
 CHECKSUMS = [
-    Case(f"{what}, with checksums", damaged_after_checksums(file, change), command, "meta/checksums.json", code)
+    Case(
+        f"{what}, with checksums",
+        damaged_after_checksums(file, change),
+        command,
+        "its checksum in meta/checksums.json",
+        code,
+    )
     for what, file, change in (
         ("a byte of a data file", DATA, one_byte),
         ("a byte of a video", VIDEO, one_byte),
@@ -449,7 +442,7 @@ def test_episodes_with_nan_are_skipped_when_asked_for(place: Place, capsys) -> N
     column(DATA, "action", at(30, 2, NAN))(place)
     words = place.words(TRAIN.replace("--batch_size=4", "--batch_size=4096 --dataset.on_bad_episode=skip"))
     assert cli.main(words) == 2  # refused for the batch at last
-    said = capsys.readouterr().err
+    said = "".join(capsys.readouterr())
     assert "1 of 7 episodes are bad and left out: 2" in said
     assert "less than one global batch" in said
 

@@ -141,7 +141,7 @@ def _feature(root: Root, name: str, raw: Any) -> Feature:
         raise _refused(root, f"feature '{name}' has shape {shortened(shape)}", expected, FETCH)
     if dtype in CAMERA_DTYPES and len(shape) != 3:
         raise _refused(root, f"camera '{name}' has shape {shortened(shape)}", expected, FETCH)
-    where = f"dataset '{root.url}': meta/info.json: feature '{shortened(name)}'"
+    where = f"dataset '{root.url}': meta/info.json: feature '{name[:80]}'"
     if dtype in CAMERA_DTYPES:
         check_limit("picture_side", max(shape), f"{where} has a side of")
         check_limit("picture_pixels", math.prod(sorted(shape)[1:]), f"{where} has pixels:")
