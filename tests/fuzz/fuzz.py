@@ -234,7 +234,9 @@ def _child(folder: Path, case: int, place: Path) -> None:
         (place / "found.json").write_text(json.dumps(found))
 
 
-def run_cases(folder: Path, cases: Iterator[int], *, jobs: int, work: Path) -> Iterator[Outcome]:
+def run_cases(
+    folder: Path, cases: Iterator[int], *, jobs: int, work: Path, limit_s: float = LIMIT_S
+) -> Iterator[Outcome]:
     """The outcomes, as they come."""
     running: dict[int, tuple[int, Path, float]] = {}
     for case in cases:
@@ -245,23 +247,30 @@ def run_cases(folder: Path, cases: Iterator[int], *, jobs: int, work: Path) -> I
             code = 1
             try:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                resource.setrlimit(
+                    resource.RLIMIT_AS, (_address_space() + 3 * LIMIT_BYTES,) * 2
+                )  # not the machine's end
                 _child(folder, case, place)
                 code = 0
             finally:
                 os._exit(code)
         running[pid] = (case, place, time.monotonic())
         while len(running) >= jobs:
-            yield from _reap(folder, running)
+            yield from _reap(folder, running, limit_s)
     while running:
-        yield from _reap(folder, running)
+        yield from _reap(folder, running, limit_s)
 
 
-def _reap(folder: Path, running: dict[int, tuple[int, Path, float]]) -> Iterator[Outcome]:
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _reap(folder: Path, running: dict[int, tuple[int, Path, float]], limit_s: float) -> Iterator[Outcome]:
     time.sleep(0.005)
     for pid, (case, place, begun_s) in list(running.items()):
         done, status = os.waitpid(pid, os.WNOHANG)
         took_s = time.monotonic() - begun_s
-        if not done and took_s < LIMIT_S:
+        if not done and took_s < limit_s:
             continue
         if not done:
             os.kill(pid, signal.SIGKILL)

@@ -76,7 +76,11 @@ def _sums_of(root: Place) -> dict[str, str]:
         return _sums[root.url][1]
     try:
         version = root.version(CHECKSUMS)
-    except (FileNotFoundError, NotADirectoryError):
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+    ):  # stores deny what is not there to who may not list
         _sums[root.url] = ("", {})
         return {}
     if _sums.get(root.url, ("",))[0] != version:
