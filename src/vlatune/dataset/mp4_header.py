@@ -12,6 +12,10 @@ from typing import IO
 from vlatune.limits import TooMuchError, check_limit
 
 INSIDE = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"}
+INSIDE |= {b"edts", b"mvex", b"tref", b"udta", b"wave", b"dinf", b"sinf"}
+"""Boxes that FFmpeg looks into; a box that claims more than its place has ends there, as with FFmpeg."""
+PACKED = b"cmov"
+"""A header that is itself compressed; nobody has written one since QuickTime 3."""
 COUNTS = {b"stsz": 8, b"stz2": 8, b"trun": 4}
 """Boxes that tell a number of frames, and where in them."""
 MAX_BOXES = 100_000
@@ -26,6 +30,8 @@ def check_mp4(file: IO[bytes], place: object) -> None:
             boxes += 1
             if boxes > MAX_BOXES:
                 raise TooMuchError(f"{place}: its header has more than {MAX_BOXES:,} parts; fetch or re-encode it")
+            if name == PACKED:
+                raise TooMuchError(f"{place}: its header is compressed, which is not read; re-encode it")
             streams += name == b"trak"
             frames += _count(name, body)
     file.seek(0)
@@ -46,7 +52,8 @@ def _headers(file: IO[bytes], size: int, place: object) -> Iterator[tuple[bytes,
         if len(head) < 8:
             return
         length, kind, begin = _head(head, size - at)
-        if length < begin or at + length > size:
+        length = min(length, size - at)
+        if length < begin:
             return
         if kind in INSIDE:
             check_limit("video_header_bytes", length, f"{place}: its header has bytes:")
@@ -64,7 +71,8 @@ def _boxes(kind: bytes, content: memoryview) -> Iterator[tuple[bytes, memoryview
         at = 0
         while kind in INSIDE and len(content) - at >= 8:
             length, name, begin = _head(bytes(content[at : at + 16]), len(content) - at)
-            if length < begin or at + length > len(content):
+            length = min(length, len(content) - at)
+            if length < begin:
                 break
             waiting.append((name, content[at + begin : at + length]))
             at += length
