@@ -24,12 +24,9 @@ MAX_BOXES = 100_000
 def check_mp4(file: IO[bytes], place: object) -> None:
     """Refuse more streams or frames than the caps, or than the file has bytes; ends at the file's begin."""
     size = file.seek(0, 2)
-    streams = frames = boxes = 0
+    streams = frames = 0
     for kind, content in _headers(file, size, place):
-        for name, body in _boxes(kind, content):
-            boxes += 1
-            if boxes > MAX_BOXES:
-                raise TooMuchError(f"{place}: its header has more than {MAX_BOXES:,} parts; fetch or re-encode it")
+        for name, body in _boxes(kind, content, place):
             if name == PACKED:
                 raise TooMuchError(f"{place}: its header is compressed, which is not read; re-encode it")
             streams += name == b"trak"
@@ -62,9 +59,9 @@ def _headers(file: IO[bytes], size: int, place: object) -> Iterator[tuple[bytes,
         at += length
 
 
-def _boxes(kind: bytes, content: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+def _boxes(kind: bytes, content: memoryview, place: object) -> Iterator[tuple[bytes, memoryview]]:
     """A box and all that is in it."""
-    waiting = [(kind, content)]
+    waiting, boxes = [(kind, content)], 0
     while waiting:
         kind, content = waiting.pop()
         yield kind, content
@@ -76,6 +73,9 @@ def _boxes(kind: bytes, content: memoryview) -> Iterator[tuple[bytes, memoryview
                 break
             waiting.append((name, content[at + begin : at + length]))
             at += length
+            boxes += 1
+            if boxes > MAX_BOXES:
+                raise TooMuchError(f"{place}: its header has more than {MAX_BOXES:,} parts; fetch or re-encode it")
 
 
 def _head(head: bytes, rest: int) -> tuple[int, bytes, int]:
