@@ -14,7 +14,7 @@ from typing import IO, Protocol
 from vlatune.files import make_folder, parse_json, write_text
 
 CHECKSUMS = "meta/checksums.json"
-MAX_BYTES = 256 << 20
+MAX_BYTES = 128 << 20
 ANEW = f"fetch it anew; if you changed the dataset, delete {CHECKSUMS} and write it anew with `vlatune inspect --write_checksums`"
 
 _sums: dict[str, tuple[str, dict[str, str]]] = {}
