@@ -438,13 +438,17 @@ def test_the_reader_names_the_frame_that_is_no_number(place: Place) -> None:
         [read_unit(plan.tasks[0].delivery.spec, unit) for unit in units]
 
 
-def test_episodes_with_nan_are_skipped_when_asked_for(place: Place, capsys) -> None:
+def test_episodes_with_nan_are_skipped_when_asked_for(place: Place) -> None:
+    from vlatune.config import RunConfig
+    from vlatune.flags import parse_command
+    from vlatune.train.setup import make_setup
+
     column(DATA, "action", at(30, 2, NAN))(place)
-    words = place.words(TRAIN.replace("--batch_size=4", "--batch_size=4096 --dataset.on_bad_episode=skip"))
-    assert cli.main(words) == 2  # refused for the batch at last
-    said = "".join(capsys.readouterr())
-    assert "1 of 7 episodes are bad and left out: 2" in said
-    assert "less than one global batch" in said
+    words = place.words(f"{TRAIN} --dataset.on_bad_episode=skip")[1:]
+    config, _ = parse_command(words, RunConfig, operands=())
+    (bad,) = make_setup(config, preflight=True).skipped
+    assert bad.episode == 2
+    assert "column 'action' has nan in dim 2" in bad.reason
 
 
 def test_checksums_are_written_and_verified(place: Place, capsys) -> None:
