@@ -8,6 +8,7 @@ when rows of a dataset with checksums come out changed. Of rows that change with
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -293,17 +294,21 @@ def _outcome(folder: Path, case: int, place: Path, *, hung: bool, status: int, t
     return Outcome(case=case, seconds=took_s, **found)
 
 
-def import_all() -> None:
-    """Before the forks, so that no child does it again."""
-    import av  # noqa: F401
-    import cv2  # noqa: F401
-    import tokenizers  # noqa: F401
+def import_all(folder: Path) -> None:
+    """All that a case imports, before the forks, so that no child does it again; a child finds out what that is."""
+    _in_child(lambda: _note_modules(folder))
+    for name in json.loads((folder / "modules.json").read_text()):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
-    import vlatune.checkpoint.policy_files
-    import vlatune.inspect.inspection
-    import vlatune.inspect.text
-    import vlatune.report.html
-    import vlatune.train.resume  # noqa: F401
+
+def _note_modules(folder: Path) -> None:
+    shutil.copytree(folder / "run", folder / "warm")
+    before = set(sys.modules)
+    _read(folder, "dataset", folder / "dataset")
+    with contextlib.suppress(ValueError):
+        read_run(folder / "warm", folder / "dataset", folder / "base")
+    (folder / "modules.json").write_text(json.dumps([name for name in sys.modules if name not in before]))
 
 
 def main() -> int:
@@ -318,7 +323,7 @@ def main() -> int:
         folder.mkdir()
         work.mkdir()
         make_honest(folder)
-        import_all()
+        import_all(folder)
         if options.case is not None:
             print(json.dumps(run_case(folder, options.case, work), indent=2))
             return 0

@@ -17,7 +17,7 @@ def test_no_change_of_a_file_comes_through_as_a_crash(tmp_path: Path) -> None:
     folder.mkdir()
     work.mkdir()
     make_honest(folder)
-    import_all()
+    import_all(folder)
     found = list(run_cases(folder, itertools.chain(CASES, ONCE_BAD), jobs=2, work=work, limit_s=60))
     assert not [one for one in found if one.is_bad]
     assert sum(one.result == "refused" for one in found) > len(found) // 3, "the changes are not seen"
