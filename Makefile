@@ -5,12 +5,13 @@ NAME ?= reader
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench lock clean
+.PHONY: help setup demo test fuzz lint bench lock clean
 
 help:
 	@echo "make setup   build .venv from requirements.lock"
 	@echo "make demo    make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report"
 	@echo "make test    run the tests"
+	@echo "make fuzz    change files at random and read them, FUZZ_MINUTES=20"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run one benchmark, NAME=reader"
 	@echo "make lock    compile requirements.lock from pyproject.toml"
@@ -25,6 +26,10 @@ demo: setup
 # Two processes, one of which has all tests that start Ray (tests/conftest.py); ARGS="-n 0" runs all in one.
 test: setup
 	@$(VENV)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+
+# The same seed gives the same cases; ARGS="--seed=5000", ARGS="--case=17" for one of them with its traceback.
+fuzz: setup
+	@$(VENV)/python tests/fuzz/fuzz.py $(ARGS)
 
 lint: setup
 	@$(VENV)/ruff check .

@@ -23,6 +23,7 @@ OTHERS = {
     "checkpoint/store.py": "writes into the store's new folder",
     "train/worker/checkpointer.py": "the same",
     "dataset/storage.py": "leads to the door, or to an object store",
+    "dataset/checksums.py": "through dataset/storage.py",
     "dataset/images.py": "pictures in memory, out of parquet",
     "dataset/meta_v21.py": "through dataset/storage.py",
     "dataset/parquet.py": "through dataset/storage.py",

@@ -29,6 +29,7 @@ LAYERS = [
     {"batch", "config", "flags", "flag_values", "random_streams", "recipes"},
     {"policies.registry", "ray_internals"},
     {"errors", "files", "outgoing"},
+    {"limits"},
 ]
 """From the command line down; a room, or a module that stands apart from its room, imports from its own line and below.
 

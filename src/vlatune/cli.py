@@ -68,7 +68,7 @@ def make_dataset(spec: Any, folder: str) -> None:
 
 def inspect(options: Any, *datasets: str) -> int:
     from vlatune.inspect.command import check_names, command_text, train_command
-    from vlatune.inspect.inspection import inspect_dataset
+    from vlatune.inspect.inspection import inspect_dataset, write_dataset_checksums
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty() and options.videos:
@@ -88,6 +88,9 @@ def inspect(options: Any, *datasets: str) -> int:
         width = shutil.get_terminal_size().columns
         texts = [*(inspection_text(one, width=width) for one in found), command_text(found, names)]
         say("\n\n".join(text for text in texts if text))
+    if options.write_checksums:
+        for one in found:
+            warn(f"vlatune: {write_dataset_checksums(one)}")
     return FAILED if any(one.has_errors for one in found) else OK
 
 

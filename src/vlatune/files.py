@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from vlatune.limits import check_limit
+
 MAX_JSON_BYTES = 16 << 20
 """JSON takes up to fifty times its size in memory. LeRobot's largest, a robot's stats.json, has some 100 kB."""
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -83,13 +85,25 @@ def read_file(folder: Path | str, name: str, *, max_bytes: int = MAX_JSON_BYTES)
 
 def read_json(folder: Path | str, name: str, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a small file."""
-    data = read_file(folder, name, max_bytes=max_bytes)
+    where = f"'{Path(folder) / name}'"
+    found = parse_json(read_file(folder, name, max_bytes=max_bytes), where, remedy="take it from a backup")
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds a {type(found).__name__}, expected a JSON object")
+    return found
+
+
+def parse_json(data: bytes, where: str, *, remedy: str = "fetch it anew") -> Any:
+    """JSON of a stranger: with at most so many values, nested at most so deep. `where` begins the messages."""
+    check_limit("json_values", data.count(b",") + data.count(b"[") + data.count(b"{"), f"{where} has JSON values:")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{Path(folder) / name}' is not readable JSON ({error}); take it from a backup") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"'{Path(folder) / name}' holds a {type(found).__name__}, expected a JSON object")
+        raise ValueError(f"{where} is not readable JSON ({error}); {remedy}") from None
+    level, depth = [found], 0
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        check_limit("json_depth", depth, f"{where} is nested to a depth of")
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
     return found
 
 

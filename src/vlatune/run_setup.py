@@ -109,11 +109,11 @@ def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
     )
     check_order(order)
     computed = config.dataset.stats == "computed"
-    stats = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
-    warnings = _check_stats(metas, stats)
-    stats |= picture_stats(metas, stats_needed(policy, [camera for _, camera in binding.cameras]))
+    vectors = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
+    warnings = _check_stats(metas, vectors)
+    pictures = picture_stats(metas, stats_needed(policy, [camera for _, camera in binding.cameras]))
     if preflight:  # said once, though a run is set up several times
-        warnings += _hold_against_rows(config, metas, stats)
+        warnings += _hold_against_rows(config, metas, vectors)
         for text in warnings:
             warn(f"vlatune: warning: {text}")
     return Setup(
@@ -124,7 +124,7 @@ def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
         adapter=adapter,
         policy=policy,
         binding=binding,
-        stats=stats,
+        stats=vectors | pictures,
         order=order,
         skipped=skipped,
         flow_samples=config.policy.flow_samples,
@@ -141,8 +141,10 @@ def _base_path(config: RunConfig) -> str:
 
 def _check_stats(metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[str, ...]:
     where = " and ".join(f"dataset '{meta.root.url}'" for meta in metas)
+    features = {key: metas[0].features[metas[0].own(key)] for key in stats}
     checked = (
-        check_stats(where, key, values, metas[0].features[metas[0].own(key)].names) for key, values in stats.items()
+        check_stats(where, key, values, features[key].names, width=int(np.prod(features[key].shape)))
+        for key, values in stats.items()
     )
     return tuple(text for warnings in checked for text in warnings)
 
@@ -157,6 +159,11 @@ def _hold_against_rows(
     for key in (key for key, values in stats.items() if has_stats(metas, key, tuple(values))):
         own = metas[0].own(key)
         seen, names = look_at_rows(metas[0], own, stats[key]), metas[0].features[own].names
+        if seen and seen.not_finite:
+            raise ValueError(
+                f"dataset '{metas[0].root.url}': {key}: values that are not finite numbers: {', '.join(seen.not_finite)}; record or "
+                f"convert these episodes anew, or leave them out with --dataset.on_bad_episode=skip"
+            )
         for what, dims in doubts(stats[key], seen, names) if seen else ():
             texts.append(
                 f"dataset '{metas[0].root.url}': {key}: {what}: {', '.join(dims)}; take statistics of all rows with "

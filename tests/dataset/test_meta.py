@@ -467,7 +467,7 @@ def test_a_line_that_is_not_json(copy_of):
     folder = copy_of("v2.1")
     with (folder / "meta/episodes.jsonl").open("a") as file:
         file.write('{"episode_index": 7,')
-    assert f"dataset '{folder}': meta/episodes.jsonl, line 8 is not JSON" in refusal(folder)
+    assert f"dataset '{folder}': meta/episodes.jsonl, line 8 is not readable JSON" in refusal(folder)
 
 
 def test_tasks_that_are_missing(copy_of):
@@ -524,7 +524,7 @@ def test_statistics_that_are_none(content, copy_of):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not readable JSON"),
         ("3", "is not a JSON object"),
         ('{"episode_index": 7}', "there is no 'length', expected a whole number"),
         ('{"episode_index": 7, "length": "12"}', "'length' is '12', expected a whole number"),

@@ -1,10 +1,9 @@
 """An honest dataset, base and run; the cases copy them."""
 
-from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
+from honest_run import make_run
 from place import Place
 
 
@@ -13,54 +12,10 @@ def honest(
     dataset_v3: Path, dataset_v21: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     run = tmp_path_factory.mktemp("honest") / "run"
-    _make_run(dataset_v3, small_base, run)
+    make_run(dataset_v3, small_base, run)
     return {"dataset": dataset_v3, "older": dataset_v21, "base": small_base, "run": run}
 
 
 @pytest.fixture
 def place(honest: dict[str, Path], tmp_path: Path) -> Place:
     return Place(tmp_path, honest)
-
-
-def _make_run(dataset: Path, base: Path, run: Path) -> None:
-    """A run folder with a checkpoint of two steps, all but its tensors real; no torch is needed for it."""
-    from vlatune.checkpoint.policy_files import POLICY_FOLDER
-    from vlatune.checkpoint.state_file import STATE, TrainState, state_bytes
-    from vlatune.checkpoint.store import write_checkpoint
-    from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, to_json
-    from vlatune.report.sinks import MetricsFile
-    from vlatune.train.driver.folder_checks import open_run
-    from vlatune.train.driver.resume_point import find_resume_point
-
-    config = RunConfig(
-        dataset=DatasetConfig(root=(str(dataset),), run_length=4, window_rows=8),
-        policy=PolicyConfig(path=str(base), train="heads"),
-        output_dir=str(run),
-        steps=20,
-        batch_size=4,
-    )
-    start = find_resume_point(config, say=lambda _: None)
-    open_run(config)
-    order = start.setup.order
-    state = TrainState(
-        optimizer_step=2,
-        epoch=0,
-        epoch_samples=2 * order.global_batch,
-        samples_seen=2 * order.global_batch,
-        lanes=order.lanes,
-        loss_sums=(0.5,),
-        loss_count=1,
-        config=to_json(replace(config, output_dir="elsewhere")),
-        fingerprints=start.fingerprints,
-        binding=asdict(start.setup.binding),
-    )
-    policy = {f"{POLICY_FOLDER}/{name}": data for name, data in start.policy_files.items()}
-    files = {STATE: state_bytes(state), "trainable.safetensors": b"\2\0\0\0\0\0\0\0{}", **policy}
-    write_checkpoint(start.store, 2, {name: partial(_write, data) for name, data in files.items()})
-    metrics = MetricsFile(run / "metrics.jsonl")
-    metrics.append({"optimizer_step": 2, "loss": 0.5})
-    metrics.close()
-
-
-def _write(data: bytes, path: Path) -> None:
-    path.write_bytes(data)

@@ -9,6 +9,24 @@ import shutil
 from pathlib import Path
 
 import pytest
+from bombs import (
+    EPISODES,
+    a_list_of,
+    a_png_of,
+    a_sentence_of,
+    at,
+    claiming_frames,
+    column,
+    damaged_after_checksums,
+    json_text,
+    line,
+    normalisers,
+    one_byte,
+    rows_of,
+    stats_of,
+    table,
+    updated_camera,
+)
 from place import (
     CANARY,
     Case,
@@ -38,6 +56,8 @@ RESUME = (
     "train --resume=true --dataset.root={dataset} --policy.path={base} --output_dir={run} --batch_size=4 --steps=20 "
     "--dataset.run_length=4 --dataset.window_rows=8 --policy.train=heads"
 )
+MANIFEST, STATE = "checkpoints/00000002/manifest.json", "checkpoints/00000002/state.json"
+NAN, INF = float("nan"), float("inf")
 REPORT, EXPORT = "report {run}", "export {run} {out}"
 OUT, LOOP, SPECIAL = "is a link that leads out of", "is a link that leads back to itself", "is a FIFO, expected a file"
 PAYLOAD = {"class": "subprocess.Popen", "config": {"args": ["touch", "MARKER"]}}
@@ -207,7 +227,167 @@ FLAGS = [
     ),
 ]
 
-CASES = [*DATASETS, *OLDER, *BASES, *RUNS, *EXPORTS, *FLAGS]
+NUMBERS = [
+    Case("NaN in an action", column(DATA, "action", at(30, 2, NAN)), INSPECT, "not finite numbers", 1),
+    Case("NaN in an action, train", column(DATA, "action", at(30, 2, NAN)), TRAIN, "episode 2, frame"),
+    Case("NaN in a state", column(DATA, "observation.state", at(3, 0, NAN)), INSPECT, "episode 0, frame 3", 1),
+    Case(
+        "NaN in a state, train",
+        column(DATA, "observation.state", at(3, 0, NAN)),
+        TRAIN,
+        "frame 3: column 'observation.state'",
+    ),
+    Case("infinity in an action", column(DATA, "action", at(0, 1, INF)), INSPECT, "episode 0, frame 0", 1),
+    Case("infinity in an action, train", column(DATA, "action", at(0, 1, -INF)), TRAIN, "has -inf in dim 1"),
+    Case("statistics of width 1", stats_of(1), INSPECT, "statistics of another width", 1),
+    Case("statistics of width 1, train", stats_of(1), TRAIN, "has 1 values of q01, expected"),
+    Case("statistics of width 5, train", stats_of(5), TRAIN, "has 5 values of q01, expected"),
+    Case("statistics of width 0", stats_of(0), INSPECT, "statistics of another width", 1),
+    Case("statistics of width 0, train", stats_of(0), TRAIN, "has 0 values of q01, expected"),
+    Case("a task_index twice", column(TASKS, "task_index", lambda rows: [0, *rows[:-1]]), INSPECT, "is there twice", 1),
+    Case(
+        "a task_index twice, train", column(TASKS, "task_index", lambda rows: [0, *rows[:-1]]), TRAIN, "is there twice"
+    ),
+    Case(
+        "a task_index twice, v2.1",
+        line("meta/tasks.jsonl", lambda: '{"task_index": 0, "task": "a"}\n' * 2),
+        "inspect {older}",
+        "is there twice",
+        1,
+    ),
+]
+
+BOMBS = [
+    Case(
+        "a list of 101 million values",
+        table(DATA, lambda: a_list_of(101_000_000)),
+        TRAIN,
+        "VLATUNE_MAX_PARQUET_VALUES=",
+    ),
+    Case(
+        "a list of 5 million values",
+        table(DATA, lambda: a_list_of(5_000_000)),
+        TRAIN,
+        "VLATUNE_MAX_PARQUET_ROW_VALUES=",
+    ),
+    Case("a file of 21 million rows", table(DATA, lambda: rows_of(21_000_000)), TRAIN, "VLATUNE_MAX_PARQUET_ROWS="),
+    Case(
+        "a file of 21 million rows, inspect",
+        table(DATA, lambda: rows_of(21_000_000)),
+        INSPECT,
+        "it has rows: 21,000,000",
+        1,
+    ),
+    Case(
+        "a sentence of 100 MB",
+        table(TASKS, lambda: a_sentence_of(100 << 20)),
+        INSPECT,
+        "VLATUNE_MAX_PARQUET_UNPACKED_BYTES=",
+        1,
+    ),
+    Case("a sentence of 1 MB", table(TASKS, lambda: a_sentence_of(1 << 20)), TRAIN, "VLATUNE_MAX_TEXT_CHARS=1048576"),
+    Case(
+        "an episode of 10^9 frames",
+        column(EPISODES, "length", lambda rows: [10**9, *rows[1:]]),
+        TRAIN,
+        "EPISODE_FRAMES=",
+    ),
+    Case(
+        "an episode of 2^62 frames", column(EPISODES, "length", lambda rows: [2**62] * len(rows)), INSPECT, "frames:", 1
+    ),
+    Case("info.json nested deeply", json_text("dataset", INFO, "[" * 100_000), INSPECT, "not readable JSON", 1),
+    Case("info.json nested", json_text("dataset", INFO, "[" * 100 + "]" * 100), TRAIN, "nested to a depth of 65"),
+    Case(
+        "info.json of 8 million values",
+        json_text("dataset", INFO, "[" + "," * 8_200_000),
+        TRAIN,
+        "VLATUNE_MAX_JSON_VALUES=",
+    ),
+    Case("a rate of 10^400", updated("dataset", INFO, fps=10**400), TRAIN, "expected frames per second"),
+    Case(
+        "a line of 40 MB",
+        line("meta/episodes.jsonl", lambda: "x" * (40 << 20)),
+        "inspect {older}",
+        "VLATUNE_MAX_LINE_BYTES=",
+        1,
+    ),
+    Case("a video of 10 million frames", claiming_frames(10_000_000), TRAIN, "tells of frames: 10,000,000"),
+    Case(
+        "a video of 10 million frames, inspect", claiming_frames(10_000_000), INSPECT, "tells of frames: 10,000,000", 1
+    ),
+    Case("a video of more frames than bytes", claiming_frames(4_000_000), TRAIN, "tells of 4,000,000 frames"),
+    Case("a camera of 10^6 pixels on a side", updated_camera([10**6, 10**6, 3]), TRAIN, "VLATUNE_MAX_PICTURE_SIDE="),
+    Case("a depth of 10^6", updated("base", "vlatune_size.json", depth=10**6), TRAIN, "VLATUNE_MAX_MODEL_DEPTH="),
+    Case(
+        "a vocabulary of 10^12",
+        updated("base", "vlatune_size.json", vocab_size=10**12),
+        TRAIN,
+        "VLATUNE_MAX_MODEL_WIDTH=",
+    ),
+    Case("chunk_size of 10^9", updated("base", "config.json", chunk_size=10**9), TRAIN, "chunk_size is 1000000000"),
+    Case(
+        "an endless image_resolution",
+        updated("base", "config.json", image_resolution=[10**9, 8]),
+        TRAIN,
+        "height and width",
+    ),
+    Case(
+        "a number without end", updated("base", "config.json", time_sampling_scale=10**400), TRAIN, "expected a number"
+    ),
+    Case("forty normalisers", normalisers(40), TRAIN, "VLATUNE_MAX_TOKENIZER_GROWTH="),
+    Case("a normaliser that writes 1 MB", normalisers(1, "a" * (1 << 20)), TRAIN, "VLATUNE_MAX_TOKENIZER_GROWTH="),
+    Case("a hundred normalisers", normalisers(100, "a"), TRAIN, "VLATUNE_MAX_TOKENIZER_STEPS="),
+]
+
+CHECKSUMS = [
+    Case(
+        f"{what}, with checksums",
+        damaged_after_checksums(file, change),
+        command,
+        "its checksum in meta/checksums.json",
+        code,
+    )
+    for what, file, change in (
+        ("a byte of a data file", DATA, one_byte),
+        ("a byte of a video", VIDEO, one_byte),
+        ("a sentence", TASKS, one_byte),
+        ("a new info.json", INFO, lambda path: path.write_text(path.read_text() + " ")),
+    )
+    for command, code in ((INSPECT, 1), (TRAIN, 2))
+]
+
+RECORDS = [
+    Case(f"{what}", replaced("run", file, text(content)), REPORT, says, code)
+    for what, file, content, says, code in (
+        ("metrics of text", "metrics.jsonl", '{"optimizer_step": 1, "loss": "x"}\n', "'loss': expected", 2),
+        ("metrics of lists", "metrics.jsonl", '{"optimizer_step": 1, "loss": [1]}\n', "'loss': expected", 2),
+        ("a record without a step", "metrics.jsonl", '{"loss": 1}\n', "no record with an optimizer_step", 1),
+        ("a record that is a list", "metrics.jsonl", "[1]\n", "no record with an optimizer_step", 1),
+        ("metrics nested deeply", "metrics.jsonl", "[" * 100_000 + "\n", "line 1 is not JSON", 1),
+        ("an evaluation of text", "eval.json", '{"action_error": "x"}', "'action_error': expected", 2),
+        ("an evaluation of lists", "eval.json", '{"per_dim_error": [1]}', "'per_dim_error': expected an object", 2),
+        ("an evaluation that is a list", "eval.json", "[]", "expected a JSON object", 2),
+        ("settings of other kinds", "config.json", '{"ray": [1]}', "'ray': expected an object", 2),
+        ("steps that are text", "config.json", '{"steps": "many"}', "'steps': expected a whole number", 2),
+        ("samples that are no archive", "eval_samples.npz", "x", "cannot be read", 1),
+        (
+            "a summary of numbers without end",
+            "summary.json",
+            '{"optimizer_steps": 1%s}' % ("0" * 400),
+            "summary.json",
+            2,
+        ),
+    )
+] + [
+    Case("a manifest of infinite size", updated("run", MANIFEST, optimizer_step=1e999), EXPORT, "damaged"),
+    Case("a manifest nested deeply", json_text("run", MANIFEST, "[" * 100_000), EXPORT, "damaged"),
+    Case("a state that is a list", resealed(json_text("run", STATE, "[]")), RESUME, "state.json holds no object"),
+    Case("a state nested deeply", resealed(json_text("run", STATE, "[" * 100_000)), RESUME, "is not readable JSON"),
+    Case("a state of 10^30 lanes", resealed(updated("run", STATE, lanes=10**30)), RESUME, "lanes is 1000000"),
+    Case("a state without sums", resealed(updated("run", STATE, loss_sums=[])), RESUME, "loss_sums is []"),
+]
+
+CASES = [*DATASETS, *OLDER, *BASES, *RUNS, *EXPORTS, *FLAGS, *NUMBERS, *BOMBS, *CHECKSUMS, *RECORDS]
 
 
 @pytest.mark.timeout(60)
@@ -227,6 +407,60 @@ def test_it_is_refused_and_nothing_else_happens(case: Case, place: Place, capsys
     assert CANARY not in said
     assert content_of(place.folder / "outside") == before
     assert not (place.folder / "out").exists()
+
+
+def test_a_picture_is_measured_before_it_is_decoded() -> None:
+    from vlatune.dataset.images import decode_image
+    from vlatune.dataset.video import VideoPlace
+
+    data = a_png_of(13_000)
+    assert len(data) < 600_000
+    with pytest.raises(ValueError, match=r"a picture of 13000x13000 has pixels: 169,000,000"):
+        decode_image(data, VideoPlace("x", 3, "top", "file-000.parquet"))
+
+
+def test_a_cap_is_a_setting(place: Place, capsys, monkeypatch) -> None:
+    table(TASKS, lambda: a_sentence_of(30_000))(place)
+    assert cli.main(["inspect", str(place.dataset)]) == 1
+    assert "set VLATUNE_MAX_TEXT_CHARS=30000" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("VLATUNE_MAX_TEXT_CHARS", "30000")
+    cli.main(["inspect", str(place.dataset)])
+    assert "MAX_TEXT_CHARS" not in capsys.readouterr().out
+
+
+def test_the_reader_names_the_frame_that_is_no_number(place: Place) -> None:
+    from vlatune.dataset.reader import read_unit
+    from vlatune.pipeline.read_plan import plan_read
+
+    column(DATA, "action", at(30, 2, NAN))(place)
+    plan = plan_read(str(place.dataset), resize=(32, 32), action_horizon=4, cameras=[])
+    units = [unit for task in plan.tasks for unit in task.places]
+    with pytest.raises(ValueError, match=r"episode 2, .*frame \d+: column 'action' has nan in dim 2"):
+        [read_unit(plan.tasks[0].delivery.spec, unit) for unit in units]
+
+
+def test_episodes_with_nan_are_skipped_when_asked_for(place: Place) -> None:
+    from vlatune.config import RunConfig
+    from vlatune.flags import parse_command
+    from vlatune.run_setup import make_setup
+
+    column(DATA, "action", at(30, 2, NAN))(place)
+    words = place.words(f"{TRAIN} --dataset.on_bad_episode=skip")[1:]
+    config, _ = parse_command(words, RunConfig, operands=())
+    (bad,) = make_setup(config, preflight=True).skipped
+    assert bad.episode == 2
+    assert "column 'action' has nan in dim 2" in bad.reason
+
+
+def test_checksums_are_written_and_verified(place: Place, capsys) -> None:
+    assert cli.main(["inspect", str(place.dataset), "--write_checksums=true"]) == 0
+    assert "meta/checksums.json: the checksums of" in capsys.readouterr().err
+    sums = json.loads((place.dataset / "meta/checksums.json").read_text())["sha256"]
+    assert {INFO, DATA, VIDEO, TASKS} <= sums.keys()
+    assert cli.main(["inspect", str(place.dataset)]) == 0
+    one_byte(place.dataset / DATA)
+    assert cli.main(["inspect", str(place.dataset), "--write_checksums=true"]) == 2
+    assert "has errors, so that no meta/checksums.json is written" in capsys.readouterr().err
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

@@ -262,7 +262,8 @@ def test_wide_actions_and_depth_cameras_are_warned_of(copy_of):
         info["features"][TOP]["info"]["is_depth_map"] = True
 
     change_info(folder, change)
-    wide, depth = inspect_dataset(str(folder)).problems
+    narrow, wide, depth = inspect_dataset(str(folder)).problems
+    assert (narrow.severity, narrow.found) == ("error", "statistics of another width than the feature")
     assert (wide.severity, wide.found) == ("warning", "it has 33 dims")
     assert (depth.severity, depth.examples) == ("warning", (TOP,))
 
@@ -324,7 +325,8 @@ def test_rows_that_are_no_numbers_are_an_error(copy_of):
     change_rows(folder, "observation.state", lambda row: [float("nan"), *row[1:]])
     (error,) = [one for one in inspect_dataset(str(folder)).problems if one.severity == "error"]
     assert error.place == "data files, feature 'observation.state'"
-    assert error.examples[0].startswith("0 (")
+    assert error.examples[0] == "episode 0, frame 0"
+    assert any(one.startswith("dim 0 (") for one in error.examples)
 
 
 def test_a_task_index_without_a_sentence(copy_of):

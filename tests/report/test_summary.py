@@ -53,7 +53,9 @@ def test_what_no_run_writes_is_refused_by_name(tmp_path, change, said):
         read_summary(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "not JSON"), ("{", "not JSON"), ("3", "expected an object")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "is not readable JSON"), ("{", "is not readable JSON"), ("3", "expected an object")]
+)
 def test_a_file_that_is_none_is_named(tmp_path, text, said):
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(ValueError, match=rf"summary\.json: {said}"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from vlatune.files import RefusedFileError, open_file, read_file
+from vlatune.files import RefusedFileError, open_file, parse_json, read_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -54,16 +54,16 @@ class Manifest:
 def parse_manifest(data: bytes) -> Manifest:
     """Raises ValueError with what is wrong; names that would leave the checkpoint's folder are wrong, too."""
     try:
-        raw: dict[str, Any] = json.loads(data)
+        raw: dict[str, Any] = parse_json(data, "it", remedy="restore it")
         files = {str(name): Entry(int(one["bytes"]), str(one["sha256"])) for name, one in raw["files"].items()}
         loss = raw.get("loss")
         found = Manifest(int(raw["optimizer_step"]), None if loss is None else float(loss), files)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{MANIFEST} is not readable ({type(error).__name__}: {error})") from None
     if not files:
         raise ValueError(f"{MANIFEST} names no files, so that nothing could be verified")
     for name in files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or not name.isprintable():
             raise ValueError(f"{MANIFEST} names a file outside of its folder: '{name}'")
     return found
 

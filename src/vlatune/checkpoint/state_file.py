@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vlatune.files import read_file
+from vlatune.files import parse_json, read_file
 
 STATE = "state.json"
 FORMAT = 2
@@ -52,7 +52,11 @@ def state_bytes(state: TrainState) -> bytes:
 
 
 def parse_state(data: bytes, where: str) -> TrainState:
-    raw: dict[str, Any] = json.loads(data)
+    raw: dict[str, Any] = parse_json(
+        data, f"checkpoint {where}: {STATE}", remedy="restore the checkpoint, or remove it"
+    )
+    if not isinstance(raw, dict):
+        raise ValueError(f"checkpoint {where}: {STATE} holds no object; restore the checkpoint, or remove it")
     if raw.get("format") != FORMAT:
         raise ValueError(
             f"checkpoint {where}: format {raw.get('format')}, this version reads {FORMAT}; use the version that wrote it"
@@ -63,8 +67,24 @@ def parse_state(data: bytes, where: str) -> TrainState:
         raise ValueError(
             f"checkpoint {where}: {STATE} has not the expected fields ({odd}); use the version that wrote it"
         )
+    _check_kinds(raw, where)
     raw["loss_sums"] = tuple(raw["loss_sums"])
     return TrainState(**raw)
+
+
+def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
+    """Of the page's values; what is in the config is checked against the run's own."""
+    counts = ("optimizer_step", "epoch", "epoch_samples", "samples_seen", "loss_count")
+    good = {name: type(raw[name]) is int and 0 <= raw[name] < 2**63 for name in counts}
+    good["lanes"] = type(raw["lanes"]) is int and 0 < raw["lanes"] < 2**31
+    sums = raw["loss_sums"]
+    good["loss_sums"] = isinstance(sums, list) and len(sums) > 0 and all(type(one) in (int, float) for one in sums)
+    good |= {name: isinstance(raw[name], dict) for name in ("config", "fingerprints", "binding")}
+    for name, is_good in good.items():
+        if not is_good:
+            raise ValueError(
+                f"checkpoint {where}: {STATE}: {name} is {str(raw[name])[:60]}, which no run writes; restore the checkpoint, or remove it"
+            )
 
 
 def read_state(folder: Path) -> TrainState:

@@ -40,7 +40,7 @@ def open_store(run_dir: Path, storage_path: str | None) -> Store:
 
     url = f"{storage_path.rstrip('/')}/{run_dir.resolve().name}/checkpoints"
     try:
-        root = Root(url)
+        root = Root(url, has_checksums=False)
         root.filesystem()
     except (ValueError, RuntimeError) as error:  # an unknown scheme, a driver that is not installed, a password
         reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlatune.dataset.storage import Root
+from vlatune.limits import check_limit
+
+MAX_S = 1e9
+"""No episode begins so late in its file: thirty years."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ def check_episodes(root: Root, episodes: Episodes) -> None:
     if len(empty):
         index, length = episodes.index[empty[0]], episodes.length[empty[0]]
         raise ValueError(f"{where}: episode {index} has length {length}, expected 1 or more; {remedy}")
+    longest = int(np.argmax(episodes.length))
+    what = f"{where}: episode {episodes.index[longest]} has frames:"
+    check_limit("episode_frames", int(episodes.length[longest]), what)
+    check_limit("dataset_frames", int(episodes.length.sum(dtype=np.float64)), f"{where}: its episodes have frames:")
     number = np.flatnonzero(episodes.index != np.arange(len(episodes)))
     if len(number):
         here = int(number[0])
@@ -67,7 +75,7 @@ def check_episodes(root: Root, episodes: Episodes) -> None:
 def _check_spans(where: str, episodes: Episodes, remedy: str) -> None:
     """A time that is no number would be near to every frame and to none."""
     for camera, span in episodes.videos.items():
-        bad = np.flatnonzero(~np.isfinite(span.from_s) | (span.from_s < 0) | (span.chunk < 0) | (span.file < 0))
+        bad = np.flatnonzero(~(span.from_s < MAX_S) | (span.from_s < 0) | (span.chunk < 0) | (span.file < 0))
         if len(bad):
             here = bad[0]
             raise ValueError(

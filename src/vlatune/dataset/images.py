@@ -7,6 +7,7 @@ holds twice the encoded pictures of an episode and camera (measured: 2.1 times).
 """
 
 import io
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -16,13 +17,23 @@ import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
 from vlatune.dataset.listing import missing_remedy
-from vlatune.dataset.parquet import UNREADABLE, open_parquet
+from vlatune.dataset.parquet import UNREADABLE, check_columns, open_parquet
 from vlatune.dataset.recorded import check_size
 from vlatune.dataset.storage import Root
 from vlatune.dataset.video import VideoPlace
+from vlatune.limits import check_limit
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 """What a picture may be encoded as; PIL's other readers are not for files of strangers."""
+NOT_A_PICTURE = (
+    UnidentifiedImageError,
+    OSError,
+    SyntaxError,
+    Image.DecompressionBombError,
+    struct.error,
+    OverflowError,
+)
+"""What PIL raises for bytes that are damaged."""
 BATCH_ROWS = 4
 OPEN_STREAMS = 4
 """One per camera of most robots; a remote one keeps up to 16 MiB."""
@@ -33,10 +44,7 @@ _streams: OrderedDict[tuple, "ImageStream"] = OrderedDict()
 def read_images_into(root: Root, rows: Sequence[int], out_NCHW: np.ndarray, place: VideoPlace) -> None:
     """Fill `out_NCHW` with the pictures in these rows of a data file; rows must not fall."""
     for number, data in enumerate(_encoded(root, rows, place)):
-        image_HWC = decode_image(data, place)
-        if place.recorded is not None:
-            check_size(image_HWC.shape[0], image_HWC.shape[1], place.recorded, place)
-        place.letterbox.into(image_HWC, out_NCHW[number])
+        place.letterbox.into(decode_image(data, place), out_NCHW[number])
 
 
 def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:
@@ -49,9 +57,18 @@ def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:
                 raise ValueError(
                     f"{place}: a picture of mode {image.mode} is depth, not colour; leave it out of cameras"
                 )
+            _check_before_decoding(image, place)
             return np.asarray(image.convert("RGB"))
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except NOT_A_PICTURE as error:
         raise ValueError(f"{place}: a picture cannot be decoded ({error}); fetch the dataset anew") from error
+
+
+def _check_before_decoding(image: Image.Image, place: VideoPlace) -> None:
+    """By its header: a few kB may hold hundreds of millions of equal pixels."""
+    width, height = image.size
+    check_limit("picture_pixels", width * height, f"{place}: a picture of {height}x{width} has pixels:")
+    if place.recorded is not None:
+        check_size(height, width, place.recorded, place)
 
 
 def _encoded(root: Root, rows: Sequence[int], place: VideoPlace) -> Iterator[bytes | None]:
@@ -87,6 +104,7 @@ class ImageStream:
         self._file = root.open(name)
         self._parquet = open_parquet(self._file)
         check_image_columns(self._parquet, [column])
+        check_columns(self._parquet.metadata, [column])
         groups = range(self._parquet.num_row_groups)
         self._group_ends = np.cumsum([self._parquet.metadata.row_group(group).num_rows for group in groups])
         self._group = -1

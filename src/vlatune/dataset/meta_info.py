@@ -5,13 +5,14 @@ refused with the key, the value and what was expected. The two versions share th
 read what differs.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vlatune.dataset.storage import Root
+from vlatune.files import parse_json
+from vlatune.limits import check_limit
 
 SUPPORTED = ("v3.0", "v2.1")
 V30_TEMPLATES = {
@@ -25,6 +26,7 @@ V21_TEMPLATES = {
 TEMPLATES = {"v3.0": V30_TEMPLATES, "v2.1": V21_TEMPLATES}
 FETCH = "fetch meta/ anew, or convert the dataset anew"
 CAMERA_DTYPES = ("video", "image")
+MIN_FPS, MAX_FPS = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,7 @@ def _read_json(root: Root, argument: str) -> dict[str, Any]:
             f"dataset '{root.url}': no meta/info.json in it, so it is not a LeRobot dataset; "
             f"{argument} must be the folder that holds meta/, data/ and videos/"
         )
-    try:
-        raw = json.loads(root.read_bytes("meta/info.json"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"dataset '{root.url}': meta/info.json is not readable JSON ({error}); {FETCH}") from error
+    raw = parse_json(root.read_bytes("meta/info.json"), f"dataset '{root.url}': meta/info.json", remedy=FETCH)
     if not isinstance(raw, dict):
         raise _refused(root, f"it is {shortened(raw)}", "a JSON object, as LeRobot writes it", FETCH)
     return raw
@@ -127,7 +126,7 @@ def _version_remedy(said: Any) -> str:
 
 
 def _fps(root: Root, fps: Any) -> float:
-    if isinstance(fps, int | float) and not isinstance(fps, bool) and math.isfinite(fps) and fps > 0:
+    if isinstance(fps, int | float) and not isinstance(fps, bool) and MIN_FPS <= fps <= MAX_FPS:
         return float(fps)
     found = "there is no 'fps'" if fps is None else f"'fps' is {shortened(fps)}"
     raise _refused(root, found, "frames per second, a number above 0", "set it to the rate of the recording")
@@ -142,6 +141,12 @@ def _feature(root: Root, name: str, raw: Any) -> Feature:
         raise _refused(root, f"feature '{name}' has shape {shortened(shape)}", expected, FETCH)
     if dtype in CAMERA_DTYPES and len(shape) != 3:
         raise _refused(root, f"camera '{name}' has shape {shortened(shape)}", expected, FETCH)
+    where = f"dataset '{root.url}': meta/info.json: feature '{name[:80]}'"
+    if dtype in CAMERA_DTYPES:
+        check_limit("picture_side", max(shape), f"{where} has a side of")
+        check_limit("picture_pixels", math.prod(sorted(shape)[1:]), f"{where} has pixels:")
+    else:
+        check_limit("feature_values", math.prod(shape), f"{where} has values:")
     names = raw.get("names")
     if isinstance(names, dict):  # {"motors": [...]}, as LeRobot's older recordings have it
         names = next(iter(names.values()), None)

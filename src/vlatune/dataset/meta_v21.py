@@ -4,7 +4,6 @@ Lines are streamed: statistics of 10^5 episodes are a GB of text, of which only 
 """
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ import numpy as np
 from vlatune.dataset.episodes import Episodes, VideoSpan
 from vlatune.dataset.storage import Root
 from vlatune.dataset.tasks import sentences_in_order
+from vlatune.files import parse_json
+from vlatune.limits import check_limit
 
 EPISODES, TASKS, STATS = "meta/episodes.jsonl", "meta/tasks.jsonl", "meta/episodes_stats.jsonl"
 MOMENTS = ("min", "max", "mean", "std", "count")
@@ -44,8 +45,8 @@ def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
 
 def read_tasks(root: Root) -> tuple[str, ...]:
     _check_there(root, TASKS)
-    by_index = {whole_number(row, "task_index", where): row.get("task") for where, row in read_lines(root, TASKS)}
-    return sentences_in_order(root, TASKS, by_index)
+    pairs = [(whole_number(row, "task_index", where), row.get("task")) for where, row in read_lines(root, TASKS)]
+    return sentences_in_order(root, TASKS, pairs)
 
 
 def read_stats(root: Root) -> dict[str, dict[str, np.ndarray]]:
@@ -138,10 +139,7 @@ def read_lines(root: Root, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(_split_lines(root, name), start=1):
         if line.strip():
             where = f"dataset '{root.url}': {name}, line {number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON ({error}); fetch meta/ anew, or correct the line") from error
+            row = parse_json(line, where, remedy="fetch meta/ anew, or correct the line")
             if not isinstance(row, dict):
                 raise ValueError(f"{where} is not a JSON object; fetch meta/ anew, or correct the line")
             yield where, row
@@ -154,6 +152,7 @@ def _split_lines(root: Root, name: str) -> Iterator[bytes]:
         while chunk := file.read(CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             yield from lines
+            check_limit("line_bytes", len(rest), f"dataset '{root.url}': {name}: a line has bytes:")
     yield rest
 
 

@@ -1,6 +1,5 @@
 """The v3.0 layout of `meta/`: episodes, tasks and stats in parquet and JSON."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,12 @@ import pyarrow as pa
 
 from vlatune.dataset.episodes import Episodes, VideoSpan
 from vlatune.dataset.meta_info import FETCH, shortened
-from vlatune.dataset.parquet import opened
+from vlatune.dataset.parquet import check_columns, opened
 from vlatune.dataset.storage import Root
 from vlatune.dataset.tables import to_numpy
 from vlatune.dataset.tasks import sentences_in_order
+from vlatune.files import parse_json
+from vlatune.limits import check_limit
 
 BASE_COLUMNS = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
 SPAN_COLUMNS = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
@@ -65,19 +66,18 @@ def read_tasks(root: Root) -> tuple[str, ...]:
             raise ValueError(
                 f"dataset '{root.url}': {TASKS} has columns {names}, expected task and task_index; fetch meta/ anew"
             )
+        check_columns(parquet.metadata, [text, "task_index"])
+        check_limit("tasks", parquet.metadata.num_rows, f"dataset '{root.url}': {TASKS} has sentences:")
         table = parquet.read(columns=[text, "task_index"])
-    sentences = table.column(text).to_pylist()
-    return sentences_in_order(root, TASKS, dict(zip(table.column("task_index").to_pylist(), sentences, strict=True)))
+    pairs = zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True)
+    return sentences_in_order(root, TASKS, list(pairs))
 
 
 def read_stats(root: Root) -> dict[str, dict[str, np.ndarray]]:
     if not root.exists(STATS):
         return {}
     remedy = "delete the file and vlatune computes its own, or fetch meta/ anew"
-    try:
-        raw = json.loads(root.read_bytes(STATS))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"dataset '{root.url}': {STATS} is not readable JSON ({error}); {remedy}") from error
+    raw = parse_json(root.read_bytes(STATS), f"dataset '{root.url}': {STATS}", remedy=remedy)
     if not isinstance(raw, dict) or not all(isinstance(values, dict) for values in raw.values()):
         raise ValueError(f"dataset '{root.url}': {STATS}: expected feature -> {{min, max, mean, ...}}; {remedy}")
     return {
@@ -103,6 +103,7 @@ def _read_columns(root: Root, name: str, columns: list[str]) -> dict[str, np.nda
                 f"dataset '{root.url}': {name} lacks the column '{missing[0]}'; "
                 f"meta/info.json and meta/episodes disagree: convert the dataset anew"
             )
+        check_columns(parquet.metadata, columns)
         table = parquet.read(columns=columns)
         return {column: _typed(root, name, column, table.column(column)) for column in columns}
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from vlatune.dataset.storage import Root
+from vlatune.limits import UNPACKED_SHARE, TooMuchError, check_limit
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
@@ -65,6 +66,8 @@ def opened(
             yield _with_columns(where, file, columns)
     except PermissionError:
         raise
+    except TooMuchError as error:
+        raise TooMuchError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
     except FileNotFoundError as error:
         raise ValueError(f"{where} is missing; {remedy}") from error
     except UNREADABLE as error:
@@ -76,6 +79,7 @@ def open_parquet(file: IO[bytes]) -> pq.ParquetFile:
     footer = _read_footer(file).replace(NOTE, INERT_NOTE)
     alone = MAGIC + footer + struct.pack("<I", len(footer)) + MAGIC
     metadata = pq.ParquetFile(pa.BufferReader(alone), arrow_extensions_enabled=False).metadata
+    _check_rows(metadata)
     check_plain(_noted_schema(metadata))
     parquet = pq.ParquetFile(
         file, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
@@ -90,10 +94,48 @@ def check_plain(schema: pa.Schema) -> None:
         _check_field(field, field.name)
 
 
+def check_columns(metadata: pq.FileMetaData, columns: Sequence[str]) -> None:
+    """Refuse, from the footer alone, columns whose few bytes would become gigabytes: long lists, long texts."""
+    schema = metadata.schema
+    prefixes = tuple(f"{column}." for column in columns)
+    odd = [
+        number
+        for number in range(metadata.num_columns)
+        if f"{schema.column(number).path}.".startswith(prefixes) and _may_grow(schema.column(number))
+    ]
+    for number in range(metadata.num_row_groups) if odd else ():
+        group = metadata.row_group(number)
+        for column in odd:
+            _check_chunk(group.column(column), group.num_rows)
+
+
+def _may_grow(column: pq.ColumnSchema) -> bool:
+    """Lists and texts; of plain numbers there is one to a row."""
+    return column.max_repetition_level > 0 or "BYTE_ARRAY" in column.physical_type
+
+
+def _check_rows(metadata: pq.FileMetaData) -> None:
+    check_limit("parquet_rows", metadata.num_rows, "it has rows:")
+    check_limit("parquet_row_groups", metadata.num_row_groups, "it has row groups:")
+    rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
+        raise pa.ArrowInvalid(f"its footer says {metadata.num_rows} rows, and {sum(rows)} in its row groups")
+
+
+def _check_chunk(chunk: pq.ColumnChunkMetaData, num_rows: int) -> None:
+    """A list of equal values takes a few bytes however long it is, and so does a text of one letter."""
+    what = f"column '{chunk.path_in_schema[:80]}' has"
+    check_limit("parquet_values", chunk.num_values, f"{what} values in a row group:")
+    check_limit("parquet_row_values", chunk.num_values // max(num_rows, 1), f"{what} values in a row:")
+    unpacked, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+    if unpacked > UNPACKED_SHARE * max(packed, 1):
+        check_limit("parquet_unpacked_bytes", unpacked, f"{what} bytes that unpack from {packed:,} to")
+
+
 def _with_columns(where: str, file: IO[bytes], columns: Sequence[str]) -> pq.ParquetFile:
     try:
         parquet = open_parquet(file)
-    except UNREADABLE:
+    except (TooMuchError, *UNREADABLE):
         raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -104,6 +146,7 @@ def _with_columns(where: str, file: IO[bytes], columns: Sequence[str]) -> pq.Par
             f"{where} lacks the column '{missing[0]}' that meta/info.json names; it has "
             f"{', '.join(names)}; fetch the file anew, or correct meta/info.json"
         )
+    check_columns(parquet.metadata, columns)
     return parquet
 
 
@@ -117,6 +160,7 @@ def _read_footer(file: IO[bytes]) -> bytes:
     (length,) = struct.unpack("<I", tail[-8:-4])
     if length > size - 8:
         raise pa.ArrowInvalid(f"its footer claims {length} bytes, the file has {size}")
+    check_limit("parquet_footer_bytes", length, "its footer has bytes:")
     if length > len(tail) - 8:
         file.seek(size - 8 - length)
         return file.read(length)

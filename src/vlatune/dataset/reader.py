@@ -16,7 +16,7 @@ from vlatune.dataset.listing import missing_remedy
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.recorded import Recorded
 from vlatune.dataset.resize import CENTRED, Letterbox, PictureTransform
-from vlatune.dataset.row_checks import check_index, check_length, check_tasks, check_times, check_vector
+from vlatune.dataset.row_checks import check_finite, check_index, check_length, check_tasks, check_times, check_vector
 from vlatune.dataset.storage import Root
 from vlatune.dataset.tables import read_rows
 from vlatune.dataset.video import VideoPlace, decode_into
@@ -183,6 +183,7 @@ def check_rows(spec: ReadSpec, unit: Unit, values: Mapping[str, np.ndarray], fil
     check_tasks(where, values["task_index"], len(spec.tasks))
     for vector in spec.vectors:
         check_vector(where, vector.name, values[vector.name], shape=vector.shape, recorded_dtype=vector.recorded_dtype)
+        check_finite(where, vector.name, values[vector.name])
 
 
 def _read_values(spec: ReadSpec, unit: Unit) -> dict[str, np.ndarray]:

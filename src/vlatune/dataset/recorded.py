@@ -8,11 +8,16 @@ twice or half the rate many rows would find a frame at their time, and a wrong o
 
 import errno
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import av
 
 from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.meta_info import MAX_FPS, MIN_FPS
+from vlatune.dataset.mp4_header import check_mp4
+from vlatune.files import open_file
+from vlatune.limits import check_limit
 
 RATE_SHARE = 0.01
 """Containers round the rate, and 29.97 is taken for 30: whether frames are at their rows' times is checked for each."""
@@ -41,8 +46,13 @@ class Recorded:
     """Of its mp4 files; None for pictures in parquet."""
 
 
-def open_container(source: str | IO[bytes]) -> Any:
+def open_container(source: str | IO[bytes], place: object) -> Any:
     """A video file, by path or as a file object: one kind of container, a few decoders, and no other file or address."""
+    if isinstance(source, str):
+        with open_file(Path(source).parent, Path(source).name) as file:
+            check_mp4(file, place)
+    else:
+        check_mp4(source, place)
     options = {
         "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2",
         "codec_whitelist": ",".join(DECODERS),
@@ -59,7 +69,7 @@ def recorded_camera(meta: DatasetMeta, camera: str) -> Recorded:
 def camera_fps(meta: DatasetMeta, camera: str) -> float:
     """The camera's own rate where info.json has one, else the dataset's."""
     declared = meta.features[camera].declared("fps")
-    is_rate = isinstance(declared, int | float) and not isinstance(declared, bool) and declared > 0
+    is_rate = isinstance(declared, int | float) and not isinstance(declared, bool) and MIN_FPS <= declared <= MAX_FPS
     return float(declared) if is_rate else meta.fps
 
 
@@ -83,6 +93,8 @@ def video_stream(container: Any, place: object, recorded: Recorded | None) -> An
     name = streams[0].codec_context.codec.name
     if name not in DECODERS:
         raise ValueError(f"{place}: its video is '{name}', which is not read; re-encode it as h264, hevc or av1")
+    pixels = streams[0].codec_context.height * streams[0].codec_context.width
+    check_limit("picture_pixels", pixels, f"{place}: its pictures have pixels:")
     if recorded is not None:
         check_stream(streams[0], recorded, place)
     return streams[0]

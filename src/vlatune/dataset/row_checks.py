@@ -83,6 +83,19 @@ def check_vector(
         )
 
 
+def check_finite(where: str, name: str, values: np.ndarray) -> None:
+    """A state that is no number would be cut into a bin as if it were one, and the loss would stay finite."""
+    if values.dtype.kind != "f" or np.isfinite(values).all():
+        return
+    good = np.isfinite(values).reshape(len(values), -1)
+    frame = int(np.argmin(good.all(axis=1)))
+    dim = int(np.argmin(good[frame]))
+    raise ValueError(
+        f"{where}: frame {frame}: column '{name}' has {values.reshape(len(values), -1)[frame, dim]} in dim {dim}, expected a finite "
+        f"number; record or convert the episode anew, or leave bad episodes out with on_bad_episode=skip"
+    )
+
+
 def _form(values: np.ndarray) -> str:
     kind = "text" if values.dtype == object else values.dtype.name
     return kind if values.ndim == 1 else f"{kind} of shape {values.shape[1:]}"

@@ -21,6 +21,7 @@ from vlatune.dataset.tables import BATCH_ROWS, read_rows, to_numpy
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 CHANNELS = 3
+REMEDY = "fetch the file anew, or correct the feature in meta/info.json"
 KEPT_BYTES = 64 << 20
 COUNTED_ROWS = 1 << 16
 """Rows that are counted together: the counts of a few rows cost as much as those of many."""
@@ -101,10 +102,16 @@ def read_parts(meta: DatasetMeta, key: str) -> Iterator[np.ndarray]:
 
 def read_file(meta: DatasetMeta, own: str, file: str) -> Iterator[np.ndarray]:
     """Rows of one data file, some thousand at a time."""
+    width = int(np.prod(meta.features[own].shape))
     with opened(meta.root, file, [own]) as parquet:
         for batch in parquet.iter_batches(BATCH_ROWS, columns=[own], use_threads=False):
-            column = pa.chunked_array([batch.column(own)])
-            yield _flat(to_numpy(column, f"dataset '{meta.root.url}': {file}, column '{own}'"))
+            where = f"dataset '{meta.root.url}': {file}, column '{own}'"
+            rows = _flat(to_numpy(pa.chunked_array([batch.column(own)]), where))
+            if rows.dtype.kind not in "biuf" or rows.shape[1] != width:
+                raise ValueError(
+                    f"{where}: has rows of {rows.shape[1]} {rows.dtype.name}, expected {width} numbers; {REMEDY}"
+                )
+            yield rows
 
 
 def _flat(rows: np.ndarray) -> np.ndarray:

@@ -14,12 +14,20 @@ EPS = 1e-8
 """What LeRobot divides by instead of zero."""
 
 
-def check_stats(where: str, key: str, stats: Mapping[str, np.ndarray], dims: Sequence[str] | None) -> list[str]:
+def check_stats(
+    where: str, key: str, stats: Mapping[str, np.ndarray], dims: Sequence[str] | None, *, width: int | None = None
+) -> list[str]:
     """Warnings on the two statistics (in the order low, high) that normalise a feature; ValueError where they cannot.
 
-    `dims` are the names of its dimensions, where the dataset has them.
+    `dims` are the names of its dimensions, where the dataset has them, and `width` their number.
     """
     (low_name, low), (high_name, high) = ((name, np.ravel(values)) for name, values in stats.items())
+    for name, values in ((low_name, low), (high_name, high)):
+        if width is not None and len(values) != width:  # one value would be spread over all dims in silence
+            raise ValueError(
+                f"{where}: {key} has {len(values)} values of {name}, expected {width}, one for each dim of meta/info.json; take "
+                f"'{key}' out of the statistics to have them computed from the rows, as --dataset.stats=computed does"
+            )
     for name, values in ((low_name, low), (high_name, high)):
         for dim in np.flatnonzero(~np.isfinite(values)):
             raise ValueError(

@@ -16,6 +16,9 @@ from vlatune.dataset.stats_check import dim_text, is_flat
 
 MAX_FILES = 100
 MAX_ROWS = 1_000_000
+MAX_BAD = 10
+FAR = 10.0
+"""Ranges by which a value lies outside of its statistics when it is hardly of the same kind."""
 OUTSIDE = {("q01", "q99"): 0.02, ("q10", "q90"): 0.2, ("min", "max"): 0.0}
 """Pairs of statistics -> the share of the rows that lies outside them when they are right."""
 TOO_MANY = 0.03
@@ -37,6 +40,8 @@ class RowsSeen:
     is_finite_D: np.ndarray
     outside: Mapping[tuple[str, str], np.ndarray]
     """Pair of statistics -> share of the rows outside them, by dim."""
+    not_finite: tuple[str, ...] = ()
+    """Episode and frame of the first rows with a value that is no finite number."""
 
 
 def look_at_rows(
@@ -52,15 +57,36 @@ def look_at_rows(
     width = int(np.prod(meta.features[own].shape))
     pairs = [pair for pair in OUTSIDE if all(name in stats and stats[name].size == width for name in pair)]
     moments, counts = Moments(), {pair: np.zeros(width, np.int64) for pair in pairs}
+    bad: list[str] = []
     for file in files:
+        row = 0
         for part_ND in read_file(meta, own, file):
+            bad += _not_finite(meta, file, part_ND, row)[: MAX_BAD - len(bad)]
+            row += len(part_ND)
             moments.add(part_ND)
             for low, high in pairs:
                 counts[low, high] += _count_outside(part_ND, stats[low], stats[high])
     if moments.num_rows == 0:
         return None
     shares = {pair: count / moments.num_rows for pair, count in counts.items()}
-    return RowsSeen(moments.num_rows, is_all, moments.stats(), np.asarray(moments.is_finite_D), shares)
+    return RowsSeen(moments.num_rows, is_all, moments.stats(), np.asarray(moments.is_finite_D), shares, tuple(bad))
+
+
+def _not_finite(meta: DatasetMeta, file: str, part_ND: np.ndarray, first_row: int) -> list[str]:
+    """Rows of a part of a file, as people name them."""
+    if part_ND.dtype.kind != "f" or np.isfinite(part_ND).all():
+        return []
+    rows = np.flatnonzero(~np.isfinite(part_ND).all(axis=1))[:MAX_BAD] + first_row
+    return [_place(meta, file, int(row)) for row in rows]
+
+
+def _place(meta: DatasetMeta, file: str, row: int) -> str:
+    episodes = meta.episodes
+    begins = np.flatnonzero((episodes.data_offset <= row) & (row < episodes.data_offset + episodes.length))
+    here = [position for position in begins.tolist() if meta.data_path(position) == file]
+    if not here:
+        return f"row {row} of {file}"
+    return f"episode {episodes.index[here[0]]}, frame {row - episodes.data_offset[here[0]]}"
 
 
 def _count_outside(part_ND: np.ndarray, low_D: np.ndarray, high_D: np.ndarray) -> np.ndarray:
@@ -92,7 +118,24 @@ def doubts(
         ]
         if dims:
             yield f"frames outside {low} and {high}, of which {100 * expected:g} % were expected", dims
+    yield from _far(stats, seen, names)
     yield from _moved(stats, seen, names)
+
+
+def _far(
+    stats: Mapping[str, np.ndarray], seen: RowsSeen, names: Sequence[str] | None
+) -> Iterator[tuple[str, list[str]]]:
+    """Single values that no share tells of: a sensor's fault, or another unit."""
+    for low, high in list(seen.outside)[:1]:
+        range_D = stats[high] - stats[low]
+        away_D = np.maximum(seen.stats["max"] - stats[high], stats[low] - seen.stats["min"])
+        is_far = (away_D > FAR * range_D) & ~is_flat(stats[low], stats[high])
+        dims = [
+            f"{dim_text(dim, names, len(range_D))}: {seen.stats['min'][dim]:.4g} to {seen.stats['max'][dim]:.4g}"
+            for dim in np.flatnonzero(is_far)
+        ]
+        if dims:
+            yield f"values more than {FAR:g} times the range outside {low} and {high}", dims
 
 
 def _moved(

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, cast
 
+from vlatune.dataset.checksums import verify
 from vlatune.dataset.remote_file import RemoteFile
 from vlatune.dataset.remote_fs import filesystem_for, version_tag
 from vlatune.dataset.remote_retry import retried
@@ -29,6 +30,8 @@ class Root:
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    has_checksums: bool = True
+    """Whether meta/checksums.json is looked for; a place for checkpoints has manifests instead."""
 
     def __post_init__(self) -> None:
         if has_secret(self.url):  # the URL is part of messages, logs and reports
@@ -74,6 +77,11 @@ class Root:
 
     def open(self, name: str) -> IO[bytes]:
         """The file, seekable; in a `with` statement, as a remote one tells at its end of failures on the way."""
+        self._verify(name)
+        return self.open_unverified(name)
+
+    def open_unverified(self, name: str) -> IO[bytes]:
+        """The same, whatever meta/checksums.json says of it."""
         full = self.join(name)
         if self.is_local:
             return open_file(self.path, name)
@@ -93,7 +101,14 @@ class Root:
     def local_path(self, name: str) -> str:
         """A local file for libraries that open by path: a regular one, below the root."""
         self.join(name)
-        return str(real_path(self.path, name))
+        path = str(real_path(self.path, name))
+        self._verify(name)
+        return path
+
+    def _verify(self, name: str) -> None:
+        self.join(name)
+        if self.has_checksums:
+            verify(self, name)
 
     def version(self, name: str) -> str:
         """A tag that changes when the file does: time and size of a local one, ETag and size of an object.

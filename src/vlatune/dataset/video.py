@@ -114,7 +114,7 @@ class Decoder:
     """An open file and the frame at which its decoding stands."""
 
     def __init__(self, source: str | IO[bytes], place: VideoPlace) -> None:
-        self._container: Any = open_container(source)
+        self._container: Any = open_container(source, place)
         try:
             self._stream = video_stream(self._container, place, place.recorded)
         except ValueError:

@@ -22,10 +22,10 @@ def opened_video(root: Root, file: str, recorded: Recorded | None, place: object
     """The open file and its video stream, held against info.json; a file that cannot be used is a ValueError."""
     try:
         if root.is_local:
-            with open_container(root.local_path(file)) as container:
+            with open_container(root.local_path(file), place) as container:
                 yield container, video_stream(container, place, recorded)
             return
-        with root.open(file) as opened, open_container(opened) as container:
+        with root.open(file) as opened, open_container(opened, place) as container:
             yield container, video_stream(container, place, recorded)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; {missing_remedy(root, file)}") from error

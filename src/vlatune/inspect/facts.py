@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.meta_info import CAMERA_DTYPES
+from vlatune.dataset.meta_info import CAMERA_DTYPES, MAX_FPS, MIN_FPS
 from vlatune.dataset.meta_v21 import EPISODES, read_lines
-from vlatune.dataset.parquet import opened
+from vlatune.dataset.parquet import check_columns, opened
 from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
 from vlatune.inspect.problems import degenerate_dims, is_normalised, nan_dims
@@ -116,7 +116,9 @@ def episode_facts(meta: DatasetMeta) -> EpisodeFacts:
 def episode_facts_of_info(info: Mapping[str, Any]) -> EpisodeFacts | None:
     """What info.json claims; None where it does not say."""
     count, frames, fps = (info.get(name) for name in ("total_episodes", "total_frames", "fps"))
-    if not (isinstance(count, int) and isinstance(frames, int) and isinstance(fps, int | float) and fps > 0):
+    if not (isinstance(count, int) and isinstance(frames, int) and isinstance(fps, int | float)):
+        return None
+    if not (MIN_FPS <= fps <= MAX_FPS and 0 <= frames < 2**63 and 0 <= count < 2**63):
         return None
     return EpisodeFacts(count=count, frames=frames, fps=float(fps), duration_s=frames / fps)
 
@@ -137,6 +139,7 @@ def _count_tasks_v30(root: Root) -> Counter[str]:
         with opened(root, name) as parquet:
             schema = parquet.schema_arrow
             if "tasks" in schema.names and pa.types.is_list(schema.field("tasks").type):
+                check_columns(parquet.metadata, ["tasks"])
                 sentences: Any = parquet.read(columns=["tasks"]).column("tasks").combine_chunks()
                 for pair in sentences.flatten().value_counts().to_pylist():
                     counts[str(pair["values"])] += pair["counts"]

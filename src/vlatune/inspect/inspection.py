@@ -5,16 +5,17 @@ some columns of one, so that 10^5 episodes take seconds. Where the metadata is r
 values: `dataclasses.asdict` of an `Inspection` is what `--json` prints.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vlatune.dataset.checksums import CHECKSUMS, write_checksums
 from vlatune.dataset.feature_map import own_map, with_names
 from vlatune.dataset.listing import list_files, top_folder
 from vlatune.dataset.meta import SUPPORTED, DatasetMeta, load_meta
 from vlatune.dataset.recorded import camera_fps
 from vlatune.dataset.storage import Root
+from vlatune.files import parse_json
 from vlatune.inspect import facts
 from vlatune.inspect.data_files import data_problems
 from vlatune.inspect.layout import data_rows, file_problems, video_files
@@ -30,6 +31,8 @@ class InspectOptions:
     """Print one JSON object instead of tables."""
     videos: bool = False
     """Open every mp4 and data file, not only the first mp4 of each camera and the first 100 data files."""
+    write_checksums: bool = False
+    """Write meta/checksums.json, the SHA-256 of every file, where no error is found; whoever reads the dataset then verifies it."""
     rename_map: dict[str, str] = field(default_factory=dict)
     """As for `vlatune train`: the dataset's name of any feature -> policy's, as {"state": "observation.state"}."""
 
@@ -102,10 +105,19 @@ def inspect_dataset(
 def _read_info(root: Root) -> dict[str, Any]:
     """info.json, or nothing where it cannot be read: load_meta says why."""
     try:
-        info = json.loads(root.read_bytes("meta/info.json"))
+        info = parse_json(root.read_bytes("meta/info.json"), "meta/info.json")
     except (FileNotFoundError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
+
+
+def write_dataset_checksums(found: Inspection) -> str:
+    """One line on what was written; a dataset with errors is refused, as its damage would be written down as right."""
+    if found.has_errors:
+        raise ValueError(f"dataset '{found.dataset}' has errors, so that no {CHECKSUMS} is written; mend them first")
+    root = Root(found.dataset)
+    number = write_checksums(root, list_files(root, ""))
+    return f"{CHECKSUMS}: the checksums of {number:,} files are written"
 
 
 def _from_info(root: Root, info: Mapping[str, Any], error: ValueError) -> Inspection:

@@ -189,8 +189,17 @@ def _wrong_stats(meta: DatasetMeta, names: Sequence[str]) -> list[Problem]:
     stats = {name: meta.stats.get(name, {}) for name in names}
     nan = [f"{name}: {dim}" for name in names for dim in nan_dims(stats[name], meta.features[name])]
     flat = [f"{name}: {dim}" for name in names for dim in degenerate_dims(stats[name], meta.features[name])]
+    wide = [f"{name}: {text}" for name in names for text in wrong_widths(stats[name], meta.features[name])]
     recompute = "compute the statistics anew (delete them: vlatune then computes its own)"
     return [
+        *with_examples(
+            "error",
+            wide,
+            place="statistics",
+            found="statistics of another width than the feature",
+            expected="a number for each dim of meta/info.json",
+            fix=recompute,
+        ),
         *with_examples(
             "error",
             nan,
@@ -207,6 +216,15 @@ def _wrong_stats(meta: DatasetMeta, names: Sequence[str]) -> list[Problem]:
             expected="dims that vary: normalising divides by q99 - q01",
             fix=f"nothing if the joint was not used in the recordings; else {recompute}",
         ),
+    ]
+
+
+def wrong_widths(stats: Mapping[str, np.ndarray], feature: Feature) -> list[str]:
+    width = int(np.prod(feature.shape))
+    return [
+        f"{name} has {values.size} values, not {width}"
+        for name, values in stats.items()
+        if name != "count" and values.size != width
     ]
 
 

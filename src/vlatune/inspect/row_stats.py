@@ -40,7 +40,7 @@ def _normalised(meta: DatasetMeta) -> Iterator[str]:
 def _of_feature(meta: DatasetMeta, own: str, seen: RowsSeen) -> list[Problem]:
     feature, stats = meta.features[own], meta.stats.get(own, {})
     looked_at = f"in {'all' if seen.is_all else 'the'} {seen.num_rows:,} rows{'' if seen.is_all else ' looked at'}"
-    bad = [dim_name(int(dim), feature) for dim in np.flatnonzero(~seen.is_finite_D)]
+    bad = [f"dim {dim_name(int(dim), feature)}" for dim in np.flatnonzero(~seen.is_finite_D)]
     still_D = (seen.stats["min"] == seen.stats["max"]) & seen.is_finite_D
     if {"q01", "q99"} <= stats.keys() and stats["q01"].shape == still_D.shape:
         still_D &= ~is_flat(stats["q01"], stats["q99"])  # else the statistics have told
@@ -48,11 +48,12 @@ def _of_feature(meta: DatasetMeta, own: str, seen: RowsSeen) -> list[Problem]:
     return [
         *with_examples(
             "error",
-            bad,
+            [*seen.not_finite[:5], *bad],
+            count=len(bad),
             place=f"data files, feature '{own}'",
             found=f"dims with values that are not finite numbers, {looked_at}",
             expected="finite numbers: one that is not ends a run",
-            fix="record or convert these episodes anew, or leave them out with --dataset.episodes",
+            fix="record or convert these episodes anew, or leave them out with --dataset.on_bad_episode=skip",
         ),
         *with_examples(
             "warning",

@@ -22,7 +22,6 @@ from vlatune.dataset.recorded import (
 )
 from vlatune.dataset.storage import Root
 from vlatune.dataset.video_health import is_cut_off
-from vlatune.files import RefusedFileError
 from vlatune.inspect.problems import Problem, with_examples
 
 THREADS = 8
@@ -65,8 +64,8 @@ def read_video(root: Root, file: str) -> VideoFacts:
             return _read_header(opened, file)
     except FileNotFoundError:
         return VideoFacts(file, error="it is missing")
-    except RefusedFileError as error:
-        return VideoFacts(file, error=str(error))
+    except ValueError as error:  # refused before FFmpeg has seen it, or damaged by its checksum
+        return VideoFacts(file, error=str(error).removeprefix(f"dataset '{root.url}': ").removeprefix(f"{file}: "))
     except av.error.FFmpegError as error:
         if is_out_of_reach(error):
             raise
@@ -74,7 +73,7 @@ def read_video(root: Root, file: str) -> VideoFacts:
 
 
 def _read_header(source: str | IO[bytes], file: str) -> VideoFacts:
-    with open_container(source) as container:
+    with open_container(source, file) as container:
         if not container.streams.video:
             return VideoFacts(file, error="there is no video stream in it")
         stream = container.streams.video[0]

@@ -1,11 +1,10 @@
 """A policy's folder in LeRobot's layout: where it is, and its JSON as far as it may be believed. No torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from vlatune.dataset.hub import fetch
-from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, read_file
+from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_file
 from vlatune.policies.processors import CONFIG, PREPROCESSOR, PROCESSORS, Schema, checked_config, checked_steps
 
 REPOSITORY_FILES = ("*.json", "*.safetensors", "tokenizer*")
@@ -41,15 +40,14 @@ def read_steps(folder: Path, schema: Schema) -> dict[str, list[dict[str, Any]]]:
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of the folder."""
+    where, most = f"policy '{folder}': {name}", MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES
     try:
-        most = MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_JSON_BYTES
-        value = json.loads(read_file(folder, name, max_bytes=most))
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds a {type(value).__name__}, expected an object")
-        return value
+        data = read_file(folder, name, max_bytes=most)
     except FileNotFoundError as error:
         raise ValueError(
             f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"policy '{folder}': {name} is not readable JSON ({error})") from error
+    value = parse_json(data, where)
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not readable JSON (it holds a {type(value).__name__}, expected an object)")
+    return value

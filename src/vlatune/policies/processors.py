@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlatune.errors import did_you_mean
+from vlatune.limits import limit
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
-MAX_CHARS, MAX_ITEMS = 1000, 1000
+MAX_CHARS, MAX_ITEMS, MAX_NUMBER = 1000, 1000, 1e18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 STATE_FILE = re.compile(r"policy_(?:pre|post)processor_step_\d{1,3}_\w{1,80}\.safetensors")
 """As LeRobot names the tensors of a step."""
@@ -30,7 +31,12 @@ def is_text(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+
+
+def is_count(value: Any) -> bool:
+    """A whole number of steps, dims, tokens or pixels: one of 10^9 would be a buffer of that many."""
+    return is_number(value) and 0 <= value <= limit("policy_number") and value == int(value)
 
 
 def is_flag(value: Any) -> bool:
@@ -64,6 +70,10 @@ def is_numbers(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(is_number, value))
 
 
+def is_sides(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value)) and min(value) > 0
+
+
 def is_plain_map(value: Any) -> bool:
     """Name -> text, number, true, false or null"""
     is_map = isinstance(value, dict) and is_texts([*value])
@@ -81,6 +91,8 @@ KIND: Mapping[Check, str] = {
     is_features: "features with type and shape",
     is_numbers: "a list of numbers",
     is_plain_map: "a mapping of names to plain values",
+    is_count: f"a number: a whole one, from 0 to {limit('policy_number'):,}",
+    is_sides: "two numbers: height and width",
 }
 NORMALISER: Fields = {
     "eps": is_number,
@@ -97,7 +109,7 @@ STEPS: Mapping[str, Fields] = {
     "unnormalizer_processor": NORMALISER,
     "tokenizer_processor": {
         "tokenizer_name": is_text,
-        "max_length": is_number,
+        "max_length": is_count,
         "task_key": is_text,
         "padding_side": is_text,
         "padding": is_text,
@@ -109,7 +121,7 @@ STEPS: Mapping[str, Fields] = {
 
 COMMON_CONFIG: Fields = {
     **dict.fromkeys(("type", "device", "repo_id", "license", "pretrained_path", "pretrained_revision"), is_text),
-    "n_obs_steps": is_number,
+    "n_obs_steps": is_count,
     **dict.fromkeys(("use_amp", "use_peft", "push_to_hub", "private"), is_flag),
     "tags": is_texts,
     **dict.fromkeys(("input_features", "output_features"), is_features),

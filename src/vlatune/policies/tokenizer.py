@@ -7,7 +7,9 @@ here might do the same and is refused. `add_bos_token` there counts for nothing 
 with a prompt: where its tokenizer is, and the transform that uses it.
 """
 
+import base64
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import TASK, TOKEN_MASK, TOKENS, Columns
-from vlatune.files import MAX_TOKENIZER_BYTES, read_file, real_path
+from vlatune.files import MAX_TOKENIZER_BYTES, parse_json, read_file, real_path
+from vlatune.limits import check_limit
 from vlatune.policies.base_folder import TOKENIZER, fetch_file, read_object
 from vlatune.policies.processors import PREPROCESSOR, is_hub_name
 
@@ -102,7 +105,8 @@ def find_pad_id(tokenizer_file: Path) -> int:
     """The id of the padding token; 0 in every Gemma tokenizer, but the file knows."""
     token = _text(read_settings(tokenizer_file.parent).get("pad_token"))
     content = read_object(tokenizer_file.parent, tokenizer_file.name)
-    found = [entry["id"] for entry in content.get("added_tokens", []) if entry["content"] == token]
+    check_tokenizer(content, f"tokenizer '{tokenizer_file.parent}': {TOKENIZER}")
+    found = [entry["id"] for entry in content.get("added_tokens") or [] if entry["content"] == token]
     if not found:
         raise ValueError(f"tokenizer '{tokenizer_file.parent}': its pad token {token!r} is not in tokenizer.json")
     return int(found[0])
@@ -117,14 +121,73 @@ def load_tokenizer(file: str, max_length: int) -> Any:
         raise ValueError(f"tokenizer file '{file}' is missing; it belongs to the policy's folder")
     settings = read_settings(Path(file).parent)
     data = read_file(Path(file).parent, Path(file).name, max_bytes=MAX_TOKENIZER_BYTES)
-    if settings.get("tokenizer_class") in GEMMA:
-        data = json.dumps(as_gemma(json.loads(data), settings)).encode()
-    tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    _add_tokens(tokenizer, settings)
-    tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(max_length, direction=settings.get("truncation_side", "right"))
+    try:
+        if settings.get("tokenizer_class") in GEMMA:
+            data = json.dumps(as_gemma(json.loads(data), settings)).encode()
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        _add_tokens(tokenizer, settings)
+        tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(max_length, direction=settings.get("truncation_side", "right"))
+    except Exception as error:  # the library's own have no kind of their own
+        raise ValueError(
+            f"tokenizer '{file}' cannot be used ({error}); take it from the policy's source anew"
+        ) from error
     return tokenizer
+
+
+def check_tokenizer(content: Mapping[str, Any], where: str) -> None:
+    """Refuse, before the library sees it, a tokenizer.json that would let a prompt grow without end, which aborts the process."""
+    for entry in content.get("added_tokens") or []:
+        if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int):
+            raise ValueError(f"{where}: added_tokens is not a list of tokens with content and id; take the file anew")
+    normalisers = _steps(content.get("normalizer"), "normalizers")
+    others = _steps(content.get("pre_tokenizer"), "pretokenizers") + _steps(content.get("post_processor"), "processors")
+    pieces = [piece for step in others for name in ("single", "pair") for piece in _list(step.get(name))]
+    check_limit("tokenizer_steps", len(normalisers) + len(others) + len(pieces), f"{where} has steps:")
+    growth = math.ceil(min(math.prod(map(_growth, normalisers)), 1e18))
+    check_limit("tokenizer_growth", growth, f"{where}: its normalisers make a prompt longer, times:")
+
+
+def _steps(part: Any, name: str) -> list[dict[str, Any]]:
+    """A part of a tokenizer.json as the steps that it is made of, however they are nested."""
+    if not isinstance(part, dict):
+        return []
+    inner = [step for one in _list(part.get(name)) for step in _steps(one, name)]
+    return [part, *inner]
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """How many times longer a normaliser may make a text."""
+    match step.get("type"):
+        case "Replace":
+            pattern, content = step.get("pattern"), len(str(step.get("content")).encode())
+            replaced = str(pattern.get("String") or "").encode() if isinstance(pattern, dict) else b""
+            return (
+                max(1.0, content / len(replaced)) if replaced else content + 1.0
+            )  # a regex may match nothing, anywhere
+        case "Prepend":
+            return max(1.0, len(str(step.get("prepend"))))
+        case "Precompiled":
+            return _longest_replacement(step.get("precompiled_charsmap"))
+        case "NFKC" | "NFKD":
+            return 12.0
+        case "BertNormalizer" | "Lowercase" | "NFD":
+            return 3.0
+    return 1.0
+
+
+def _longest_replacement(charsmap: Any) -> float:
+    """SentencePiece's table: the length of an index, the index, then the texts that are put in, each with a zero after it."""
+    try:
+        table = base64.b64decode(charsmap or "")
+    except (TypeError, ValueError):
+        return 1.0  # the library refuses it
+    return max(1.0, *map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -182,11 +245,7 @@ def _flags(token: Mapping[str, Any]) -> dict[str, Any]:
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / name).exists():
         return {}
-    data = read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"tokenizer '{folder}': {name} is not readable JSON ({error})") from error
+    value = parse_json(read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES), f"tokenizer '{folder}': {name}")
     if not isinstance(value, dict):
         raise ValueError(f"tokenizer '{folder}': {name} holds a {type(value).__name__}, expected an object")
     return value

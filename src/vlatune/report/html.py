@@ -29,6 +29,7 @@ from vlatune.report.formatting import (
     tag,
 )
 from vlatune.report.run_folder import Checkpoints, Run, read_run
+from vlatune.report.summary import SUMMARY_FILE
 from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
 
 __all__ = ["EvalSample", "load_eval_samples", "make_page", "save_eval_samples", "write_report"]
@@ -51,7 +52,20 @@ def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None)
     run = read_run(Path(run_dir), eval_samples)
     parts = (_head, _tiles, _learning, _seen, _evaluated, _time, _mixed, _memory, _settings)
     path = Path(run_dir) / "report.html"
-    write_text(path, make_page(f"{run.name} · vlatune", join(part(run) for part in parts)))
+    try:
+        body = join([part(run) for part in parts])
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # figures that lack their others
+        raise ValueError(
+            f"{run_dir}: its figures are not as vlatune writes them ({type(error).__name__}: {error}); restore {SUMMARY_FILE}, metrics.jsonl "
+            f"and eval.json, or remove what is damaged"
+        ) from error
+    write_text(path, make_page(f"{run.name} · vlatune", body))
     return path
 
 

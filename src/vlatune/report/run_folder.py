@@ -16,9 +16,36 @@ from vlatune.files import read_json, write_json
 from vlatune.flags import config_from_dict
 from vlatune.report.eval_samples import FILE_NAME, EvalSample, load_eval_samples
 from vlatune.report.sinks import read_jsonl
-from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
+from vlatune.report.summary import SUMMARY_FILE, Summary, checked_value, read_summary
 
 CONFIG_FILE, SKIPPED_FILE = "config.json", "skipped_episodes.json"
+Number = int | float | None
+SETTINGS = {
+    "job_name": str | None,
+    "steps": int | None,
+    "num_workers": int,
+    "storage_path": str | None,
+    "policy": dict | None,
+    "dataset": dict | None,
+    "ray": dict | None,
+}
+RECORD = {
+    "optimizer_step": int,
+    **dict.fromkeys(("loss", "lr", "grad_norm", "samples_per_s", "step_s", "wait_share"), Number),
+    **dict.fromkeys(("kept_share", "other_threads_share", "spilled_bytes", "fallback_bytes"), Number),
+    **dict.fromkeys(("object_store_bytes", "time_to_first_batch_s", "peak_object_store_bytes"), Number),
+    **dict.fromkeys(("restarts", "reader_restarts"), int | None),
+}
+EVALUATION = {
+    **dict.fromkeys(("val_loss", "action_error", "mean_action_error"), Number),
+    **dict.fromkeys(("blank_images_error", "blank_sentence_error"), Number),
+    "num_samples": int | None,
+    "per_dim_error": dict[str, Number] | None,
+    "per_horizon_error": tuple[Number, ...] | None,
+    "action_names": tuple[str, ...] | None,
+    "episodes": list | None,
+}
+"""Kinds of what the report uses of config.json, of a line of metrics.jsonl, and of eval.json; each may be missing."""
 RUN_ENTRIES = (
     CONFIG_FILE,
     "metrics.jsonl",
@@ -79,15 +106,21 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
     if not any((run_dir / name).exists() for name in known):
         raise ValueError(f"{run_dir}: not a run folder (none of {', '.join(known)}); give the --output_dir of a run")
     config, summary = read_settings(run_dir) or {}, read_summary(run_dir)
+    evaluation = _read_object(run_dir, "eval.json") or {}
+    _check_kinds(config, SETTINGS, run_dir / CONFIG_FILE)
+    _check_kinds(evaluation, EVALUATION, run_dir / "eval.json")
     if eval_samples is None:
         eval_samples = load_eval_samples(run_dir) if (run_dir / FILE_NAME).exists() else []
     metrics_path = run_dir / "metrics.jsonl"
+    metrics = read_jsonl(metrics_path) if metrics_path.exists() else []
+    for number, record in enumerate(metrics, start=1):
+        _check_kinds(record, RECORD, f"{metrics_path}, line {number}")
     return Run(
         name=str(config.get("job_name") or run_dir.resolve().name),
         config=config,
-        metrics=read_jsonl(metrics_path) if metrics_path.exists() else [],
+        metrics=metrics,
         summary=summary,
-        evaluation=_read_object(run_dir, "eval.json") or {},
+        evaluation=evaluation,
         samples=eval_samples,
         checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
     )
@@ -110,6 +143,13 @@ def read_config(run_dir: Path) -> RunConfig:
 
 def write_settings(run_dir: Path, config: RunConfig) -> None:
     write_json(run_dir / CONFIG_FILE, to_json(config))
+
+
+def _check_kinds(values: dict[str, Any], kinds: dict[str, Any], where: object) -> None:
+    """Refuse a value of another kind than vlatune writes; names that are not listed are another version's."""
+    for name, kind in kinds.items():
+        if name in values:
+            checked_value(values[name], kind, f"{where}: '{name}'")
 
 
 def _checkpoints(run_dir: Path, storage_path: Any, summary: Summary | None) -> Checkpoints:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.files import MAX_LINES_BYTES, open_file, open_to_append, open_to_change, require_finite, write_aside
+from vlatune.limits import check_limit, limit
 
 
 class MetricsFile:
@@ -79,15 +80,25 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     with open_file(path.parent, path.name, max_bytes=MAX_LINES_BYTES) as file:
-        for number, line in enumerate(file, start=1):
+        number = 0
+        while line := file.readline(limit("line_bytes") + 1):
+            number += 1
+            check_limit("line_bytes", len(line), f"{path}: line {number} has bytes:")
+            check_limit("run_records", number, f"{path} has lines:")
             try:
-                yield line, json.loads(line)
-            except ValueError:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
                 if not line.endswith(b"\n"):
                     return
                 raise RuntimeError(
                     f"{path}: line {number} is not JSON ({line[:60]!r}); remove the line, or take the file from a backup"
                 ) from None
+            if not isinstance(record, dict) or type(record.get("optimizer_step")) is not int:
+                raise RuntimeError(
+                    f"{path}: line {number} is no record with an optimizer_step ({line[:60]!r}); remove the line, or take the file from "
+                    f"a backup"
+                )
+            yield line, record
 
 
 def _end_with_whole_line(path: Path) -> None:

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from vlatune.errors import did_you_mean
-from vlatune.files import read_file, write_json
+from vlatune.files import parse_json, read_file, write_json
 from vlatune.flag_values import shown
 
 SUMMARY_FILE = "summary.json"
 
+MAX_WHOLE = 10**18
 Scalar = bool | int | float | str | None
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+NAMES |= {dict: "an object", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Summary:
                 raise ValueError(
                     f"{where}: '{name}' is missing; restore the file, or remove it and write the report anew"
                 )
-        return cls(**{name: _checked(value, kinds[name], f"{where}: '{name}'") for name, value in values.items()})
+        return cls(**{name: checked_value(value, kinds[name], f"{where}: '{name}'") for name, value in values.items()})
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
@@ -91,25 +93,24 @@ def read_summary(run_dir: Path) -> Summary | None:
     file = run_dir / SUMMARY_FILE
     if not file.exists():
         return None
-    data = read_file(run_dir, SUMMARY_FILE)
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error}); restore it, or remove it and write the report anew") from None
+    remedy = "restore it, or remove it and write the report anew"
+    values = parse_json(read_file(run_dir, SUMMARY_FILE), f"{file}:", remedy=remedy)
     return Summary.from_json(values, str(file))
 
 
-def _checked(value: Any, kind: Any, place: str) -> Any:
+def checked_value(value: Any, kind: Any, place: str) -> Any:
     """`value` as `kind`, with JSON's lists as tuples; no other conversion but from whole numbers to floats."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _checked(value, _fitting(value, args), place)
+        return checked_value(value, _fitting(value, args), place)
     if origin is dict and isinstance(value, dict):
-        return {name: _checked(one, args[1], f"{place}: '{shown(name)}'") for name, one in value.items()}
+        return {name: checked_value(one, args[1], f"{place}: '{shown(name)}'") for name, one in value.items()}
     if origin is tuple and isinstance(value, list):
-        return tuple(_checked(one, args[0], f"{place}[{number}]") for number, one in enumerate(value))
-    if kind is float and type(value) is int:
+        return tuple(checked_value(one, args[0], f"{place}[{number}]") for number, one in enumerate(value))
+    if kind is float and type(value) is int and abs(value) < MAX_WHOLE:
         return float(value)
+    if type(value) is int and abs(value) >= MAX_WHOLE:
+        raise ValueError(f"{place}: expected a number of at most 18 digits, found {shown(value)}")
     if kind in NAMES and type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
     expected = NAMES.get(kind) or {dict: "an object", tuple: "a list"}[origin]

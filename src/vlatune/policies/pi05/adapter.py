@@ -31,10 +31,12 @@ from vlatune.policies.pi05.weights import CONFIG_DEFAULTS, find_tensors
 from vlatune.policies.processors import (
     PREPROCESSOR,
     Schema,
+    is_count,
     is_flag,
     is_number,
     is_numbers,
     is_plain_map,
+    is_sides,
     is_text,
     is_texts,
 )
@@ -47,8 +49,8 @@ SCHEMA = Schema(
     type="pi05",
     config={
         **dict.fromkeys(("paligemma_variant", "action_expert_variant", "dtype", "compile_mode"), is_text),
-        **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_number),
-        **dict.fromkeys(("num_inference_steps", "empty_cameras", "tokenizer_max_length"), is_number),
+        **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_count),
+        **dict.fromkeys(("num_inference_steps", "empty_cameras", "tokenizer_max_length"), is_count),
         **dict.fromkeys(("time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale"), is_number),
         **dict.fromkeys(("time_sampling_offset", "min_period", "max_period"), is_number),
         **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),
@@ -57,10 +59,11 @@ SCHEMA = Schema(
         **dict.fromkeys(("use_relative_actions", "gradient_checkpointing", "compile_model"), is_flag),
         **dict.fromkeys(("freeze_vision_encoder", "train_expert_only"), is_flag),
         **dict.fromkeys(("relative_exclude_joints", "action_feature_names"), is_texts),
-        **dict.fromkeys(("image_resolution", "optimizer_betas"), is_numbers),
+        "image_resolution": is_sides,
+        "optimizer_betas": is_numbers,
         "rtc_config": is_plain_map,
     },
-    steps={"pi05_prepare_state_tokenizer_processor_step": {"max_state_dim": is_number, "task_key": is_text}},
+    steps={"pi05_prepare_state_tokenizer_processor_step": {"max_state_dim": is_count, "task_key": is_text}},
 )
 
 
@@ -80,7 +83,7 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         pad_id = find_pad_id(tokenizer_file)
         try:
             spec = _make_spec(folder, config, step, tokenizer_file, pad_id)
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"policy '{folder}': config.json is not as LeRobot writes it for PI0.5 ({type(error).__name__}: {error})"
             ) from error

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlatune.files import read_file
+from vlatune.files import parse_json, read_file
+from vlatune.limits import check_limit
 
 SIZE_FILE = "vlatune_size.json"
 
@@ -61,6 +62,7 @@ class Pi05Size:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             _require(isinstance(value, int) and value >= 1, f"{field.name}={value!r}: must be an integer above 0")
+            check_limit("model_depth" if "depth" in field.name else "model_width", value, f"{field.name}:")
         _require(
             self.vision_width % self.vision_heads == 0,
             f"vision_width={self.vision_width}: must be a multiple of vision_heads={self.vision_heads}",
@@ -94,6 +96,8 @@ class Pi05Size:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Pi05Size":
         names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}, expected an object")
         if values.keys() != names:
             unknown, missing = sorted(values.keys() - names), sorted(names - values.keys())
             raise ValueError(f"a PI0.5 size needs exactly {sorted(names)}; unknown: {unknown}, missing: {missing}")
@@ -130,7 +134,7 @@ def read_size(folder: Path) -> Pi05Size | None:
     if not path.exists():
         return None
     try:
-        return Pi05Size.from_json(json.loads(read_file(folder, SIZE_FILE)))
+        return Pi05Size.from_json(parse_json(read_file(folder, SIZE_FILE), "it"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
