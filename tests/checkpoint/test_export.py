@@ -181,7 +181,7 @@ def test_a_checkpoint_cannot_name_a_tokenizer_of_somebody_else(make_config, tmp_
     content = json.loads(file.read_text())
     for one in content["steps"]:
         if one["registry_name"] == "tokenizer_processor":
-            one["config"]["tokenizer_name"] = "/srv/somebody/else"
+            one["config"]["tokenizer_name"] = "/elsewhere/somebody/else"
     file.write_text(json.dumps(content))
     (checkpoint / MANIFEST).write_bytes(make_manifest(checkpoint, step, None).to_bytes())
     folder = export(run, tmp_path / "exported")

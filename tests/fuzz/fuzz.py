@@ -111,6 +111,7 @@ def read_run(run: Path, dataset: Path, base: Path) -> None:
     """Report, settings, and the newest checkpoint as a resume and an export take it."""
     from vlatune.checkpoint.policy_files import read_policy_files
     from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+    from vlatune.policies.pi05.adapter import SCHEMA
     from vlatune.report.html import write_report
     from vlatune.report.run_folder import read_config
     from vlatune.train.driver.resume_point import find_resume_point
@@ -127,7 +128,7 @@ def read_run(run: Path, dataset: Path, base: Path) -> None:
         lambda: write_report(run),
         lambda: read_config(run),
         lambda: find_resume_point(config, say=lambda _: None),
-        lambda: read_policy_files(run / "checkpoints/00000002"),
+        lambda: read_policy_files(run / "checkpoints/00000002", SCHEMA),
     ):
         try:
             step()
