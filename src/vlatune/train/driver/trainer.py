@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend, BackendConfig
 
 from vlatune.ray_internals import TRAIN_SETTINGS, lean_trainer
@@ -117,7 +117,7 @@ def _place(address: str, port: int) -> dict[str, str]:
     """This worker's place in the group, under the names that torchrun gives; Accelerate reads the last."""
     from ray.train.torch import get_device
 
-    context = ray.train.get_context()
+    context = get_context()
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
