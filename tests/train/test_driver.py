@@ -12,7 +12,8 @@ from vlatune.report.sinks import read_jsonl
 
 pytestmark = pytest.mark.ray
 
-STEPS, SAVE_FREQ = 250, 50
+STEPS, SAVE_FREQ = 600, 50
+"""So many that a run which makes a hundred a second is not through before a signal has reached it."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,7 @@ def flags(dataset_v3, small_base) -> list[str]:
         f"--steps={STEPS}",
         "--log_freq=1",
         f"--save_freq={SAVE_FREQ}",
+        "--keep_checkpoints=100",
         "--save_every_s=0",
         "--log_samples=true",
         "--ray.num_cpus=2",
@@ -83,7 +85,7 @@ def test_asked_to_end_then_killed_then_the_same_command(flags, clean, tmp_path):
     assert "saving a checkpoint" in output(run_dir)
     assert left_behind() == []
     assert kill_at(asked[-1] + 40, None, run_dir, flags) == -signal.SIGKILL
-    finish(run_dir, flags, kill=(asked[-1] + 60, "ray::Coordinator"))
+    finish(run_dir, flags, kill=(step_of(run_dir) + 60, "ray::Coordinator"))
     assert output(run_dir).count("continuing from ") == 2
     assert "broken off" not in output(run_dir)
     assert_same(run_dir, clean)
