@@ -113,8 +113,8 @@ def test_checkpoints_elsewhere_and_a_process_of_readers_that_died_are_in_the_rep
 
 def kill_first_coordinator() -> None:
     """The process that schedules a worker's reading, as soon as there is one."""
-    this = psutil.Process()
-    while True:
+    this, until_s = psutil.Process(), time.monotonic() + 60
+    while time.monotonic() < until_s:
         for process in this.children(recursive=True):
             try:
                 if "ray::Coordinator" in " ".join(process.cmdline()):

@@ -63,8 +63,8 @@ def predict_all(
         losses.append(torch.stack([loss for loss, _ in of_blanks]))
         chunks.append(torch.stack([chunk for _, chunk in of_blanks]))
         on_batch(number + 1, num_batches)
-    losses_BK = torch.stack(losses).cpu().double().numpy()  # device sync: all figures of the variant at once
-    chunks_KNTA = torch.cat(chunks, dim=1).cpu().numpy()
+    losses_BK = torch.stack(losses).cpu().double().numpy()  # device sync, after all batches: nothing is left to overlap
+    chunks_KNTA = torch.cat(chunks, dim=1).cpu().numpy()  # the same, already waited for
     unscale, loss_K = _action_normaliser(transforms), np.array(counts) @ losses_BK / sum(counts)
     return {
         blank: Predictions(

@@ -16,12 +16,12 @@ import torch
 from fake_cuda import CUDA, RealFile, fake_cuda, is_fake_cuda
 from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
-from vlatune.batch import ACTION
 from vlatune.checkpoint import state
 from vlatune.checkpoint.snapshot import Staging, TorchHost
 from vlatune.checkpoint.state import load_optimizer, load_trainable, tensors_to_save
-from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.dataset.reader import make_unit, read_unit
+from vlatune.evaluate.predictions import predict_all
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup, make_setup
@@ -143,15 +143,19 @@ def test_a_log_line_reads_its_numbers_once(setup):
     assert "values.tolist()" in line
 
 
-def test_evaluation_computes_on_the_device(setup):
-    """Both figures of `vlatune eval` before they are read: the loss of one draw per frame, and sampled actions."""
+def test_an_evaluation_reads_nothing_before_its_last_batch(setup, monkeypatch):
+    """The very function of `vlatune eval`, in two batches: what ends it here is the one line that reads, on purpose."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, FRAMES, FRAMES))
-    columns = apply_all(setup.eval_transforms(0), rows)
+    done = []
     with fake_cuda(), torch.no_grad():
         module = make_learner(setup, "lora")[0].eval()
-        batch = {key: torch.from_numpy(values).to(CUDA) for key, values in columns.items()}
-        assert is_fake_cuda(module(batch))
-        assert is_fake_cuda(module.predict(batch, torch.zeros_like(batch[ACTION])))
+        options = EvalConfig(batch_size=len(FRAMES) // 2)
+        with pytest.raises(RuntimeError, match="numpy") as raised:
+            predict_all(setup, module, rows, options, on_batch=lambda number, total: done.append((number, total)))
+    assert done == [(1, 2), (2, 2)]
+    (line,) = [str(entry.statement) for entry in raised.traceback if entry.path.name == "evaluate.py"]
+    assert "losses_BK = torch.stack(losses).cpu()" in line
 
 
 class PlainHost:
