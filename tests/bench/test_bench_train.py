@@ -29,7 +29,7 @@ from vlatune.bench.train_figures import (
     step_in_run_s,
 )
 from vlatune.bench.train_quality import Course, over_lerobot, wanted_error
-from vlatune.bench.train_watch import Mark, NewLines, Program, Seen, watch
+from vlatune.bench.train_watch import Mark, NewLines, Program, Seen, new_marks, watch
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 
 pytestmark = pytest.mark.ray
@@ -53,6 +53,15 @@ def series(readers: list[float], *, threads: dict[int, list[float]] | None = Non
 
 def marks_every(seconds: float, count: int, *, steps: int = 10) -> tuple[Mark, ...]:
     return tuple(Mark(steps * number, seconds * number) for number in range(1, count + 1))
+
+
+def test_a_run_too_quick_for_the_looks_has_rates_all_the_same():
+    """Both its lines are seen at one look: they share the time since the look before."""
+    marks = tuple(new_marks(0, 2, 3, 7.0, 7.1))
+    seen = Seen(0.0, 7.1, marks, series([1.0] * 9))
+    figures = figures_of(seen, batch_size=4, compute_threads=1)
+    assert figures.samples_per_s == pytest.approx(3 * 4 / 0.05)
+    assert figures.slowest_over_fastest == 1.0
 
 
 def test_steady_state_begins_after_a_quarter_and_ends_with_the_readers():

@@ -1,7 +1,8 @@
 """A training program in a process of its own, watched from outside: when which step was made, and who used the cores.
 
 Every program says in a file that it goes on, a line every so many optimizer steps: ours in metrics.jsonl, LeRobot's in
-its log. The moment a line is seen is the moment of its step; nothing in the programs is changed for it.
+its log. The moment a line is seen is the moment of its step (lines seen at one look share the time since the look
+before); nothing in the programs is changed for it.
 """
 
 import time
@@ -74,14 +75,15 @@ def watch(program: Program, *, timeout_s: float) -> Seen:
     """Run it to its end. Whatever it started is gone afterwards."""
     marks: list[Mark] = []
     lines = NewLines(program.progress)
-    begin_s = next_cpu_s = time.monotonic()
+    begin_s = next_cpu_s = looked_s = time.monotonic()
     with Session(program.command, program.output, env=program.env) as session:
         meter = CpuMeter(session.pid, program.trainer)
         while True:
             code = session.exit_code()  # asked first: what was written before the end is still read
             now_s = time.monotonic()
-            for _ in filter(program.is_mark, lines.take()):
-                marks.append(Mark((len(marks) + 1) * program.log_freq, now_s))
+            new = sum(map(program.is_mark, lines.take()))
+            marks += new_marks(len(marks), new, program.log_freq, looked_s, now_s)
+            looked_s = now_s
             if now_s >= next_cpu_s:
                 meter.read()
                 next_cpu_s = now_s + CPU_EVERY_S
@@ -91,6 +93,15 @@ def watch(program: Program, *, timeout_s: float) -> Seen:
             time.sleep(LOOK_EVERY_S)
         _check_end(code, marks, program, session)
     return Seen(begin_s, now_s, tuple(marks), meter.cpu())
+
+
+def new_marks(seen: int, new: int, log_freq: int, looked_s: float, now_s: float) -> list[Mark]:
+    """Of lines that came since the last look, no two at one moment: rates are steps by seconds.
+
+    >>> new_marks(1, 2, 10, 4.0, 5.0)
+    [Mark(optimizer_step=20, at_s=4.5), Mark(optimizer_step=30, at_s=5.0)]
+    """
+    return [Mark((seen + k) * log_freq, looked_s + k / new * (now_s - looked_s)) for k in range(1, new + 1)]
 
 
 def _check_time(passed_s: float, timeout_s: float, program: Program, session: Session) -> None:
