@@ -50,7 +50,7 @@ class StepMeter:
     """Rates of the interval since the last log line, and of the whole run.
 
     >>> meter = StepMeter()         # when the worker starts
-    >>> meter.first_batch()         # the loop begins
+    >>> start_s = meter.first_batch() # the loop begins
     >>> meter.waited(0.01); meter.stepped(8)
     >>> line = meter.take_interval() # every log_freq optimizer steps
     """

@@ -173,7 +173,7 @@ def step_in_run_s(metrics: Sequence[Mapping[str, Any]], window: Window) -> float
 def sharing_explains(alone: Alone, cpu: CpuPerSample, cores: int) -> float:
     """How much longer than alone a step must take on cores that also do all the rest: `step_in_run_over_alone` at best.
 
-    >>> sharing_explains(Alone(0.004, 0.006, 0.002), CpuPerSample(0.006, 0.0, 0.003, 0.001), cores=2)
+    >>> round(sharing_explains(Alone(0.004, 0.006, 0.002), CpuPerSample(0.006, 0.0, 0.003, 0.001), cores=2), 3)
     1.25
     """
     work_s = alone.step_cpu_s + cpu.other_threads_s + cpu.readers_s + cpu.others_s
