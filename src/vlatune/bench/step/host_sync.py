@@ -44,9 +44,9 @@ class HostSync:
 class HostSyncSpy:
     """While active, writes down every host sync.
 
-        with HostSyncSpy(resident=[*module.parameters(), *batch.values()]) as spy:
-            step()
-        spy.count, spy.table()
+    with HostSyncSpy(resident=[*module.parameters(), *batch.values()]) as spy:
+        step()
+    spy.count, spy.table()
     """
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
