@@ -55,14 +55,14 @@ def demo(options: DemoConfig) -> None:
 
 
 def make_dataset(spec: Any, folder: str) -> None:
-    from vlatune.dataset import synthetic
+    from vlatune.dataset.synthetic import generate
 
     def show(episode_index: int) -> None:
         if sys.stderr.isatty():
             end = "\n" if episode_index + 1 == spec.episodes else ""
             print(f"\rvlatune: episode {episode_index + 1} of {spec.episodes}", end=end, file=sys.stderr, flush=True)
 
-    synthetic.make_dataset(Path(folder), spec, on_episode=show)
+    generate.make_dataset(Path(folder), spec, on_episode=show)
     say(f"{folder}: {spec.episodes} episodes")
 
 
@@ -203,7 +203,7 @@ def _inspect_options() -> type:
 
 
 def _synthetic_spec() -> type:
-    from vlatune.dataset.synthetic import SyntheticSpec
+    from vlatune.dataset.synthetic.generate import SyntheticSpec
 
     return SyntheticSpec
 

@@ -60,8 +60,8 @@ def _make_honest(folder: Path) -> None:
     from honest_run import make_run
 
     from vlatune import cli
-    from vlatune.dataset.meta import load_meta
-    from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+    from vlatune.dataset.meta.dataset_meta import load_meta
+    from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
     from vlatune.policies.pi05.small import make_small_pi05
 
     spec = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}

@@ -11,16 +11,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vlatune.batch import SLOT, TASK, Columns
-from vlatune.dataset.images import read_images_into
-from vlatune.dataset.listing import missing_remedy
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.recorded import Recorded
-from vlatune.dataset.resize import CENTRED, Letterbox, PictureTransform
-from vlatune.dataset.row_checks import check_finite, check_index, check_length, check_tasks, check_times, check_vector
-from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import read_rows
-from vlatune.dataset.video import VideoPlace, decode_into
-from vlatune.dataset.windows import window_frames
+from vlatune.dataset.health.row_checks import (
+    check_finite,
+    check_index,
+    check_length,
+    check_tasks,
+    check_times,
+    check_vector,
+)
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.meta.listing import missing_remedy
+from vlatune.dataset.order.windows import window_frames
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.storage.tables import read_rows
+from vlatune.dataset.video.decoder import VideoPlace, decode_into
+from vlatune.dataset.video.images import read_images_into
+from vlatune.dataset.video.recorded import Recorded
+from vlatune.dataset.video.resize import CENTRED, Letterbox, PictureTransform
 
 INDEX_COLUMNS = ("index", "episode_index", "frame_index", "timestamp", "task_index")
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.feature_map import RESERVED, as_flag, camera_name, likely_name
+from vlatune.dataset.meta.feature_map import RESERVED, as_flag, camera_name, likely_name
 from vlatune.errors import did_you_mean
 from vlatune.inspect.facts import FeatureFacts
 from vlatune.inspect.inspection import Inspection

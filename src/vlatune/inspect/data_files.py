@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from vlatune.dataset.feature_specs import numpy_type
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.parquet import opened
-from vlatune.dataset.row_checks import INDEX_KINDS
-from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import read_columns
+from vlatune.dataset.health.row_checks import INDEX_KINDS
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.meta.feature_specs import numpy_type
+from vlatune.dataset.storage.parquet import opened
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.storage.tables import read_columns
 from vlatune.inspect.problems import MAX_EXAMPLES, Problem, refusal, with_examples
 
 THREADS = 8

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from vlatune.dataset.listing import folder_remedy, one_per_file, top_folder
-from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.meta.listing import folder_remedy, one_per_file, top_folder
 from vlatune.inspect.problems import Problem, with_examples
 
 SUFFIXES = {"data_path": ".parquet", "video_path": ".mp4"}

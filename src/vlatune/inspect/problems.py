@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.feature_map import ALIASES, as_flag, camera_name, likely_name
-from vlatune.dataset.meta import DatasetMeta, Feature
-from vlatune.dataset.stats_check import is_flat
+from vlatune.dataset.health.stats_check import is_flat
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature
+from vlatune.dataset.meta.feature_map import ALIASES, as_flag, camera_name, likely_name
 from vlatune.policies.registry import DEFAULT_TYPE, get_policy
 
 MAX_EXAMPLES = 10

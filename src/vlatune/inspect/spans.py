@@ -8,8 +8,8 @@ Pure, over the columns of `Episodes`. Times are compared to half a frame. v2.1 h
 
 import numpy as np
 
-from vlatune.dataset.episodes import Episodes, VideoSpan
-from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.meta.episodes import Episodes, VideoSpan
 from vlatune.inspect.problems import MAX_EXAMPLES, Problem, with_examples
 
 FIX = "convert or record the dataset anew: as it is, pictures of another episode would be shown"

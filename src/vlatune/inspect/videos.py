@@ -11,8 +11,10 @@ from typing import IO, Any
 
 import av.error
 
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.recorded import (
+from vlatune.dataset.health.video_health import is_cut_off
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.video.recorded import (
     DECODERS,
     camera_fps,
     ffmpeg_said,
@@ -20,8 +22,6 @@ from vlatune.dataset.recorded import (
     is_rate,
     open_container,
 )
-from vlatune.dataset.storage import Root
-from vlatune.dataset.video_health import is_cut_off
 from vlatune.inspect.problems import Problem, with_examples
 
 THREADS = 8

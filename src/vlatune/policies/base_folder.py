@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from vlatune.dataset.hub import fetch
+from vlatune.dataset.storage.hub import fetch
 from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_file
 from vlatune.policies.processors import CONFIG, PREPROCESSOR, PROCESSORS, Schema, checked_config, checked_steps
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from vlatune.batch import ACTION, Columns
 from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.errors import RunStoppedError
 from vlatune.pipeline.memory import Budget

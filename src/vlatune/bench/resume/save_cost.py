@@ -29,7 +29,7 @@ from vlatune.bench.options import ResumeBench, StepBench
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.policy_files import make_policy_files
 from vlatune.config import OptimizerConfig, PolicyConfig, RunConfig
-from vlatune.dataset.order import OrderSpec
+from vlatune.dataset.order.sample_order import OrderSpec
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.policies.pi05.weights import expected_shapes

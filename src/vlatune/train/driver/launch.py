@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig, validate
-from vlatune.dataset.health import skip_line
+from vlatune.dataset.health.bad_episodes import skip_line
 from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions

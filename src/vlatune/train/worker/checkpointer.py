@@ -24,7 +24,7 @@ from vlatune.checkpoint.state import Tensors, load_ema, load_optimizer, load_tra
 from vlatune.checkpoint.state_file import STATE, TrainState, read_state, state_bytes
 from vlatune.checkpoint.store import WriteFile, open_store
 from vlatune.config import RunConfig, to_json
-from vlatune.dataset.order import OrderSpec, cursor_at
+from vlatune.dataset.order.sample_order import OrderSpec, cursor_at
 from vlatune.policies.base import Binding
 from vlatune.train.worker_job import CheckpointPlan
 

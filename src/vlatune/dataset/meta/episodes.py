@@ -1,0 +1,84 @@
+"""The episodes of a dataset as columns: a numpy value per episode, so that 10^5 of them are a few MB."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlatune.dataset.storage.root import Root
+from vlatune.limits import check_limit
+
+MAX_S = 1e9
+"""No episode begins so late in its file: thirty years."""
+
+
+@dataclass(frozen=True)
+class VideoSpan:
+    """Where the episodes' frames are in one camera's mp4 files, a value per episode."""
+
+    chunk: np.ndarray
+    file: np.ndarray
+    from_s: np.ndarray
+    to_s: np.ndarray
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """A value per episode, in the order of `index`."""
+
+    index: np.ndarray
+    length: np.ndarray
+    from_row: np.ndarray
+    """The dataset-wide `index` of the episode's first frame."""
+    data_chunk: np.ndarray
+    data_file: np.ndarray
+    data_offset: np.ndarray
+    """Row of the episode's first frame inside its parquet file."""
+    videos: Mapping[str, VideoSpan]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+def check_episodes(root: Root, episodes: Episodes) -> None:
+    """Refuse gaps, overlaps, episodes without frames, and places that cannot be."""
+    where, remedy = f"dataset '{root.url}'", "meta/ is damaged: fetch it anew, or convert the dataset anew"
+    if len(episodes) == 0:
+        raise ValueError(f"{where}: it has no episodes; record some, or fetch meta/ anew")
+    empty = np.flatnonzero(episodes.length <= 0)
+    if len(empty):
+        index, length = episodes.index[empty[0]], episodes.length[empty[0]]
+        raise ValueError(f"{where}: episode {index} has length {length}, expected 1 or more; {remedy}")
+    longest = int(np.argmax(episodes.length))
+    what = f"{where}: episode {episodes.index[longest]} has frames:"
+    check_limit("episode_frames", int(episodes.length[longest]), what)
+    check_limit("dataset_frames", int(episodes.length.sum(dtype=np.float64)), f"{where}: its episodes have frames:")
+    number = np.flatnonzero(episodes.index != np.arange(len(episodes)))
+    if len(number):
+        here = int(number[0])
+        found = f"episode {episodes.index[here]}" + (f" after episode {episodes.index[here - 1]}" if here else " first")
+        raise ValueError(
+            f"{where}: meta/ lists {found}, expected episode {here}: missing, or one is there twice; {remedy}"
+        )
+    expected = np.cumsum(episodes.length) - episodes.length
+    moved = np.flatnonzero(episodes.from_row != expected)
+    if len(moved):
+        here = int(moved[0])
+        how = "leaves a gap before it" if episodes.from_row[here] > expected[here] else "overlaps the episode before it"
+        raise ValueError(
+            f"{where}: episode {episodes.index[here]} begins at row {episodes.from_row[here]} and {how}, "
+            f"expected row {expected[here]}; {remedy}"
+        )
+    _check_spans(where, episodes, remedy)
+
+
+def _check_spans(where: str, episodes: Episodes, remedy: str) -> None:
+    """A time that is no number would be near to every frame and to none."""
+    for camera, span in episodes.videos.items():
+        bad = np.flatnonzero(~(span.from_s < MAX_S) | (span.from_s < 0) | (span.chunk < 0) | (span.file < 0))
+        if len(bad):
+            here = bad[0]
+            raise ValueError(
+                f"{where}: episode {episodes.index[here]}, camera '{camera}': meta/episodes places it at "
+                f"{span.from_s[here]} s of chunk {span.chunk[here]}, file {span.file[here]}, expected 0 or more; {remedy}"
+            )
