@@ -84,7 +84,7 @@ def _has_cluster() -> bool:
 @pytest.fixture(autouse=True)
 def _ordinary_process() -> Iterator[None]:
     """An encoder that others run in this process must not leave it, and all that it starts, a real-time one."""
-    from vlatune.dataset.synthetic.video_writer import own_schedule
+    from vlatune.dataset.synthetic.writer import own_schedule
 
     with own_schedule():
         yield

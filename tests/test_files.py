@@ -15,7 +15,7 @@ OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "copy
 OTHERS = {
     "files.py": "the door",
     "flag_values.py": "YAML, out of text that the door read",
-    "checkpoint/peft_layout.py": "writes into a folder that the export has just made",
+    "checkpoint/state.py": "writes into a folder that the export has just made",
     "checkpoint/export.py": "the same",
     "checkpoint/local_store.py": "writes into a folder that it has just made",
     "checkpoint/remote_store.py": "the same; objects are read through dataset/storage/root.py",
@@ -32,7 +32,7 @@ OTHERS = {
     "dataset/video/recorded.py": "FFmpeg, by a path or a file object of dataset/storage/root.py",
     "dataset/health/video_health.py": "through dataset/storage/root.py",
     "inspect/videos.py": "through dataset/storage/root.py",
-    "dataset/synthetic/video_writer.py": "writes into a new dataset",
+    "dataset/synthetic/writer.py": "writes into a new dataset",
     "dataset/synthetic/writer_meta.py": "writes into a new dataset",
     "dataset/meta/meta_info.py": "through dataset/storage/root.py",
     "dataset/meta/meta_v30.py": "through dataset/storage/root.py",
@@ -42,10 +42,10 @@ OTHERS = {
     "pipeline/host.py": "/proc and /sys",
     "report/cpu_clocks.py": "/proc",
     "train/stack_dump.py": "/proc, and the stacks that a worker wrote",
-    "report/eval_samples.py": "NumPy, from a file that the door opened",
+    "report/run_folder.py": "NumPy, from a file that the door opened",
     "report/html.py": "the page's own style, out of the package",
     "train/driver/cluster.py": "Ray's temporary folder, which is ours",
-    "train/driver/resume_point.py": "through a checkpoint store",
+    "train/driver/resume_rules.py": "through a checkpoint store",
     "cli.py": "the null device, once the reader of a pipe is gone",
 }
 """Modules that call something of such a name -> why that opens nothing of a stranger's beside the door."""

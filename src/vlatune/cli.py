@@ -67,8 +67,8 @@ def make_dataset(spec: Any, folder: str) -> None:
 
 
 def inspect(options: Any, *datasets: str) -> int:
-    from vlatune.inspect.command import check_names, command_text, train_command
     from vlatune.inspect.inspection import inspect_dataset, write_dataset_checksums
+    from vlatune.inspect.text import check_names, command_text, train_command
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty() and options.videos:

@@ -13,6 +13,7 @@ import numpy as np
 
 from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig
+from vlatune.dataset.features import camera_spec, vector_spec, with_names
 from vlatune.dataset.health.bad_episodes import (
     BadEpisode,
     check_first,
@@ -21,14 +22,10 @@ from vlatune.dataset.health.bad_episodes import (
     print_progress,
     without,
 )
-from vlatune.dataset.health.stats_check import check_stats
-from vlatune.dataset.health.stats_rows import doubts, look_at_rows
+from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
-from vlatune.dataset.meta.feature_map import with_names
-from vlatune.dataset.meta.feature_specs import camera_spec, vector_spec
 from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats
-from vlatune.dataset.order.mixture import Mixture
-from vlatune.dataset.order.sample_order import OrderSpec, check_order, choose_lanes
+from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
 from vlatune.dataset.order.select import Selection, hold_out, select_episodes
 from vlatune.dataset.reader import ReadSpec, augmented
 from vlatune.dataset.storage.root import Root

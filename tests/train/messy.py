@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlatune.dataset.synthetic.writer import DatasetFormat, DatasetWriter
-from vlatune.dataset.synthetic.writer_layout import plan_places
+from vlatune.dataset.synthetic.writer_meta import plan_places
 
 FPS, SIDE = 10, 64
 

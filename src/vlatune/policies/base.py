@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.meta.feature_map import RESERVED, as_flag, likely_name
-from vlatune.dataset.meta.feature_specs import numpy_type
+from vlatune.dataset.features import RESERVED, as_flag, likely_name, numpy_type
 from vlatune.pipeline.transforms import Normalise
 from vlatune.policies.processors import CONFIG
 

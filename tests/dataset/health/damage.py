@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlatune.dataset.synthetic.video_writer import ENCODERS, VideoWriter
+from vlatune.dataset.synthetic.writer import ENCODERS, VideoWriter
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 VIDEOS = f"videos/{TOP}/chunk-000"

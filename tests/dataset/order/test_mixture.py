@@ -7,11 +7,19 @@ from hypothesis import strategies as st
 
 from vlatune.batch import SLOT
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, validate
+from vlatune.dataset.features import camera_spec, vector_spec
 from vlatune.dataset.meta.dataset_meta import load_meta
-from vlatune.dataset.meta.feature_specs import camera_spec, vector_spec
-from vlatune.dataset.order.mixture import Mixture, check_mixture, mixed_runs, quotas
-from vlatune.dataset.order.runs import concatenate_runs, take_stretch
-from vlatune.dataset.order.sample_order import OrderSpec, all_batches, epoch_order
+from vlatune.dataset.order.sample_order import (
+    Mixture,
+    OrderSpec,
+    all_batches,
+    check_mixture,
+    concatenate_runs,
+    epoch_order,
+    mixed_runs,
+    quotas,
+    take_stretch,
+)
 from vlatune.dataset.reader import ReadSpec, make_unit, read_unit
 from vlatune.flags import parse_flags
 from vlatune.pipeline.plan import Share, plan_pieces

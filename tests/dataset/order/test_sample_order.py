@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlatune.dataset.order.mixture import Mixture
 from vlatune.dataset.order.sample_order import (
     MAX_LANES,
     Cursor,
+    Mixture,
     OrderSpec,
     all_batches,
     check_order,

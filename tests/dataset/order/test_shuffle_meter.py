@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlatune.dataset.order import shuffle_meter
-from vlatune.dataset.order.mixture import Mixture
-from vlatune.dataset.order.sample_order import OrderSpec
+from vlatune.dataset.order.sample_order import Mixture, OrderSpec
 from vlatune.dataset.order.shuffle_meter import Shuffle, measure_batches, measure_shuffle
 
 unhurried = settings(deadline=None, max_examples=30)  # a deadline would be a timing assertion

@@ -18,10 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from vlatune.dataset.synthetic.frame_id import read_frame_id
-from vlatune.dataset.synthetic.generate import SyntheticSpec, episode_lengths, make_dataset
-from vlatune.dataset.synthetic.video_writer import ENCODERS
-from vlatune.dataset.synthetic.world import CAMERAS, make_episode
-from vlatune.dataset.synthetic.writer_layout import LAYOUTS, plan_places
+from vlatune.dataset.synthetic.generate import CAMERAS, SyntheticSpec, episode_lengths, make_dataset, make_episode
+from vlatune.dataset.synthetic.writer import ENCODERS
+from vlatune.dataset.synthetic.writer_meta import LAYOUTS, plan_places
 
 TINY = SyntheticSpec(episodes=7, frames=9, height=64, width=64, episodes_per_file=2, vary_length=True)
 
@@ -203,7 +202,7 @@ def test_image_stats_agree_with_lerobots_own(tmp_path: Path) -> None:
 
 
 def test_pixel_counts_give_numpys_quantiles() -> None:
-    from vlatune.dataset.synthetic.image_stats import PixelCounts
+    from vlatune.dataset.synthetic.writer_meta import PixelCounts
 
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (5, 7, 11, 3), dtype=np.uint8) // np.array([1, 3, 9], np.uint8)

@@ -21,7 +21,7 @@ from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.report.sinks import read_jsonl
-from vlatune.train.driver.resume_point import find_resume_point
+from vlatune.train.driver.resume_rules import find_resume_point
 from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob

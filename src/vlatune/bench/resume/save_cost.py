@@ -35,8 +35,7 @@ from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.policies.pi05.weights import expected_shapes
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.device import device_batches
-from vlatune.train.worker.optimizer import make_optimizer
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Updater, make_optimizer
 from vlatune.train.worker_job import CheckpointPlan
 
 TRAINED = ("heads", "expert")

@@ -36,7 +36,7 @@ class DatasetMeta:
     left_out: frozenset[int] = frozenset()
     """Positions of episodes that cannot be read; statistics are computed without them."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Own name of a feature -> the one it goes by (feature_map.py), where they differ. All else here has own names."""
+    """Own name of a feature -> the one it goes by (features.py), where they differ. All else here has own names."""
 
     @property
     def cameras(self) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.dataset.meta.episodes import Episodes, VideoSpan
-from vlatune.dataset.meta.tasks import sentences_in_order
+from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order
 from vlatune.dataset.storage.root import Root
 from vlatune.files import parse_json
 from vlatune.limits import check_limit

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from vlatune.dataset.meta.episodes import Episodes, VideoSpan
+from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order
 from vlatune.dataset.meta.meta_info import FETCH, shortened
-from vlatune.dataset.meta.tasks import sentences_in_order
 from vlatune.dataset.storage.parquet import check_columns, opened
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.storage.tables import to_numpy

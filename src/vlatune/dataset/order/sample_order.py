@@ -11,7 +11,18 @@ decoded, do not fall on the same step. Samples are numbered 0..N-1 over the sele
 
 Lanes divide the global batch. The ragged end of an epoch, less than a global batch, is dropped, another end every
 epoch since runs are shuffled anew; or kept, and filled up with the frames that the epoch began with: those have been
-seen the longest ago. With weights (mixture.py) an epoch is as long, and frames come more or less often.
+seen the longest ago. With weights (`Mixture`) an epoch is as long, and frames come more or less often.
+
+Several datasets by weight: an epoch stays as long as all frames together. Each dataset gives its weight's share of it, from an endless stream of
+passes over its own frames, every pass in another order of runs:
+
+    dataset of 5 frames, 3 per epoch      pass 0: d a c b e      pass 1: b e a d c
+                                          epoch 0 d a c | epoch 1 b e b | epoch 2 e a d | ...
+
+So no frame is left out for good, and after any number of epochs no frame of a dataset has come more than once more
+often than another, whether its dataset is drawn ten times an epoch or a tenth. Where a dataset stands is arithmetic.
+
+Runs are neighbouring frames of one episode that are decoded together, as half-open ranges of flat samples.
 """
 
 import itertools
@@ -19,9 +30,106 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlatune.dataset.order.mixture import Mixture, check_mixture, mixed_runs
-from vlatune.dataset.order.runs import Ranges, concatenate_runs, cut_runs
 from vlatune.random_streams import Stream, make_generator
+
+Ranges = tuple[np.ndarray, np.ndarray]
+"""Begin and end of each run."""
+
+
+def cut_runs(starts: np.ndarray, lengths: np.ndarray, run_length: int, rng: np.random.Generator) -> Ranges:
+    """Episodes, from flat sample `starts` on, cut into runs.
+
+    The first run of each episode has a random length, so that the cuts lie elsewhere every time.
+    """
+    first = np.minimum(rng.integers(1, run_length + 1, size=len(lengths)), lengths)
+    runs = 1 + -(-(lengths - first) // run_length)
+    episode = np.repeat(np.arange(len(lengths)), runs)
+    nth = np.arange(runs.sum()) - np.repeat(np.cumsum(runs) - runs, runs)
+    begin = starts[episode] + np.where(nth == 0, 0, first[episode] + (nth - 1) * run_length)
+    end = np.minimum(starts[episode] + first[episode] + nth * run_length, starts[episode] + lengths[episode])
+    return begin, end
+
+
+def take_stretch(runs: Ranges, first: int, last: int) -> Ranges:
+    """Samples [first, last) of the runs laid end to end, still as runs; one may be cut at either end.
+
+    runs      a a a | b b b b | c c        stretch [2, 5)      a | b b
+    sample    0 1 2   3 4 5 6   7 8                            2   3 4
+    """
+    begin, end = runs
+    sizes = end - begin
+    at = np.cumsum(sizes) - sizes
+    skipped = np.clip(first - at, 0, sizes)
+    kept = np.clip(last - at, 0, sizes)
+    inside = skipped < kept
+    return (begin + skipped)[inside], (begin + kept)[inside]
+
+
+def concatenate_runs(runs: Ranges) -> np.ndarray:
+    """arange(begin[0], end[0]), arange(begin[1], end[1]), ... as one array."""
+    begin, end = runs
+    sizes = end - begin
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(sizes.sum()) + np.repeat(begin - starts, sizes)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    dataset: tuple[int, ...]
+    """Number of the dataset of each selected episode."""
+    weights: tuple[float, ...]
+    """Of each dataset; only their ratios count."""
+
+
+def check_mixture(mixture: Mixture, lengths: tuple[int, ...]) -> None:
+    frames = _frames_of(mixture, np.asarray(lengths))
+    for number, quota in enumerate(quotas(mixture, sum(lengths))):
+        if frames[number] == 0:
+            raise ValueError(
+                f"dataset {number} has the weight {mixture.weights[number]} and no episode to train on; "
+                f"lower --dataset.eval_split, correct --dataset.episodes, or leave the dataset out"
+            )
+        if quota == 0:
+            raise ValueError(
+                f"--dataset.weight={mixture.weights[number]}: dataset {number} would give not one of the "
+                f"{sum(lengths)} samples of an epoch; raise its weight or leave the dataset out"
+            )
+
+
+def quotas(mixture: Mixture, num_samples: int) -> list[int]:
+    """Samples that each dataset gives to an epoch: whole numbers, nearest to its share, `num_samples` together."""
+    exact = np.asarray(mixture.weights) / sum(mixture.weights) * num_samples
+    whole = np.floor(exact).astype(np.int64)
+    largest_rest = np.argsort(whole - exact, kind="stable")
+    whole[largest_rest[: num_samples - int(whole.sum())]] += 1
+    return whole.tolist()
+
+
+def mixed_runs(mixture: Mixture, lengths: np.ndarray, run_length: int, *, seed: int, epoch: int) -> Ranges:
+    """The runs of an epoch, dataset by dataset; shuffling them is the caller's business."""
+    parts: list[Ranges] = []
+    starts = np.cumsum(lengths) - lengths
+    for number, quota in enumerate(quotas(mixture, int(lengths.sum()))):
+        chosen = np.asarray(mixture.dataset) == number
+        frames = int(lengths[chosen].sum())
+        first, last = epoch * quota, (epoch + 1) * quota
+        for nth in range(first // frames, -(-last // frames)):
+            rng = make_generator(Stream.MIXTURE, seed, number, nth)
+            runs = _one_pass(starts[chosen], lengths[chosen], run_length, rng)
+            parts.append(take_stretch(runs, first - nth * frames, last - nth * frames))
+    begins, ends = zip(*parts, strict=True)
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def _one_pass(starts: np.ndarray, lengths: np.ndarray, run_length: int, rng: np.random.Generator) -> Ranges:
+    begin, end = cut_runs(starts, lengths, run_length, rng)
+    shuffled = rng.permutation(len(begin))
+    return begin[shuffled], end[shuffled]
+
+
+def _frames_of(mixture: Mixture, lengths: np.ndarray) -> np.ndarray:
+    return np.bincount(mixture.dataset, weights=lengths, minlength=len(mixture.weights))
+
 
 MAX_LANES = 512
 """A lane per sample mixes best: samples of one lane and step come from the same few runs. A lane costs half a window

@@ -1,13 +1,22 @@
-"""The `meta/` folder of a LeRobot dataset, v3.0 or v2.1, written from one `DatasetSummary`.
+"""The `meta/` folder of a LeRobot dataset, v3.0 or v2.1, written from one `DatasetSummary`; which file holds what; and the
+statistics of pictures.
 
 Columns, keys and nesting are those that LeRobot 0.6 records (v3.0) and its v2.1 to v3.0 converter reads (v2.1).
 The same summary gives the same bytes.
+
+v3.0 keeps several episodes in a file; v2.1 is the same with one. In v3.0 the data files are made to begin at other
+episodes than the video files, as they do in recorded datasets, so that a reader which mixes them up is found out.
+
+Statistics of uint8 pictures are exact, from counts: a picture is looked at once and not kept.
+
+Legend: C channels, V pixel values 0 to 255.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +25,102 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlatune.dataset.meta.stats import QUANTILES
-from vlatune.dataset.synthetic.writer_layout import CHUNK_FILES, LAYOUTS, EpisodePlace, split_file_number
+
+CHUNK_FILES = 1000
+"""Files per chunk folder."""
+
+
+@dataclass(frozen=True)
+class EpisodePlace:
+    """The files of an episode, counted from 0, and where it begins in them."""
+
+    episode_index: int
+    length: int
+    dataset_from_index: int
+    data_file: int
+    video_file: int
+    video_from_frame: int
+
+    @property
+    def dataset_to_index(self) -> int:
+        return self.dataset_from_index + self.length
+
+    @property
+    def video_to_frame(self) -> int:
+        return self.video_from_frame + self.length
+
+
+@dataclass(frozen=True)
+class Layout:
+    data_path: str
+    """Name of a data file, as a template for `str.format`."""
+    video_path: str
+    """Name of a video file, as a template for `str.format`."""
+    shares_files: bool
+    """Whether a file holds several episodes."""
+
+    def plan(self, lengths: Sequence[int], episodes_per_file: int) -> list[EpisodePlace]:
+        """Where episodes of these lengths go."""
+        per_video_file = episodes_per_file if self.shares_files else 1
+        per_data_file = math.ceil(1.5 * episodes_per_file) if self.shares_files else 1
+        return plan_places(lengths, per_data_file=per_data_file, per_video_file=per_video_file)
+
+    def data_file(self, number: int) -> str:
+        return _file_name(self.data_path, number)
+
+    def video_file(self, number: int, video_key: str) -> str:
+        return _file_name(self.video_path, number, video_key=video_key)
+
+
+LAYOUTS = {
+    "v3.0": Layout(
+        data_path="data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        video_path="videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+        shares_files=True,
+    ),
+    "v2.1": Layout(
+        data_path="data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        video_path="videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+        shares_files=False,
+    ),
+}
+
+
+def plan_places(lengths: Sequence[int], *, per_data_file: int, per_video_file: int) -> list[EpisodePlace]:
+    """Fill files with episodes, in order. Example: four episodes of 5 frames, 3 per data file and 2 per video file.
+
+    episode            0  1  2  3
+    data_file          0  0  0  1
+    video_file         0  0  1  1
+    video_from_frame   0  5  0  5
+    """
+    begins = [0, *accumulate(lengths)]
+    places = []
+    for episode_index, length in enumerate(lengths):
+        video_file = episode_index // per_video_file
+        place = EpisodePlace(
+            episode_index=episode_index,
+            length=length,
+            dataset_from_index=begins[episode_index],
+            data_file=episode_index // per_data_file,
+            video_file=video_file,
+            video_from_frame=begins[episode_index] - begins[video_file * per_video_file],
+        )
+        places.append(place)
+    return places
+
+
+def split_file_number(number: int) -> tuple[int, int]:
+    """(chunk_index, file_index) of the file with this number."""
+    return divmod(number, CHUNK_FILES)
+
+
+def _file_name(template: str, number: int, *, video_key: str = "") -> str:
+    chunk_index, file_index = split_file_number(number)
+    v30 = {"chunk_index": chunk_index, "file_index": file_index}
+    v21 = {"episode_chunk": chunk_index, "episode_index": number}
+    return template.format(video_key=video_key, **v30, **v21)
+
 
 type Stats = dict[str, np.ndarray]
 """min, max, mean, std, count and quantiles of one feature."""
@@ -147,3 +251,46 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _write_json_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+class PixelCounts:
+    """How often each channel of some uint8 pictures had each value: all that exact statistics need."""
+
+    def __init__(self) -> None:
+        self.num_images = 0
+        self.counts_CV = np.zeros((3, 256), np.int64)
+
+    def add(self, image_HWC: np.ndarray) -> None:
+        self.num_images += 1
+        for channel in range(3):
+            self.counts_CV[channel] += np.bincount(image_HWC[..., channel].reshape(-1), minlength=256)
+
+    def merge(self, other: "PixelCounts") -> None:
+        self.num_images += other.num_images
+        self.counts_CV += other.counts_CV
+
+    def stats(self) -> dict[str, np.ndarray]:
+        """Per channel, shape (3, 1, 1), scaled to [0, 1]; `count` is the number of pictures."""
+        per_channel = [_counted_stats(counts_V) for counts_V in self.counts_CV]
+        scaled = {
+            name: np.array([stats[name] for stats in per_channel]).reshape(3, 1, 1) / 255.0 for name in per_channel[0]
+        }
+        return {**scaled, "count": np.array([self.num_images])}
+
+
+def _counted_stats(counts_V: np.ndarray) -> dict[str, float]:
+    """Statistics of values 0 to 255, given how often each occurs."""
+    values_V, total = np.arange(256), counts_V.sum()
+    present = np.flatnonzero(counts_V)
+    mean = (values_V * counts_V).sum() / total
+    variance = ((values_V - mean) ** 2 * counts_V).sum() / total
+    quantiles = {name: _counted_quantile(counts_V, share) for name, share in QUANTILES.items()}
+    return {"min": present[0], "max": present[-1], "mean": mean, "std": np.sqrt(variance), **quantiles}
+
+
+def _counted_quantile(counts_V: np.ndarray, share: float) -> float:
+    """NumPy's linear quantile of the sorted values, without sorting or even having them."""
+    last_of_value_V = counts_V.cumsum()  # values below v fill the sorted positions up to last_of_value_V[v] - 1
+    position = share * (last_of_value_V[-1] - 1)
+    lower, upper = np.searchsorted(last_of_value_V, [np.floor(position), np.ceil(position)], side="right")
+    return float(lower + (upper - lower) * (position - np.floor(position)))

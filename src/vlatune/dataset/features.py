@@ -1,8 +1,8 @@
-"""Features under other names: what `--rename_map` of the commands and `feature_map` of `read_lerobot` have in common.
+"""Features: what to read of one, and their other names, what `--rename_map` of the commands and `feature_map` of `read_lerobot` have in common.
 
 A map leads from a dataset's own names to those that policies ask for, the direction of LeRobot's `rename_map`, and may
 name any feature. One map serves all datasets that have its names; each dataset may have a map of its own, which goes
-before it. Pure.
+before it. `camera_spec` and `vector_spec` say what the reader is to read of one. Pure.
 """
 
 import json
@@ -10,9 +10,13 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from vlatune.batch import ACTION, IDS, IMAGE_PREFIX, SLOT, STATE, TASK
-from vlatune.dataset.meta.dataset_meta import DatasetMeta
-from vlatune.dataset.reader import INDEX_COLUMNS
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature
+from vlatune.dataset.reader import INDEX_COLUMNS, CameraSpec, VectorSpec
+from vlatune.dataset.video.recorded import recorded_camera
+from vlatune.dataset.video.resize import CENTRED, Letterbox
 from vlatune.errors import did_you_mean
 
 RESERVED = {*IDS, *INDEX_COLUMNS, TASK, SLOT}
@@ -88,3 +92,46 @@ def camera_name(own: str) -> str:
 def as_flag(names: Names, flag: str = "--rename_map") -> str:
     """As it is typed."""
     return f"{flag}={shlex.quote(json.dumps(dict(names)))}"
+
+
+def camera_spec(
+    meta: DatasetMeta,
+    name: str,
+    resize: tuple[int, int] | None,
+    offsets: tuple[int, ...] | None = None,
+    *,
+    called: str | None = None,
+    letterbox: Letterbox = CENTRED,
+) -> CameraSpec:
+    """A camera at this (height, width), or at the recorded size; files that differ from info.json will be refused."""
+    feature = meta.features[name]
+    height, width = resize or feature.height_width
+    return CameraSpec(name, feature.dtype, height, width, offsets, recorded_camera(meta, name), called, letterbox)
+
+
+def vector_spec(
+    meta: DatasetMeta,
+    name: str,
+    *,
+    is_float32: bool,
+    offsets: tuple[int, ...] | None = None,
+    called: str | None = None,
+) -> VectorSpec:
+    """A float32 vector, or values as recorded: a single one without an axis of its own."""
+    feature = meta.features[name]
+    dtype = numpy_type(feature)
+    assert dtype is not None
+    if is_float32 and dtype != "object":
+        return VectorSpec(name, "float32", feature.shape, offsets, dtype, called)
+    return VectorSpec(name, dtype, () if feature.shape == (1,) else feature.shape, offsets, dtype, called)
+
+
+def numpy_type(feature: Feature) -> str | None:
+    """None for what is no number and no text, such as pictures and nested records: not read as a column."""
+    if feature.dtype in ("string", "str"):
+        return "object" if feature.shape in ((), (1,)) else None
+    try:
+        dtype = np.dtype(feature.dtype)
+    except TypeError:
+        return None
+    return dtype.name if dtype.kind in "biuf" else None
