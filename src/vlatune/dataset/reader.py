@@ -35,26 +35,6 @@ from vlatune.dataset.video.images import read_images_into
 from vlatune.dataset.video.recorded import Recorded
 from vlatune.dataset.video.resize import CENTRED, Letterbox, PictureTransform
 
-
-def window_frames(frame_index_N: np.ndarray, offsets_T: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Frame numbers (N, T) inside an episode of `length` frames, and True where the offset left the episode."""
-    wanted_NT = frame_index_N[:, None] + np.asarray(offsets_T, dtype=np.int64)[None, :]
-    is_pad_NT = (wanted_NT < 0) | (wanted_NT >= length)
-    return np.clip(wanted_NT, 0, length - 1), is_pad_NT
-
-
-def offsets_from_timestamps(deltas_s: Sequence[float], fps: float, tolerance_s: float, key: str) -> tuple[int, ...]:
-    """Offsets in frames for offsets in seconds, refused where a delta does not lie on the frame grid."""
-    offsets = tuple(round(delta * fps) for delta in deltas_s)
-    for delta, offset in zip(deltas_s, offsets, strict=True):
-        if abs(delta - offset / fps) > tolerance_s:
-            raise ValueError(
-                f"delta_timestamps['{key}']: {delta} s is not a multiple of 1/{fps} s (nearest {offset / fps:.6f} s); "
-                f"use multiples of the frame time"
-            )
-    return offsets
-
-
 INDEX_COLUMNS = ("index", "episode_index", "frame_index", "timestamp", "task_index")
 
 
@@ -292,3 +272,22 @@ def _read_frames(
             decode_into(opened, wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; {missing_remedy(spec.root, file)}") from error
+
+
+def window_frames(frame_index_N: np.ndarray, offsets_T: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Frame numbers (N, T) inside an episode of `length` frames, and True where the offset left the episode."""
+    wanted_NT = frame_index_N[:, None] + np.asarray(offsets_T, dtype=np.int64)[None, :]
+    is_pad_NT = (wanted_NT < 0) | (wanted_NT >= length)
+    return np.clip(wanted_NT, 0, length - 1), is_pad_NT
+
+
+def offsets_from_timestamps(deltas_s: Sequence[float], fps: float, tolerance_s: float, key: str) -> tuple[int, ...]:
+    """Offsets in frames for offsets in seconds, refused where a delta does not lie on the frame grid."""
+    offsets = tuple(round(delta * fps) for delta in deltas_s)
+    for delta, offset in zip(deltas_s, offsets, strict=True):
+        if abs(delta - offset / fps) > tolerance_s:
+            raise ValueError(
+                f"delta_timestamps['{key}']: {delta} s is not a multiple of 1/{fps} s (nearest {offset / fps:.6f} s); "
+                f"use multiples of the frame time"
+            )
+    return offsets

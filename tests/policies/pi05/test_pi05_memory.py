@@ -14,8 +14,9 @@ from tensor_bytes import TensorBytes, bytes_of
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions
 from vlatune.policies.pi05 import module as pi05_module
-from vlatune.policies.pi05.load import add_adapters, plan_policy, set_trainable
+from vlatune.policies.pi05.load import plan_policy
 from vlatune.policies.pi05.module import load_pi05
+from vlatune.policies.pi05.trainable import add_adapters, set_trainable
 from vlatune.recipes import get_recipe
 
 DOCS = Path(__file__).parents[3] / "docs" / "memory.md"

@@ -27,7 +27,7 @@ from vlatune.batch import TIME
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.forward import encode_time
-from vlatune.policies.pi05.load import set_trainable
+from vlatune.policies.pi05.trainable import set_trainable
 from vlatune.train.worker.device import deterministic_kernels
 
 

@@ -24,9 +24,9 @@ from pi05_parity import (
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions
 from vlatune.policies.flow_matching import FlowSpec
-from vlatune.policies.pi05.load import add_adapters, set_trainable
 from vlatune.policies.pi05.module import Pi05Module
 from vlatune.policies.pi05.size import Pi05Size, building_at
+from vlatune.policies.pi05.trainable import add_adapters, set_trainable
 
 SIZE = Pi05Size(depth=2, mlp_dim=4096, expert_mlp_dim=2048, vision_depth=1, vision_mlp_dim=1152, vocab_size=256)
 CAMERA = "observation.images.top"

@@ -28,8 +28,8 @@ from vlatune.bench.step.step_meter import StepTime, copies_hidden_share, peak_by
 from vlatune.bench.step.step_ways import LeRobotWay, OurWay, make_accelerator
 from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.load import TRAINED as TRAIN_WAYS
 from vlatune.policies.pi05.module import Pi05Module, load_pi05
+from vlatune.policies.pi05.trainable import TRAINED as TRAIN_WAYS
 from vlatune.train.worker.device import set_performance_flags
 
 FROZEN_PREFIX = ("heads", "expert")

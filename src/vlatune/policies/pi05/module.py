@@ -13,23 +13,10 @@ from torch import Tensor, nn
 
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
-from vlatune.policies.pi05.forward import (
-    compute_prefix,
-    expert_layer,
-    flow_losses,
-    how_to_run,
-    make_time_scale,
-    prefix_layer,
-)
-from vlatune.policies.pi05.load import (
-    TRAIN_PREFIX,
-    add_adapters,
-    load_policy,
-    make_whole,
-    merge_adapters,
-    set_trainable,
-    trains_tower,
-)
+from vlatune.policies.pi05.forward import compute_prefix, flow_losses, make_time_scale
+from vlatune.policies.pi05.layers import expert_layer, how_to_run, prefix_layer
+from vlatune.policies.pi05.load import load_policy, make_whole
+from vlatune.policies.pi05.trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable, trains_tower
 
 
 class Pi05Module(nn.Module):

@@ -1,0 +1,122 @@
+"""One layer of PI0.5, split in two: the prefix's part and the action expert's, on LeRobot's own layer modules.
+
+LeRobot runs pictures, prompt and actions through one joint attention per layer. No picture or prompt token looks at an
+action token, so the prefix's keys and values can be computed by themselves, once for any number of action chunks and
+without gradients where nothing of them trains; the expert then looks at [prefix, own]. Every operation is LeRobot's, in
+its order and dtype, but for the attention itself, which is PyTorch's fused one.
+
+Shapes: B batch, N tokens of this part, S tokens that are looked at, D width, H query heads, E size of a head. There is
+one key/value head, and what is looked at depends on the key alone, so heads are folded into tokens: nothing is repeated.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma.modeling_gemma import rotate_half
+
+ADAPTER = "default"
+"""PEFT's name for the one adapter that a layer may carry."""
+
+
+class Rope(NamedTuple):
+    """Rotary position code of a part's tokens, (B, 1, N, E) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class KeyValue(NamedTuple):
+    """(B, 1, S, E) each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def make_rope(rotary: Any, positions_BN: Tensor, dtype: torch.dtype) -> Rope:
+    """Once for all layers; LeRobot makes the same in every layer."""
+    cos_BNE, sin_BNE = rotary(positions_BN.new_empty(0, dtype=dtype), positions_BN)
+    return Rope(cos_BNE[:, None], sin_BNE[:, None])
+
+
+def prefix_key_value(layer: Any, hidden_BND: Tensor, rope: Rope) -> KeyValue:
+    """All that the last layer is asked for: its output would be thrown away."""
+    normed_BND, _ = layer.input_layernorm(hidden_BND)
+    return _key_value(layer.self_attn, normed_BND, rope)
+
+
+def prefix_layer(layer: Any, hidden_BND: Tensor, rope: Rope, valid_BS: Tensor) -> tuple[Tensor, KeyValue]:
+    normed_BND, _ = layer.input_layernorm(hidden_BND)
+    own = _key_value(layer.self_attn, normed_BND, rope)
+    seen_BND = _attend(layer.self_attn, normed_BND, rope, own, valid_BS)
+    hidden_BND = hidden_BND + seen_BND
+    normed_BND, _ = layer.post_attention_layernorm(hidden_BND)
+    return hidden_BND + _mlp(layer.mlp, normed_BND), own
+
+
+def expert_layer(
+    layer: Any, hidden_BND: Tensor, time_BD: Tensor, rope: Rope, prefix: KeyValue, valid_BS: Tensor
+) -> Tensor:
+    normed_BND, gate_B1D = layer.input_layernorm(hidden_BND, cond=time_BD)
+    own = _key_value(layer.self_attn, normed_BND, rope)
+    both = KeyValue(torch.cat([prefix.keys, own.keys], dim=2), torch.cat([prefix.values, own.values], dim=2))
+    hidden_BND = hidden_BND + _attend(layer.self_attn, normed_BND, rope, both, valid_BS) * gate_B1D
+    normed_BND, gate_B1D = layer.post_attention_layernorm(hidden_BND, cond=time_BD)
+    return hidden_BND + _mlp(layer.mlp, normed_BND) * gate_B1D
+
+
+def project(linear: Any, x: Tensor) -> Tensor:
+    """A linear layer in the dtype of `x`. What trains is kept in float32 and rounded here, as a bfloat16 model's is.
+
+    An adapter is computed in the same dtype: PEFT's own forward would keep a float32 copy of `x` for each layer.
+    """
+    adapted = hasattr(linear, "lora_A")
+    weight = linear.base_layer.weight if adapted else linear.weight
+    out = functional.linear(x, weight.to(x.dtype))
+    if not adapted:
+        return out
+    low = functional.linear(x, linear.lora_A[ADAPTER].weight.to(x.dtype))
+    return out + functional.linear(low, linear.lora_B[ADAPTER].weight.to(x.dtype)) * linear.scaling[ADAPTER]
+
+
+def how_to_run[**P, R](layer_function: Callable[P, R], *, compiled: bool, checkpointed: bool) -> Callable[P, R]:
+    """Compiled once and used for every layer of its kind; activations dropped and computed again where asked for."""
+    run: Callable[P, R] = torch.compile(layer_function) if compiled else layer_function
+    if not checkpointed:
+        return run
+
+    def run_checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Nothing here is random, and saving the generator's state would wait for the device.
+        kept: Any = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return kept
+
+    return run_checkpointed
+
+
+def _key_value(attention: Any, normed_BND: Tensor, rope: Rope) -> KeyValue:
+    keys_B1NE = project(attention.k_proj, normed_BND)[:, None]
+    values_B1NE = project(attention.v_proj, normed_BND)[:, None]
+    return KeyValue(_rotate(keys_B1NE, rope), values_B1NE)
+
+
+def _attend(attention: Any, normed_BND: Tensor, rope: Rope, seen: KeyValue, valid_BS: Tensor) -> Tensor:
+    batch, tokens, _ = normed_BND.shape
+    head = attention.head_dim
+    queries_BHNE = project(attention.q_proj, normed_BND).view(batch, tokens, -1, head).transpose(1, 2)
+    folded_B1QE = _rotate(queries_BHNE, rope).reshape(batch, 1, -1, head)
+    out_B1QE = functional.scaled_dot_product_attention(
+        folded_B1QE, seen.keys, seen.values, attn_mask=valid_BS[:, None, None, :], scale=attention.scaling
+    )
+    out_BNHE = out_B1QE.view(batch, -1, tokens, head).transpose(1, 2)
+    return project(attention.o_proj, out_BNHE.reshape(batch, tokens, -1))
+
+
+def _rotate(x_BHNE: Tensor, rope: Rope) -> Tensor:
+    return x_BHNE * rope.cos + rotate_half(x_BHNE) * rope.sin
+
+
+def _mlp(mlp: Any, x_BND: Tensor) -> Tensor:
+    return project(mlp.down_proj, mlp.act_fn(project(mlp.gate_proj, x_BND)) * project(mlp.up_proj, x_BND))
