@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from repository_files import repository_files
 from test_layering import LAYERS, LEVEL, MODULES, SRC, ours, room_of
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -96,3 +97,16 @@ def test_the_picture_of_dataset_has_the_real_imports() -> None:
     modules = [name for name in MODULES if name.startswith("vlatune.dataset.")]
     real = real_arrows(modules, dataset_room)
     assert arrows("in dataset") == real, f"docs/architecture.md: the picture should be\n{as_drawn(real)}"
+
+
+PAGES = [*sorted(DOCS.glob("*.md")), *(DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+NOT_OURS = {"file.py", "toy_policy/__init__.py", "toy_policy/adapter.py", "toy_policy/module.py"}
+"""An example of how to write a reference, and the files of a policy that the reader writes."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    files = [path.as_posix() for path in repository_files()]
+    named = re.findall(r"`([\w/]+\.py)\b[^`]*`", page.read_text(encoding="utf-8"))
+    lost = {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)} - NOT_OURS
+    assert not lost, f"{page.name} names {', '.join(sorted(lost))}: where has it moved to?"
