@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vlatune.dataset.synthetic import generate as world
-from vlatune.dataset.synthetic.generate import CAMERAS, COLOURS, TASKS, make_episode
+from vlatune.dataset.synthetic import world
+from vlatune.dataset.synthetic.world import CAMERAS, COLOURS, TASKS, make_episode
 
 NUM_FRAMES, FPS = 16, 10
 
