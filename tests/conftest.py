@@ -84,7 +84,7 @@ def _has_cluster() -> bool:
 @pytest.fixture(autouse=True)
 def _ordinary_process() -> Iterator[None]:
     """An encoder that others run in this process must not leave it, and all that it starts, a real-time one."""
-    from vlatune.dataset.video_writer import own_schedule
+    from vlatune.dataset.synthetic.writer import own_schedule
 
     with own_schedule():
         yield
@@ -105,7 +105,7 @@ def dataset_v21(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_base(dataset_v3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small PI0.5 with random weights for the cameras and tasks of the datasets, as a LeRobot folder."""
-    from vlatune.dataset.meta import load_meta
+    from vlatune.dataset.meta.dataset_meta import load_meta
     from vlatune.policies.pi05.small import make_small_pi05
 
     meta = load_meta(str(dataset_v3))
@@ -157,7 +157,7 @@ def _restored_random_state() -> Iterator[None]:
 
 
 def _made(folder: Path, *, version: str) -> Path:
-    from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+    from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 
     make_dataset(folder, SyntheticSpec(episodes=7, frames=12, vary_length=True, episodes_per_file=3, version=version))
     return folder

@@ -9,7 +9,7 @@ import pytest
 
 from vlatune import demo
 from vlatune.config import DatasetConfig, RunConfig
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.files import whole_folder
 from vlatune.policies.registry import get_adapter
 from vlatune.train.driver.folder_checks import check_run
@@ -54,7 +54,7 @@ def test_a_run_that_was_broken_off_while_it_made_its_base_makes_it_anew(tmp_path
 
 def test_a_dataset_that_was_broken_off_is_made_anew_and_is_in_nobodys_way(tmp_path, monkeypatch):
     folder = tmp_path / "dataset"
-    run_and_die(f"vlatune.demo.ensure_dataset(Path({str(folder)!r}), 0)", "vlatune.dataset.synthetic._film")
+    run_and_die(f"vlatune.demo.ensure_dataset(Path({str(folder)!r}), 0)", "vlatune.dataset.synthetic.generate._film")
     assert list(tmp_path.iterdir())  # half of it lies aside
     monkeypatch.setattr(demo, "EPISODES", 2)
     demo.ensure_dataset(folder, seed=0)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from vlatune.dataset.storage_options import secrets_in
+from vlatune.dataset.storage.storage_options import secrets_in
 from vlatune.outgoing import SECRET_WORDS, has_secret, printable, redacted, say
 
 SRC = Path(__file__).parents[1] / "src" / "vlatune"
 OTHERS = {
     "outgoing.py": "the one place",
     "cli.py": "JSON, which escapes by itself, our own help, and counts",
-    "dataset/health.py": "counts",
+    "dataset/health/bad_episodes.py": "counts",
     "inspect/text.py": "a table into a string, of cells that are cleaned",
     "train/driver/progress.py": "numbers, beside a bar",
 }

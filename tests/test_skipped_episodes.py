@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.dataset.health import BadEpisode
+from vlatune.dataset.health.bad_episodes import BadEpisode
 from vlatune.report.run_folder import SKIPPED_FILE
 from vlatune.run_setup import Setup, make_setup, read_skipped, write_skipped
 

@@ -55,20 +55,20 @@ def demo(options: DemoConfig) -> None:
 
 
 def make_dataset(spec: Any, folder: str) -> None:
-    from vlatune.dataset import synthetic
+    from vlatune.dataset.synthetic import generate
 
     def show(episode_index: int) -> None:
         if sys.stderr.isatty():
             end = "\n" if episode_index + 1 == spec.episodes else ""
             print(f"\rvlatune: episode {episode_index + 1} of {spec.episodes}", end=end, file=sys.stderr, flush=True)
 
-    synthetic.make_dataset(Path(folder), spec, on_episode=show)
+    generate.make_dataset(Path(folder), spec, on_episode=show)
     say(f"{folder}: {spec.episodes} episodes")
 
 
 def inspect(options: Any, *datasets: str) -> int:
-    from vlatune.inspect.command import check_names, command_text, train_command
     from vlatune.inspect.inspection import inspect_dataset, write_dataset_checksums
+    from vlatune.inspect.text import check_names, command_text, train_command
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty() and options.videos:
@@ -203,7 +203,7 @@ def _inspect_options() -> type:
 
 
 def _synthetic_spec() -> type:
-    from vlatune.dataset.synthetic import SyntheticSpec
+    from vlatune.dataset.synthetic.generate import SyntheticSpec
 
     return SyntheticSpec
 

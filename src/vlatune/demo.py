@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.config import DemoConfig, EvalConfig, RunConfig
-from vlatune.dataset.meta import load_meta
-from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
 from vlatune.outgoing import say

@@ -13,20 +13,24 @@ import numpy as np
 
 from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig
-from vlatune.dataset.feature_map import with_names
-from vlatune.dataset.feature_specs import camera_spec, vector_spec
-from vlatune.dataset.health import BadEpisode, check_first, find_bad_episodes, leave_out, print_progress, without
-from vlatune.dataset.meta import DatasetMeta, check_complete, load_meta
-from vlatune.dataset.mixture import Mixture
-from vlatune.dataset.order import OrderSpec, check_order, choose_lanes
+from vlatune.dataset.features import camera_spec, vector_spec, with_names
+from vlatune.dataset.health.bad_episodes import (
+    BadEpisode,
+    check_first,
+    find_bad_episodes,
+    leave_out,
+    print_progress,
+    without,
+)
+from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
+from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats
+from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
+from vlatune.dataset.order.select import Selection, hold_out, select_episodes
 from vlatune.dataset.reader import ReadSpec, augmented
-from vlatune.dataset.resize import Letterbox
-from vlatune.dataset.select import Selection, hold_out, select_episodes
-from vlatune.dataset.stats import feature_stats, has_stats, picture_stats
-from vlatune.dataset.stats_check import check_stats
-from vlatune.dataset.stats_rows import doubts, look_at_rows
-from vlatune.dataset.storage import Root
-from vlatune.dataset.storage_options import parse_storage_options
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.storage.storage_options import parse_storage_options
+from vlatune.dataset.video.resize import Letterbox
 from vlatune.files import read_json, write_json
 from vlatune.outgoing import warn
 from vlatune.pipeline.plan import DataPlan
@@ -197,7 +201,7 @@ def _usable_episodes(
 def dataset_roots(config: RunConfig) -> tuple[str, ...]:
     if config.dataset.root:
         return config.dataset.root
-    from vlatune.dataset.hub import fetch_dataset
+    from vlatune.dataset.storage.hub import fetch_dataset
 
     assert config.dataset.repo_id is not None  # validate() has asked for one of the two
     return (str(fetch_dataset(config.dataset.repo_id, config.dataset.revision)),)

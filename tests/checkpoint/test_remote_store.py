@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dataset.loopback_s3 import BUCKET, Fault, Proxy, put
+from dataset.storage.loopback_s3 import BUCKET, Fault, Proxy, put
 from kill_at_phase import content, save_twice
 from safetensors.numpy import load_file, save_file
 from upload_server import environment, running_upload_server
@@ -17,7 +17,7 @@ from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
 from vlatune.checkpoint.manifest import MANIFEST, PHASES
 from vlatune.checkpoint.remote_store import RemoteStore
 from vlatune.checkpoint.store import find_newest, open_store, write_checkpoint
-from vlatune.dataset import remote_file, remote_retry
+from vlatune.dataset.storage import remote_file, remote_retry
 from vlatune.errors import RunStoppedError
 
 WEIGHTS = np.arange(30_000, dtype=np.float32)

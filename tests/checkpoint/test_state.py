@@ -10,8 +10,19 @@ from safetensors.torch import load_file
 from small_run import SmallRun, make_finished, running, small_config
 from torch import nn
 
-from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng
-from vlatune.checkpoint.state import EMA, OPTIMIZER, TRAINABLE, load_ema, load_optimizer, load_result, load_trainable
+from vlatune.checkpoint.state import (
+    EMA,
+    OPTIMIZER,
+    RNG,
+    TRAINABLE,
+    get_rng,
+    load_ema,
+    load_optimizer,
+    load_result,
+    load_rng,
+    load_trainable,
+    set_rng,
+)
 from vlatune.checkpoint.state_file import TrainState, parse_state, read_state, state_bytes
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import OptimizerConfig, RunConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 
-from dataset.loopback_s3 import ACCESS_KEY, SECRET_KEY, Handler, Proxy, put
+from dataset.storage.loopback_s3 import ACCESS_KEY, SECRET_KEY, Handler, Proxy, put
 from moto.server import ThreadedMotoServer
 
 

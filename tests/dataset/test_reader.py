@@ -14,9 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from vlatune.batch import Columns, check_columns
-from vlatune.dataset import video
-from vlatune.dataset.frame_id import read_frame_id
-from vlatune.dataset.meta import DatasetMeta, load_meta
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import (
     CameraSpec,
     ReadSpec,
@@ -27,8 +25,10 @@ from vlatune.dataset.reader import (
     read_into,
     read_unit,
 )
-from vlatune.dataset.resize import letterbox_box
-from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.dataset.synthetic.frame_id import read_frame_id
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
+from vlatune.dataset.video import decoder as video
+from vlatune.dataset.video.resize import letterbox_box
 
 HORIZON = 5
 TOP = "observation.images.top"

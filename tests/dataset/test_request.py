@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.request import Request, make_deliveries
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlatune.dataset.windows import offsets_from_timestamps, window_frames
+from vlatune.dataset.reader import offsets_from_timestamps, window_frames
 
 unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 

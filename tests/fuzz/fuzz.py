@@ -60,8 +60,8 @@ def _make_honest(folder: Path) -> None:
     from honest_run import make_run
 
     from vlatune import cli
-    from vlatune.dataset.meta import load_meta
-    from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+    from vlatune.dataset.meta.dataset_meta import load_meta
+    from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
     from vlatune.policies.pi05.small import make_small_pi05
 
     spec = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}
@@ -114,7 +114,7 @@ def read_run(run: Path, dataset: Path, base: Path) -> None:
     from vlatune.policies.pi05.adapter import SCHEMA
     from vlatune.report.html import write_report
     from vlatune.report.run_folder import read_config
-    from vlatune.train.driver.resume_point import find_resume_point
+    from vlatune.train.driver.resume_rules import find_resume_point
 
     config = RunConfig(
         dataset=DatasetConfig(root=(str(dataset),), run_length=4, window_rows=8),
@@ -166,9 +166,8 @@ def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
 
 def _read(folder: Path, kind: str, changed: Path) -> bool:
     """Whether other rows came out than of the honest one."""
-    from vlatune.inspect.command import command_text
     from vlatune.inspect.inspection import inspect_dataset
-    from vlatune.inspect.text import inspection_text
+    from vlatune.inspect.text import command_text, inspection_text
 
     if kind == "run":
         read_run(changed, folder / "dataset", folder / "base")

@@ -410,8 +410,8 @@ def test_it_is_refused_and_nothing_else_happens(case: Case, place: Place, capsys
 
 
 def test_a_picture_is_measured_before_it_is_decoded() -> None:
-    from vlatune.dataset.images import decode_image
-    from vlatune.dataset.video import VideoPlace
+    from vlatune.dataset.video.decoder import VideoPlace
+    from vlatune.dataset.video.images import decode_image
 
     data = a_png_of(13_000)
     assert len(data) < 600_000

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vlatune import cli
-from vlatune.dataset.listing import list_files, top_folder
-from vlatune.dataset.storage import Root
+from vlatune.dataset.meta.listing import list_files, top_folder
+from vlatune.dataset.storage.root import Root
 from vlatune.inspect.inspection import inspect_dataset
 from vlatune.inspect.problems import Problem
 from vlatune.inspect.text import inspection_text

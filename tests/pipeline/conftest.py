@@ -8,7 +8,7 @@ import pytest
 from feeding import all_rows, make_plan
 
 from vlatune.batch import Columns
-from vlatune.dataset.order import cursor_at, epoch_order, step_samples
+from vlatune.dataset.order.sample_order import cursor_at, epoch_order, step_samples
 from vlatune.pipeline.feed import Feed
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import apply_all

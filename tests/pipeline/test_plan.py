@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlatune.dataset.order import OrderSpec, _generator, epoch_order, step_samples
-from vlatune.dataset.runs import cut_runs
+from vlatune.dataset.order.sample_order import OrderSpec, _generator, cut_runs, epoch_order, step_samples
 from vlatune.pipeline.plan import MAX_GAP, Piece, Share, plan_pieces, reorder_rows
 from vlatune.pipeline.source import cut_units
 

@@ -17,11 +17,11 @@ import pytest
 from ray.data.block import BlockAccessor
 
 import vlatune
-from vlatune.dataset import tables
-from vlatune.dataset.frame_id import draw_frame_id, read_frame_id
-from vlatune.dataset.meta import load_meta
-from vlatune.dataset.resize import letterbox_box
-from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.storage import tables
+from vlatune.dataset.synthetic.frame_id import draw_frame_id, read_frame_id
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
+from vlatune.dataset.video.resize import letterbox_box
 from vlatune.pipeline.read_lerobot import LeRobotSource
 
 PARTITIONINGS = ("episode", "file_group", "chain", "sequential", "row_block")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repository_files import ROOT
 
-from vlatune.dataset.order import OrderSpec, choose_lanes, epoch_order
+from vlatune.dataset.order.sample_order import OrderSpec, choose_lanes, epoch_order
 from vlatune.dataset.reader import Unit
 from vlatune.pipeline.host import Host
 from vlatune.pipeline.memory import STORE_SHARE

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.data.block import BlockAccessor
 
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, Unit, VectorSpec, make_unit, read_unit
 from vlatune.pipeline import source as source_module
 from vlatune.pipeline.source import READ_S, UnitSource, cut_tasks, cut_units, read_blocks, staggered, to_table

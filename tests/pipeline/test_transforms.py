@@ -19,7 +19,7 @@ from lerobot.processor import (
 )
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns, check_columns
-from vlatune.dataset.meta import DatasetMeta, load_meta
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec, make_unit, read_unit
 from vlatune.pipeline.transforms import Normalise, Rename, Select, apply_all
 from vlatune.policies.base import Draw, bind

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from summaries import summary
 
-from vlatune.dataset.shuffle_meter import Figure, Shuffle
+from vlatune.dataset.order.shuffle_meter import Figure, Shuffle
 from vlatune.report.html import shuffle_meaning, shuffle_table, write_report
 from vlatune.report.summary import write_summary
 

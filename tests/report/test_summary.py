@@ -5,7 +5,7 @@ import json
 import pytest
 from summaries import WHOLE, summary
 
-from vlatune.dataset.shuffle_meter import Figure, Shuffle
+from vlatune.dataset.order.shuffle_meter import Figure, Shuffle
 from vlatune.report.summary import Summary, read_summary, write_summary
 
 SHUFFLE = Shuffle(32, 1800, Figure(29.9, 29.65), Figure(0.0001, 0.0), Figure(10.0, 548.0), 0.92).to_json()

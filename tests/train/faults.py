@@ -77,7 +77,7 @@ def arm(faults: Faults) -> None:
     from vlatune.checkpoint.background_writer import BackgroundWriter
     from vlatune.train.worker.loop import Worker
     from vlatune.train.worker.metrics_logger import MetricsLogger
-    from vlatune.train.worker.optimizer_step import Updater
+    from vlatune.train.worker.optimizer import Updater
 
     def before(owner: Any, name: str, act: Callable[[Any], None]) -> None:
         real = getattr(owner, name)

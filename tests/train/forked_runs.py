@@ -29,7 +29,7 @@ from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.pi05 import load as pi05_load
 from vlatune.policies.pi05 import module as pi05_module
-from vlatune.train.driver.resume_point import find_resume_point
+from vlatune.train.driver.resume_rules import find_resume_point
 from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlatune.dataset.writer import DatasetFormat, DatasetWriter
-from vlatune.dataset.writer_layout import plan_places
+from vlatune.dataset.synthetic.writer import DatasetFormat, DatasetWriter
+from vlatune.dataset.synthetic.writer_meta import plan_places
 
 FPS, SIDE = 10, 64
 

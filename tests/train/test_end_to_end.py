@@ -16,7 +16,7 @@ import ray
 from vlatune import cli
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl

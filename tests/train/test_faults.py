@@ -12,7 +12,7 @@ from pathlib import Path
 import faults as faults_module
 import pytest
 from checkpoint.upload_server import environment, running_upload_server
-from dataset.loopback_s3 import BUCKET
+from dataset.storage.loopback_s3 import BUCKET
 from faults import POINTS, SAVE_POINTS, Fault, worker_with
 
 from vlatune.checkpoint.store import list_checkpoints

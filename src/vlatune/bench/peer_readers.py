@@ -23,9 +23,9 @@ from ray.data.datasource import Datasource, ReadTask
 
 from vlatune.bench.harness import CannotRunError
 from vlatune.bench.options import FeedBench, ReaderBench
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.parquet import opened
-from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.storage.parquet import opened
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.ray_internals import init_options, make_block
 
 

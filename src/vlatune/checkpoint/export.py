@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.checkpoint.base_weights import base_weights
 from vlatune.checkpoint.manifest import share
 from vlatune.checkpoint.policy_files import CONFIG, PREPROCESSOR, TOKENIZER_FOLDER, read_policy_files, rename_map
 from vlatune.checkpoint.state_file import TrainState, read_state
@@ -25,7 +24,7 @@ from vlatune.config import ExportConfig, RunConfig
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync, whole_folder
 from vlatune.flags import config_from_dict
 from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec
-from vlatune.policies.base_folder import resolve_folder
+from vlatune.policies.base_folder import base_weights, resolve_folder
 from vlatune.policies.processors import is_hub_name
 from vlatune.policies.registry import get_adapter
 from vlatune.report.run_folder import read_config
@@ -144,8 +143,7 @@ def make_binding(stored: Mapping[str, Any]) -> Binding:
 
 def write_weights(plan: Plan, aside: Path) -> str:
     """The base's weights with what was trained in their place, or the adapters alone. Says which weights it took."""
-    from vlatune.checkpoint.peft_layout import write_adapter
-    from vlatune.checkpoint.state import load_result
+    from vlatune.checkpoint.state import load_result, write_adapter
 
     policy = plan.config.policy
     options = replace(ModuleOptions.of(policy), compile=False, gradient_checkpointing=False)
@@ -171,7 +169,7 @@ def write_rest(plan: Plan, aside: Path, folder: Path) -> bool:
     config = read_json(aside, CONFIG)
     (aside / CONFIG).write_text(json.dumps({key: config[key] for key in config if key in known}, indent=2))
     if plan.options.adapter:
-        from vlatune.checkpoint.peft_layout import mark_config
+        from vlatune.checkpoint.state import mark_config
 
         mark_config(aside / CONFIG)
     for name in plan.adapter.carried_files:

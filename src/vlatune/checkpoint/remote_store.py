@@ -26,8 +26,8 @@ from vlatune.checkpoint.manifest import (
     hash_stream,
     parse_manifest,
 )
-from vlatune.dataset.remote_retry import retried
-from vlatune.dataset.storage import Root
+from vlatune.dataset.storage.remote_retry import retried
+from vlatune.dataset.storage.root import Root
 from vlatune.files import refuse_link
 
 MIN_UPLOAD_BYTES_PER_S = 1_000_000

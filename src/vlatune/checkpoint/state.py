@@ -1,12 +1,31 @@
-"""The tensors of a checkpoint: what trains, its average if there is one, and the optimizer's. safetensors, no pickle."""
+"""The tensors of a checkpoint: what trains, its average if there is one, the optimizer's, and the random generators'.
+safetensors, no pickle.
 
-from collections.abc import Mapping
+An export has the adapters of a LoRA run by themselves, in PEFT's layout: LeRobot puts them onto the base when it loads the folder.
+
+    adapter_config.json  adapter_model.safetensors  config.json with use_peft  processors
+
+The heads, which are trained whole, go along as PEFT's `modules_to_save`.
+
+The random generators of a rank (python, NumPy, torch, CUDA) become plain arrays, and back. The order of samples and the noise of flow matching are pure functions of the seed and a place and need none of this;
+dropout and whatever a policy draws by itself do. They are stored as one tensor per generator with a row per
+rank.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from vlatune.config import PolicyConfig
 from vlatune.files import real_path
 
 TRAINABLE = "trainable.safetensors"
@@ -103,3 +122,81 @@ def _names_in_order(trainable: Tensors, optimizer: torch.optim.Optimizer) -> lis
     """Names of the optimizer's parameters as it numbers them: group by group."""
     names = {id(parameter): name for name, parameter in trainable.items()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."
+"""PEFT's name for the model that it wraps."""
+
+
+def write_adapter(policy: Any, folder: Path, config: PolicyConfig) -> None:
+    """`policy` is LeRobot's, with PEFT's layers in it and the trained values in place."""
+    trained = {name: value.detach() for name, value in policy.named_parameters() if value.requires_grad}
+    heads = sorted({name.split(".")[-2] for name in trained if ".lora_" not in name})
+    found = policy.peft_config["default"]
+    found.modules_to_save = heads
+    found.inference_mode = True
+    found.base_model_name_or_path, found.revision = config.path, config.revision
+    found.save_pretrained(str(folder))
+    save_file(adapter_tensors(trained), folder / ADAPTER_WEIGHTS)
+
+
+def adapter_tensors(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under PEFT's names: an adapter's own name is no part of them in a file."""
+    return {ADAPTER_PREFIX + name.replace(".default.", "."): value.contiguous() for name, value in trained.items()}
+
+
+def mark_config(file: Path) -> None:
+    """Tell LeRobot that the weights beside this config are an adapter's."""
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"use_peft": True}, indent=2))
+
+
+RNG = "rng.safetensors"
+Arrays = dict[str, np.ndarray]
+
+
+def seed_all(seed: int) -> None:
+    """All generators of this process begin anew."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def get_rng(device: torch.device) -> Arrays:
+    """This process's generators; a reading of the CUDA one waits for nothing."""
+    _, words, gauss = random.getstate()
+    kind, key, position, has_gauss, cached = np.random.get_state()
+    assert kind == "MT19937"  # NumPy's legacy generator has no other
+    found = {
+        "python": np.array(words, dtype=np.uint32),
+        "python_gauss": np.array([gauss is not None, gauss or 0.0], dtype=np.float64),
+        "numpy": np.asarray(key, dtype=np.uint32),
+        "numpy_gauss": np.array([position, has_gauss, cached], dtype=np.float64),
+        "torch": torch.get_rng_state().numpy(),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device).numpy()
+    return found
+
+
+def set_rng(states: Mapping[str, np.ndarray], device: torch.device) -> None:
+    has_gauss, gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss if has_gauss else None))
+    position, numpy_gauss, cached = states["numpy_gauss"].tolist()
+    np.random.set_state(("MT19937", states["numpy"], int(position), int(numpy_gauss), cached))
+    torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(torch.from_numpy(states["cuda"].copy()), device)
+
+
+def stack_rng(by_rank: Sequence[Arrays]) -> Arrays:
+    """The states of all ranks -> one array per generator, its first axis the rank."""
+    return {name: np.stack([states[name] for states in by_rank]) for name in by_rank[0]}
+
+
+def load_rng(folder: Path, rank: int, num_workers: int) -> Arrays | None:
+    """A rank's states; None when the checkpoint was made by another number of workers."""
+    stored = load_file(real_path(folder, RNG))
+    if len(stored["torch"]) != num_workers:
+        return None
+    return {name: value[rank] for name, value in stored.items()}

@@ -36,7 +36,7 @@ def open_store(run_dir: Path, storage_path: str | None) -> Store:
     if storage_path is None:
         return LocalStore(run_dir / "checkpoints")
     from vlatune.checkpoint.remote_store import RemoteStore
-    from vlatune.dataset.storage import Root
+    from vlatune.dataset.storage.root import Root
 
     url = f"{storage_path.rstrip('/')}/{run_dir.resolve().name}/checkpoints"
     try:

@@ -3,6 +3,13 @@
 A unit is some frames of one episode, in rising order. Each camera's mp4 is opened once per unit; pictures in
 parquet are streamed from it. Nothing here knows of Ray, torch or the policy: `ReadSpec` says what is wanted, `Unit` says where it lies, and
 `read_into` fills rows of columns that `allocate` made.
+
+Windows, from a frame and its offsets to row numbers and pad masks:
+
+    episode of 5 frames, offsets 0..3, frame 3:   frames 3 4 4 4   pad . . x x
+                                                             ^clamped to the last frame
+
+LeRobot clamps at both ends of the episode and marks what it clamped; so do we.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +18,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vlatune.batch import SLOT, TASK, Columns
-from vlatune.dataset.images import read_images_into
-from vlatune.dataset.listing import missing_remedy
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.recorded import Recorded
-from vlatune.dataset.resize import CENTRED, Letterbox, PictureTransform
-from vlatune.dataset.row_checks import check_finite, check_index, check_length, check_tasks, check_times, check_vector
-from vlatune.dataset.storage import Root
-from vlatune.dataset.tables import read_rows
-from vlatune.dataset.video import VideoPlace, decode_into
-from vlatune.dataset.windows import window_frames
+from vlatune.dataset.health.row_checks import (
+    check_finite,
+    check_index,
+    check_length,
+    check_tasks,
+    check_times,
+    check_vector,
+)
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.meta.listing import missing_remedy
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.storage.tables import read_rows
+from vlatune.dataset.video.decoder import VideoPlace, decode_into
+from vlatune.dataset.video.images import read_images_into
+from vlatune.dataset.video.recorded import Recorded
+from vlatune.dataset.video.resize import CENTRED, Letterbox, PictureTransform
 
 INDEX_COLUMNS = ("index", "episode_index", "frame_index", "timestamp", "task_index")
 
@@ -259,3 +272,22 @@ def _read_frames(
             decode_into(opened, wanted_s, out, tolerance_s=spec.tolerance_s, place=place)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; {missing_remedy(spec.root, file)}") from error
+
+
+def window_frames(frame_index_N: np.ndarray, offsets_T: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Frame numbers (N, T) inside an episode of `length` frames, and True where the offset left the episode."""
+    wanted_NT = frame_index_N[:, None] + np.asarray(offsets_T, dtype=np.int64)[None, :]
+    is_pad_NT = (wanted_NT < 0) | (wanted_NT >= length)
+    return np.clip(wanted_NT, 0, length - 1), is_pad_NT
+
+
+def offsets_from_timestamps(deltas_s: Sequence[float], fps: float, tolerance_s: float, key: str) -> tuple[int, ...]:
+    """Offsets in frames for offsets in seconds, refused where a delta does not lie on the frame grid."""
+    offsets = tuple(round(delta * fps) for delta in deltas_s)
+    for delta, offset in zip(deltas_s, offsets, strict=True):
+        if abs(delta - offset / fps) > tolerance_s:
+            raise ValueError(
+                f"delta_timestamps['{key}']: {delta} s is not a multiple of 1/{fps} s (nearest {offset / fps:.6f} s); "
+                f"use multiples of the frame time"
+            )
+    return offsets

@@ -13,11 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from vlatune.batch import ACTION, STATE, TASK
-from vlatune.dataset.feature_map import RESERVED, check_map, delivered_names
-from vlatune.dataset.feature_specs import camera_spec, numpy_type, vector_spec
-from vlatune.dataset.meta import DatasetMeta, Feature
-from vlatune.dataset.reader import ReadSpec, allocate
-from vlatune.dataset.windows import offsets_from_timestamps
+from vlatune.dataset.features import RESERVED, camera_spec, check_map, delivered_names, numpy_type, vector_spec
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature
+from vlatune.dataset.reader import ReadSpec, allocate, offsets_from_timestamps
 from vlatune.errors import did_you_mean
 
 MAPS = "rename_map or feature_map"

@@ -19,8 +19,8 @@ from vlatune.checkpoint.local_store import folder_name
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import Store, choose, open_store
 from vlatune.config import EvalConfig, validate_eval
+from vlatune.dataset.meta.stats import feature_stats
 from vlatune.dataset.reader import allocate, make_unit, read_into
-from vlatune.dataset.stats import feature_stats
 from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
 from vlatune.files import write_json
 from vlatune.outgoing import warn

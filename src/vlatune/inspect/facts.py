@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.meta_info import CAMERA_DTYPES, MAX_FPS, MIN_FPS
-from vlatune.dataset.meta_v21 import EPISODES, read_lines
-from vlatune.dataset.parquet import check_columns, opened
-from vlatune.dataset.recorded import camera_fps
-from vlatune.dataset.storage import Root
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.meta.meta_info import CAMERA_DTYPES, MAX_FPS, MIN_FPS
+from vlatune.dataset.meta.meta_v21 import EPISODES, read_lines
+from vlatune.dataset.storage.parquet import check_columns, opened
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.video.recorded import camera_fps
 from vlatune.inspect.problems import degenerate_dims, is_normalised, nan_dims
 from vlatune.inspect.videos import VideoFacts
 

@@ -9,20 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlatune.dataset.checksums import CHECKSUMS, write_checksums
-from vlatune.dataset.feature_map import own_map, with_names
-from vlatune.dataset.listing import list_files, top_folder
-from vlatune.dataset.meta import SUPPORTED, DatasetMeta, load_meta
-from vlatune.dataset.recorded import camera_fps
-from vlatune.dataset.storage import Root
+from vlatune.dataset.features import own_map, with_names
+from vlatune.dataset.health.checksums import CHECKSUMS, write_checksums
+from vlatune.dataset.meta.dataset_meta import SUPPORTED, DatasetMeta, load_meta
+from vlatune.dataset.meta.listing import list_files, top_folder
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.video.recorded import camera_fps
 from vlatune.files import parse_json
 from vlatune.inspect import facts
-from vlatune.inspect.data_files import data_problems
-from vlatune.inspect.layout import data_rows, file_problems, video_files
+from vlatune.inspect.data_files import data_problems, data_rows, file_problems, video_files
 from vlatune.inspect.problems import Problem, meta_problems, refusal
 from vlatune.inspect.row_stats import row_stats_problems
-from vlatune.inspect.spans import span_problems
-from vlatune.inspect.videos import VideoFacts, read_videos, video_problems
+from vlatune.inspect.videos import VideoFacts, read_videos, span_problems, video_problems
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.feature_map import ALIASES, as_flag, camera_name, likely_name
-from vlatune.dataset.meta import DatasetMeta, Feature
-from vlatune.dataset.stats_check import is_flat
+from vlatune.dataset.features import ALIASES, as_flag, camera_name, likely_name
+from vlatune.dataset.health.stats_check import is_flat
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature
 from vlatune.policies.registry import DEFAULT_TYPE, get_policy
 
 MAX_EXAMPLES = 10
@@ -59,7 +59,7 @@ def refusal(error: ValueError, url: str, *, place: str, expected: str) -> Proble
 
 
 def meta_problems(meta: DatasetMeta, info: Mapping[str, Any]) -> list[Problem]:
-    """All that can be told from the metadata but the times of videos (spans.py)."""
+    """All that can be told from the metadata but the times of videos (videos.py)."""
     named = {meta.names.get(name, name): feature for name, feature in meta.features.items()}
     return [
         *total_problems(meta, info),

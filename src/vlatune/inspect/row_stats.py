@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.feature_map import likely_name
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.stats_check import is_flat
-from vlatune.dataset.stats_rows import MAX_FILES, MAX_ROWS, RowsSeen, doubts, look_at_rows
+from vlatune.dataset.features import likely_name
+from vlatune.dataset.health.stats_check import MAX_FILES, MAX_ROWS, RowsSeen, doubts, is_flat, look_at_rows
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.inspect.problems import COMPUTE, Problem, dim_name, is_normalised, with_examples
 
 FIX = f"train with {COMPUTE}, which takes the statistics of all rows"

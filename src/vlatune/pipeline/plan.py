@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.order import OrderSpec, epoch_order
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.order.sample_order import OrderSpec, epoch_order
+from vlatune.dataset.order.select import Selection
 from vlatune.dataset.reader import ReadSpec, Unit, allocate, make_unit
-from vlatune.dataset.select import Selection
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.transforms import Transform, apply_all
 

@@ -16,7 +16,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from vlatune.batch import Columns
-from vlatune.dataset.partition import Span
+from vlatune.dataset.order.partition import Span
 from vlatune.dataset.reader import Unit, allocate, read_into
 from vlatune.dataset.request import Delivery
 from vlatune.pipeline.host import usable_cpus

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.dataset.health import BadEpisode, find_bad_episodes, leave_out, print_progress, skip_line
-from vlatune.dataset.meta import DatasetMeta, check_complete, load_meta
-from vlatune.dataset.partition import EpisodeFiles, Span, check_partitioning, cut_rows, partition
+from vlatune.dataset.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, print_progress, skip_line
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
+from vlatune.dataset.order.partition import EpisodeFiles, Span, check_partitioning, cut_rows, partition
+from vlatune.dataset.order.select import Selection, select_episodes
 from vlatune.dataset.reader import Unit, make_unit
 from vlatune.dataset.request import Delivery, Request, make_deliveries
-from vlatune.dataset.select import Selection, select_episodes
-from vlatune.dataset.storage import Root
+from vlatune.dataset.storage.root import Root
 from vlatune.pipeline.memory import MAX_BLOCK_BYTES
 
 TASK_BLOCKS = 32

@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.feature_map import RESERVED, as_flag, likely_name
-from vlatune.dataset.feature_specs import numpy_type
+from vlatune.dataset.features import RESERVED, as_flag, likely_name, numpy_type
 from vlatune.pipeline.transforms import Normalise
 from vlatune.policies.processors import CONFIG
 
 if TYPE_CHECKING:
     import torch
 
-    from vlatune.dataset.meta import DatasetMeta, Feature
-    from vlatune.dataset.resize import PictureTransform
+    from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature
+    from vlatune.dataset.video.resize import PictureTransform
     from vlatune.pipeline.transforms import Transform
     from vlatune.policies.processors import Schema
 

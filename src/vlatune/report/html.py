@@ -16,7 +16,6 @@ from typing import Any
 from vlatune.files import write_text
 from vlatune.report import plots
 from vlatune.report.chart import legend
-from vlatune.report.eval_samples import EvalSample, load_eval_samples, save_eval_samples
 from vlatune.report.formatting import (
     Html,
     format_bytes,
@@ -28,7 +27,7 @@ from vlatune.report.formatting import (
     shorten,
     tag,
 )
-from vlatune.report.run_folder import Checkpoints, Run, read_run
+from vlatune.report.run_folder import Checkpoints, EvalSample, Run, load_eval_samples, read_run, save_eval_samples
 from vlatune.report.summary import SUMMARY_FILE
 from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
 

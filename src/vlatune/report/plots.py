@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlatune.report.chart import Chart, Line, Scale, draw, scale_of, span_of
-from vlatune.report.eval_samples import EvalSample
 from vlatune.report.formatting import Html, format_bytes, format_number, format_seconds, format_share, join, tag
+from vlatune.report.run_folder import EvalSample
 
 LOG_SCALE_RATIO = 30
 """A loss that falls this far shows its end only on a log scale."""

@@ -52,7 +52,7 @@ class Summary:
     kept_by: str | None = None
     performance_flags: dict[str, Scalar] = field(default_factory=dict)
     shuffle: dict[str, int | float | dict[str, float | None]] | None = None
-    """How well samples were mixed; see dataset/shuffle_meter.py."""
+    """How well samples were mixed; see dataset/order/shuffle_meter.py."""
     versions: dict[str, str] = field(default_factory=dict)
     """Package -> version, as in the run's checkpoints."""
     checkpoints: tuple[int, ...] | None = None

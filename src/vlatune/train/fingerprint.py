@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vlatune.checkpoint.base_weights import base_weights, short_hash
-from vlatune.dataset.meta import DatasetMeta
-from vlatune.dataset.remote_retry import retried
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.storage.remote_retry import retried
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file
+from vlatune.policies.base_folder import base_weights, short_hash
 from vlatune.random_streams import ORDER_VERSION
 from vlatune.run_setup import Setup
 

@@ -11,7 +11,7 @@ import pytest
 
 from vlatune.bench.feed.feed_bench import cost_by_length
 from vlatune.bench.feed.feed_consumers import WARM_UP_BATCHES, consume, read_spec
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.pipeline.feed import MAX_QUEUED, MIN_QUEUED, QUEUED_BYTES, queued_batches
 
 pytestmark = pytest.mark.ray

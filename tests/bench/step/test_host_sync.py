@@ -15,8 +15,7 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.train.worker.device import DeviceBatch, device_batches
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer import Ema, learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Ema, Updater, learning_rate, make_optimizer, set_learning_rate
 
 RESIDENT = torch.arange(4.0)
 HOST = torch.arange(4.0)

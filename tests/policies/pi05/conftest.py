@@ -9,7 +9,7 @@ from pi05_parity import DRAWS, SIZE, load_lerobot, make_base
 
 from vlatune.batch import NOISE, TIME
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Draw

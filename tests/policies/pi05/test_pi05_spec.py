@@ -10,8 +10,8 @@ import draccus
 import numpy as np
 import pytest
 
-from vlatune.dataset.hub import fetch_dataset
-from vlatune.dataset.meta import DatasetMeta, Feature, load_meta
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature, load_meta
+from vlatune.dataset.storage.hub import fetch_dataset
 from vlatune.policies.base import PolicySpec, bind, make_normalisers, stats_needed
 from vlatune.policies.base_folder import fetch_file, resolve_folder
 from vlatune.policies.pi05.adapter import SCHEMA, Pi05Adapter

@@ -12,7 +12,7 @@ from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TO
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from vlatune.dataset.world import TASKS
+from vlatune.dataset.synthetic.world import TASKS
 from vlatune.policies.pi05.prompt import NUM_STATE_BINS, make_prompt
 from vlatune.policies.pi05.size import building_at, read_size
 from vlatune.policies.pi05.small import make_small_pi05, make_tokenizer

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from vlatune.config import OptimizerConfig
-from vlatune.train.worker.optimizer import make_optimizer
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Updater, make_optimizer
 
 
 class Regression(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from regression import join, make_batches, make_model, make_updater
 
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Updater
 
 
 @pytest.mark.parametrize("micro_steps", [4, 3])

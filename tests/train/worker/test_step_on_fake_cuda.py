@@ -28,8 +28,7 @@ from vlatune.run_setup import Setup, make_setup
 from vlatune.train.worker.collate import collate
 from vlatune.train.worker.collectives import mean_and_each
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer import Ema, make_optimizer
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Ema, Updater, make_optimizer
 from vlatune.train.worker.transfer import StreamTransfer
 
 FRAMES = np.arange(2)

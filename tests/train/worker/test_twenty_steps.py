@@ -11,8 +11,7 @@ from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.policies.pi05.size import building_at, read_size
-from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Updater, learning_rate, make_optimizer, set_learning_rate
 
 STEPS, BATCH = 20, 4
 FASTER = {"lr": 1e-3}

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from vlatune.batch import ACTION, Columns
 from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
-from vlatune.dataset.meta import load_meta
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.errors import RunStoppedError
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.report.sinks import read_jsonl
-from vlatune.train.driver.resume_point import find_resume_point
+from vlatune.train.driver.resume_rules import find_resume_point
 from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob

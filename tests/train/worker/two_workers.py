@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from vlatune.errors import RunStoppedError
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer_step import make_parallel
+from vlatune.train.worker.optimizer import make_parallel
 
 UPDATES, MICRO_STEPS, ROWS, WORKERS = 3, 2, 4, 2
 

@@ -24,7 +24,7 @@ from vlatune.bench.feed.feed_consumers import Job, job_json, read_spec
 from vlatune.bench.harness import Results, alternate, format_table, last_line, say
 from vlatune.bench.options import FeedBench, ReaderBench
 from vlatune.bench.peer_readers import make_videos
-from vlatune.dataset.meta import DatasetMeta, load_meta
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import ReadSpec, Unit, make_unit, read_unit
 from vlatune.pipeline.host import usable_cpus
 

@@ -20,10 +20,10 @@ import vlatune
 from vlatune.batch import ACTION, STATE, TASK, Columns
 from vlatune.bench import peer_readers as peers
 from vlatune.bench.peer_readers import start_ray
-from vlatune.dataset.meta import DatasetMeta, load_meta
-from vlatune.dataset.order import OrderSpec, choose_lanes
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
+from vlatune.dataset.order.sample_order import OrderSpec, choose_lanes
+from vlatune.dataset.order.select import select_episodes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
-from vlatune.dataset.select import select_episodes
 from vlatune.pipeline.feed import Feed
 from vlatune.pipeline.memory import plan_budget
 from vlatune.pipeline.plan import DataPlan, Share

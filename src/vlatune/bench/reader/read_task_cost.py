@@ -12,7 +12,7 @@ import time
 
 import psutil
 
-from vlatune.dataset.video import close_decoders
+from vlatune.dataset.video.decoder import close_decoders
 from vlatune.pipeline.read_lerobot import read_task
 from vlatune.pipeline.read_plan import ReadPlan, plan_read
 

@@ -23,7 +23,7 @@ from vlatune.bench.harness import Results, alternate, format_table, last_line, s
 from vlatune.bench.options import ReaderBench
 from vlatune.bench.peer_readers import decode_rows_per_s, make_videos, start_ray
 from vlatune.bench.reader.read_task_cost import measure_reading
-from vlatune.dataset.meta import DatasetMeta, load_meta
+from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.pipeline.host import usable_cpus
 
 LIMIT = "plain PyAV, decode + RGB (the limit)"

@@ -26,8 +26,8 @@ from vlatune.batch import ACTION, STATE
 from vlatune.bench.options import ResumeBench
 from vlatune.bench.processes import POLL_S, Session, processes_in
 from vlatune.checkpoint.local_store import LocalStore
-from vlatune.dataset.meta import load_meta
-from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.policies.pi05.small import make_small_pi05
 from vlatune.ray_internals import RAYLET_TITLE, TRAIN_WORKER_TITLE
 from vlatune.report.sinks import read_jsonl

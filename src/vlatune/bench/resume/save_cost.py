@@ -29,14 +29,13 @@ from vlatune.bench.options import ResumeBench, StepBench
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.policy_files import make_policy_files
 from vlatune.config import OptimizerConfig, PolicyConfig, RunConfig
-from vlatune.dataset.order import OrderSpec
+from vlatune.dataset.order.sample_order import OrderSpec
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.policies.pi05.weights import expected_shapes
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.device import device_batches
-from vlatune.train.worker.optimizer import make_optimizer
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Updater, make_optimizer
 from vlatune.train.worker_job import CheckpointPlan
 
 TRAINED = ("heads", "expert")

@@ -24,8 +24,7 @@ from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.policies.pi05.module import Pi05Module
 from vlatune.train.worker.device import DeviceBatch, device_batches
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.worker.optimizer_step import Batch, Updater
+from vlatune.train.worker.optimizer import Batch, Updater, learning_rate, make_optimizer, set_learning_rate
 
 STEPS = 30_000
 """Length of the imagined run; it decides the learning rates alone."""

@@ -25,8 +25,7 @@ from vlatune.train.driver.cluster import size_for_this_host
 from vlatune.train.driver.launch import run_shape
 from vlatune.train.worker.collate import collate
 from vlatune.train.worker.device import set_performance_flags
-from vlatune.train.worker.optimizer import make_optimizer
-from vlatune.train.worker.optimizer_step import Updater
+from vlatune.train.worker.optimizer import Updater, make_optimizer
 
 MEASURE_S = 8.0
 WARM_UP_S = 2.0

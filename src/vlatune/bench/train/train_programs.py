@@ -17,8 +17,8 @@ from vlatune.bench.harness import say
 from vlatune.bench.options import StepBench, TrainBench
 from vlatune.bench.train.watched_program import Program
 from vlatune.config import RunConfig, to_json
-from vlatune.dataset.meta import load_meta
-from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.demo import ensure_base, ensure_dataset
 from vlatune.errors import did_you_mean
 from vlatune.flags import config_from_dict

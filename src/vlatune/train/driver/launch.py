@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig, validate
-from vlatune.dataset.health import skip_line
+from vlatune.dataset.health.bad_episodes import skip_line
 from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
@@ -23,7 +23,7 @@ from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.failures import FINAL, root_cause
 from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one, open_run
 from vlatune.train.driver.progress import Progress
-from vlatune.train.driver.resume_point import ResumePoint, find_resume_point
+from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point
 from vlatune.train.driver.tiny_base import with_base
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig, makes_base, makes_small
-from vlatune.dataset.feature_map import as_flag, likely_name
-from vlatune.dataset.meta import DatasetMeta
+from vlatune.dataset.features import as_flag, likely_name
+from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.files import read_json, remove_leftovers, write_json
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import get_policy

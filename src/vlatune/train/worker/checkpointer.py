@@ -18,13 +18,23 @@ from torch import Tensor
 from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
 from vlatune.checkpoint.manifest import OnPhase, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
-from vlatune.checkpoint.rng import RNG, get_rng, load_rng, set_rng, stack_rng
 from vlatune.checkpoint.snapshot import Snapshot, Staging, TorchHost
-from vlatune.checkpoint.state import Tensors, load_ema, load_optimizer, load_trainable, tensors_to_save
+from vlatune.checkpoint.state import (
+    RNG,
+    Tensors,
+    get_rng,
+    load_ema,
+    load_optimizer,
+    load_rng,
+    load_trainable,
+    set_rng,
+    stack_rng,
+    tensors_to_save,
+)
 from vlatune.checkpoint.state_file import STATE, TrainState, read_state, state_bytes
 from vlatune.checkpoint.store import WriteFile, open_store
 from vlatune.config import RunConfig, to_json
-from vlatune.dataset.order import OrderSpec, cursor_at
+from vlatune.dataset.order.sample_order import OrderSpec, cursor_at
 from vlatune.policies.base import Binding
 from vlatune.train.worker_job import CheckpointPlan
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ray.train.torch import get_device
 from torch import Tensor, nn
 
-from vlatune.checkpoint.rng import seed_all
+from vlatune.checkpoint.state import seed_all
 from vlatune.pipeline.feed import Feed, StageTimes
 from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
@@ -35,8 +35,16 @@ from vlatune.train.worker.device import (
 )
 from vlatune.train.worker.metrics_logger import MetricsLogger
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer import Ema, learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.worker.optimizer_step import Batch, StepResult, Updater, make_parallel
+from vlatune.train.worker.optimizer import (
+    Batch,
+    Ema,
+    StepResult,
+    Updater,
+    learning_rate,
+    make_optimizer,
+    make_parallel,
+    set_learning_rate,
+)
 from vlatune.train.worker_job import WorkerJob
 
 

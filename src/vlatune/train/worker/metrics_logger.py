@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from vlatune.checkpoint.store import open_store, place_of
 from vlatune.config import to_json
-from vlatune.dataset.shuffle_meter import measure_shuffle
+from vlatune.dataset.order.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
 from vlatune.files import make_folder, open_to_append
 from vlatune.pipeline.spill_meter import SpillMeter

@@ -1,12 +1,23 @@
-"""What is optimised, how, at which rate, and its moving average. The rate is a pure function of the optimizer step."""
+"""What is optimised, how, at which rate, and its moving average. The rate is a pure function of the optimizer step.
+
+`Updater` makes one optimizer update over micro-batches. No Ray, no host sync: loss and gradient norm stay on the device.
+
+An update whose loss or gradient is not finite is not made, on no worker, and neither is any after it; `non_finite_guard.py` says
+how, and how the host learns of it.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from vlatune.config import OptimizerConfig, SchedulerConfig
+from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
 
 def make_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -60,3 +71,78 @@ class Ema:
     def tensors(self) -> dict[str, Tensor]:
         """The averages under the weights' names: the tensors themselves, so that what is copied into them counts."""
         return dict(self._averages)
+
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    losses: Tensor
+    """Of every micro-step of this worker, in order, on the device."""
+    loss: Tensor
+    """Their mean, 0-d."""
+    grad_norm: Tensor
+    """Before clipping, of all workers' mean gradient: the same on every worker."""
+
+
+def make_parallel(module: nn.Module) -> DistributedDataParallel:
+    """The module as one of several workers': gradients are averaged over all of them, in the memory they are kept in.
+
+    The module has no buffers that training changes, so that none need be sent round.
+    """
+    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+class Updater:
+    """Owns what an update touches: the module, its trainable parameters (listed once) and the optimizer."""
+
+    def __init__(
+        self, module: nn.Module, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, *, clip_norm: float
+    ) -> None:
+        """`clip_norm` 0 leaves gradients as they are."""
+        self.guard = NonFiniteGuard(optimizer, parameters[0].device)
+        self._module = module
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm or math.inf
+
+    def update(self, batches: Iterable[Batch], micro_steps: int) -> StepResult:
+        """Accumulate over the next `micro_steps` of `batches`, all of one size, then clip and step.
+
+        The gradient is the mean over what there is: where the data end inside an accumulation, the caller gives the
+        smaller number, which it knows by arithmetic, the same on all workers. Gradients are exchanged with the last.
+        """
+        losses = []
+        for batch in islice(batches, micro_steps):
+            with self._exchange(last=len(losses) == micro_steps - 1):
+                loss = self.forward(batch)
+                self.backward(loss, 1 / micro_steps)
+            losses.append(loss.detach())
+        if len(losses) != micro_steps:
+            raise RuntimeError(
+                f"an update over {micro_steps} micro-batches got only {len(losses)}; the weights are as they were"
+            )
+        stacked = torch.stack(losses)
+        return StepResult(stacked, stacked.mean(), self.apply())
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The first of an update's three parts; all are public, so that each can be timed."""
+        return self._module(batch)
+
+    def backward(self, loss: Tensor, share: float) -> None:
+        """A loss that is not finite becomes NaN in every gradient, so that the exchange tells all workers."""
+        loss.backward(loss.detach() * 0.0 + share)
+
+    def apply(self) -> Tensor:
+        """Clip, step, and let the gradients go; their norm before clipping."""
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        self.guard.watch(grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def _exchange(self, *, last: bool) -> AbstractContextManager[None]:
+        if last or not isinstance(self._module, DistributedDataParallel):
+            return nullcontext()
+        return self._module.no_sync()

@@ -1,0 +1,129 @@
+"""The v3.0 layout of `meta/`: episodes, tasks and stats in parquet and JSON."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order
+from vlatune.dataset.meta.meta_info import FETCH, shortened
+from vlatune.dataset.storage.parquet import check_columns, opened
+from vlatune.dataset.storage.root import Root
+from vlatune.dataset.storage.tables import to_numpy
+from vlatune.files import parse_json
+from vlatune.limits import check_limit
+
+BASE_COLUMNS = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
+SPAN_COLUMNS = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+TASKS = "meta/tasks.parquet"
+STATS = "meta/stats.json"
+FETCH_META = "fetch meta/ anew"
+
+
+def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
+    columns = [*BASE_COLUMNS, *(f"videos/{key}/{name}" for key in video_keys for name in SPAN_COLUMNS)]
+    names = root.glob("meta/episodes/*/*.parquet")
+    if not names:
+        raise ValueError(
+            f"dataset '{root.url}': no meta/episodes/*/*.parquet; the dataset is incomplete: fetch meta/ anew"
+        )
+    parts = [_read_columns(root, name, columns) for name in names]
+    column = {name: np.concatenate([part[name] for part in parts]) for name in columns}
+    order = np.argsort(column["episode_index"], kind="stable")
+    column = {name: values[order] for name, values in column.items()}
+    spans = {
+        key: VideoSpan(
+            chunk=column[f"videos/{key}/chunk_index"],
+            file=column[f"videos/{key}/file_index"],
+            from_s=column[f"videos/{key}/from_timestamp"],
+            to_s=column[f"videos/{key}/to_timestamp"],
+        )
+        for key in video_keys
+    }
+    chunk, file, from_row = column["data/chunk_index"], column["data/file_index"], column["dataset_from_index"]
+    return Episodes(
+        index=column["episode_index"],
+        length=column["length"],
+        from_row=from_row,
+        data_chunk=chunk,
+        data_file=file,
+        data_offset=_offset_in_file(chunk, file, from_row),
+        videos=spans,
+    )
+
+
+def read_tasks(root: Root) -> tuple[str, ...]:
+    """Sentences by task_index; in tasks.parquet they are the index column of a pandas frame."""
+    if not root.exists(TASKS):
+        raise ValueError(
+            f"dataset '{root.url}': no {TASKS}; a policy that reads a sentence cannot be trained on it: fetch meta/ anew"
+        )
+    with opened(root, TASKS, remedy=FETCH_META) as parquet:
+        names = parquet.schema_arrow.names
+        text = next((name for name in ("task", "__index_level_0__") if name in names), None)
+        if text is None or "task_index" not in names:
+            raise ValueError(
+                f"dataset '{root.url}': {TASKS} has columns {names}, expected task and task_index; fetch meta/ anew"
+            )
+        check_columns(parquet.metadata, [text, "task_index"])
+        check_limit("tasks", parquet.metadata.num_rows, f"dataset '{root.url}': {TASKS} has sentences:")
+        table = parquet.read(columns=[text, "task_index"])
+    pairs = zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True)
+    return sentences_in_order(root, TASKS, list(pairs))
+
+
+def read_stats(root: Root) -> dict[str, dict[str, np.ndarray]]:
+    if not root.exists(STATS):
+        return {}
+    remedy = "delete the file and vlatune computes its own, or fetch meta/ anew"
+    raw = parse_json(root.read_bytes(STATS), f"dataset '{root.url}': {STATS}", remedy=remedy)
+    if not isinstance(raw, dict) or not all(isinstance(values, dict) for values in raw.values()):
+        raise ValueError(f"dataset '{root.url}': {STATS}: expected feature -> {{min, max, mean, ...}}; {remedy}")
+    return {
+        feature: {name: _numbers(value, f"{STATS}, {feature}.{name}", root, remedy) for name, value in values.items()}
+        for feature, values in raw.items()
+    }
+
+
+def _numbers(value: Any, place: str, root: Root, remedy: str) -> np.ndarray:
+    try:
+        return np.asarray(value, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"dataset '{root.url}': {place}: is {shortened(value)}, expected numbers in lists of one length; {remedy}"
+        ) from error
+
+
+def _read_columns(root: Root, name: str, columns: list[str]) -> dict[str, np.ndarray]:
+    with opened(root, name, remedy=FETCH_META) as parquet:
+        missing = [column for column in columns if column not in parquet.schema_arrow.names]
+        if missing:
+            raise ValueError(
+                f"dataset '{root.url}': {name} lacks the column '{missing[0]}'; "
+                f"meta/info.json and meta/episodes disagree: convert the dataset anew"
+            )
+        check_columns(parquet.metadata, columns)
+        table = parquet.read(columns=columns)
+        return {column: _typed(root, name, column, table.column(column)) for column in columns}
+
+
+def _typed(root: Root, name: str, column: str, values: pa.ChunkedArray) -> np.ndarray:
+    """Times as float64, all else as int64."""
+    where = f"dataset '{root.url}': {name}, column '{column}'"
+    is_time = column.endswith("_timestamp")
+    found = to_numpy(values, where)
+    if found.ndim != 1 or found.dtype.kind not in ("iuf" if is_time else "iu"):
+        expected = "a number" if is_time else "a whole number"
+        raise ValueError(f"{where}: its type is {values.type}, expected {expected} per episode; {FETCH}")
+    return found.astype(np.float64 if is_time else np.int64)
+
+
+def _offset_in_file(chunk: np.ndarray, file: np.ndarray, from_row: np.ndarray) -> np.ndarray:
+    """Row inside the parquet file: the dataset's row less that of the file's first episode."""
+    if len(from_row) == 0:
+        return from_row
+    _, group = np.unique(np.stack([chunk, file]), axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    first = np.full(group.max() + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, group, from_row)
+    return from_row - first[group]

@@ -1,0 +1,198 @@
+"""The one door for a dataset's parquet files: nothing in them can run code, and columns of odd types are refused.
+
+Whoever imports ray.data, datasets or pandas registers Arrow extension types. Their Python code runs while Arrow restores
+a type from the footer's note `ARROW:schema`, and again when values are converted; ray's `arrow_pickled_object` unpickles
+them. So the footer is read here as bytes and the note's key is renamed before Arrow sees it: files are read by the types
+that parquet itself stores. The note is looked at apart, with its extension names made inert the same way.
+"""
+
+import base64
+import binascii
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from vlatune.dataset.storage.root import Root
+from vlatune.limits import UNPACKED_SHARE, TooMuchError, check_limit
+
+MAGIC = b"PAR1"
+TAIL_BYTES = 64 << 10
+"""Read at once from the end of a file: it holds most footers."""
+BUFFER_BYTES = 1 << 20
+NOTE, INERT_NOTE = b"ARROW:schema", b"inert:schema"
+NAME, INERT_NAME = b"ARROW:extension:name", b"inert:extension:name"
+"""Of the same length, so that a replacement moves nothing in the footer or in the note."""
+STORED_AS_PLAIN = {
+    *(f"datasets.features.features.Array{axes}DExtensionType" for axes in range(2, 6)),
+    "arrow.json",
+}
+"""Extension types that LeRobot writes: features of two and more axes are lists of lists, JSON is text."""
+PLAIN: tuple[Callable[[pa.DataType], bool], ...] = (
+    types.is_null,
+    types.is_primitive,  # numbers, bool, dates, times
+    types.is_decimal,
+    types.is_string,
+    types.is_large_string,
+    types.is_string_view,
+    types.is_binary,
+    types.is_large_binary,
+    types.is_binary_view,
+    types.is_fixed_size_binary,
+)
+NESTED: tuple[Callable[[pa.DataType], bool], ...] = (
+    types.is_list,
+    types.is_large_list,
+    types.is_fixed_size_list,
+    types.is_struct,
+    types.is_map,
+)
+UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What damaged parquet raises. PermissionError is among the OSErrors, but it is the world's: handle it before."""
+
+
+@contextmanager
+def opened(
+    root: Root, name: str, columns: Sequence[str] = (), *, remedy: str = "fetch the dataset anew"
+) -> Iterator[pq.ParquetFile]:
+    """The file, with the columns in it; whatever is wrong with it is told with its name."""
+    where = f"dataset '{root.url}': {name}"
+    try:
+        with root.open(name) as file:
+            yield _with_columns(where, file, columns)
+    except PermissionError:
+        raise
+    except TooMuchError as error:
+        raise TooMuchError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{where} is missing; {remedy}") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{where} is not readable parquet ({error}); {remedy}") from error
+
+
+def open_parquet(file: IO[bytes]) -> pq.ParquetFile:
+    """A file whose columns are plain; the errors do not name it, as the caller knows more of it."""
+    footer = _read_footer(file).replace(NOTE, INERT_NOTE)
+    alone = MAGIC + footer + struct.pack("<I", len(footer)) + MAGIC
+    metadata = pq.ParquetFile(pa.BufferReader(alone), arrow_extensions_enabled=False).metadata
+    _check_rows(metadata)
+    check_plain(_noted_schema(metadata))
+    parquet = pq.ParquetFile(
+        file, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
+    )
+    check_plain(parquet.schema_arrow)
+    return parquet
+
+
+def check_plain(schema: pa.Schema) -> None:
+    """Refuse extension, dictionary, union and all other types that are not values, at any depth."""
+    for field in schema:
+        _check_field(field, field.name)
+
+
+def check_columns(metadata: pq.FileMetaData, columns: Sequence[str]) -> None:
+    """Refuse, from the footer alone, columns whose few bytes would become gigabytes: long lists, long texts."""
+    schema = metadata.schema
+    prefixes = tuple(f"{column}." for column in columns)
+    odd = [
+        number
+        for number in range(metadata.num_columns)
+        if f"{schema.column(number).path}.".startswith(prefixes) and _may_grow(schema.column(number))
+    ]
+    for number in range(metadata.num_row_groups) if odd else ():
+        group = metadata.row_group(number)
+        for column in odd:
+            _check_chunk(group.column(column), group.num_rows)
+
+
+def _may_grow(column: pq.ColumnSchema) -> bool:
+    """Lists and texts; of plain numbers there is one to a row."""
+    return column.max_repetition_level > 0 or "BYTE_ARRAY" in column.physical_type
+
+
+def _check_rows(metadata: pq.FileMetaData) -> None:
+    check_limit("parquet_rows", metadata.num_rows, "it has rows:")
+    check_limit("parquet_row_groups", metadata.num_row_groups, "it has row groups:")
+    rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
+        raise pa.ArrowInvalid(f"its footer says {metadata.num_rows} rows, and {sum(rows)} in its row groups")
+
+
+def _check_chunk(chunk: pq.ColumnChunkMetaData, num_rows: int) -> None:
+    """A list of equal values takes a few bytes however long it is, and so does a text of one letter."""
+    what = f"column '{chunk.path_in_schema[:80]}' has"
+    check_limit("parquet_values", chunk.num_values, f"{what} values in a row group:")
+    check_limit("parquet_row_values", chunk.num_values // max(num_rows, 1), f"{what} values in a row:")
+    unpacked, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
+    if unpacked > UNPACKED_SHARE * max(packed, 1):
+        check_limit("parquet_unpacked_bytes", unpacked, f"{what} bytes that unpack from {packed:,} to")
+
+
+def _with_columns(where: str, file: IO[bytes], columns: Sequence[str]) -> pq.ParquetFile:
+    try:
+        parquet = open_parquet(file)
+    except (TooMuchError, *UNREADABLE):
+        raise
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    names = parquet.schema_arrow.names
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise ValueError(
+            f"{where} lacks the column '{missing[0]}' that meta/info.json names; it has "
+            f"{', '.join(names)}; fetch the file anew, or correct meta/info.json"
+        )
+    check_columns(parquet.metadata, columns)
+    return parquet
+
+
+def _read_footer(file: IO[bytes]) -> bytes:
+    """... footer | its length, 4 bytes | PAR1"""
+    size = file.seek(0, 2)
+    file.seek(max(size - TAIL_BYTES, 0))
+    tail = file.read(TAIL_BYTES)
+    if len(tail) < 8 or not tail.endswith(MAGIC):
+        raise pa.ArrowInvalid(f"its {size} bytes do not end with {MAGIC.decode()}")
+    (length,) = struct.unpack("<I", tail[-8:-4])
+    if length > size - 8:
+        raise pa.ArrowInvalid(f"its footer claims {length} bytes, the file has {size}")
+    check_limit("parquet_footer_bytes", length, "its footer has bytes:")
+    if length > len(tail) - 8:
+        file.seek(size - 8 - length)
+        return file.read(length)
+    return tail[-8 - length : -8]
+
+
+def _noted_schema(metadata: pq.FileMetaData) -> pa.Schema:
+    """What the writer's Arrow types were, extension types as their storage; empty where no Arrow wrote the file."""
+    note = (metadata.metadata or {}).get(INERT_NOTE)
+    if note is None:
+        return pa.schema([])
+    try:
+        message = base64.b64decode(note, validate=True)
+    except binascii.Error as error:
+        raise pa.ArrowInvalid(f"its note {NOTE.decode()} is damaged: {error}") from error
+    return pa.ipc.read_schema(pa.BufferReader(message.replace(NAME, INERT_NAME)))
+
+
+def _check_field(field: pa.Field, path: str) -> None:
+    name = (field.metadata or {}).get(INERT_NAME, b"").decode(errors="replace")
+    if name and name not in STORED_AS_PLAIN:
+        raise _refused(path, f"the extension type {name!r}")
+    kind = field.type
+    if any(is_kind(kind) for is_kind in NESTED):
+        for inner in map(kind.field, range(kind.num_fields)):
+            _check_field(inner, f"{path}.{inner.name}")
+    elif not any(is_kind(kind) for is_kind in PLAIN):
+        raise _refused(path, f"the type {str(kind)[:80]}")
+
+
+def _refused(path: str, kind: str) -> ValueError:
+    return ValueError(
+        f"column '{path}' has {kind}, which is not read, as such types can run code; a column holds numbers, text, "
+        f"bytes or times, or lists and structs of them: write the file anew without that type, or do not use it"
+    )

@@ -1,0 +1,166 @@
+"""Several datasets by weight: whole numbers of samples, nothing left out for good, all frames equally often."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlatune.batch import SLOT
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, validate
+from vlatune.dataset.features import camera_spec, vector_spec
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.order.sample_order import (
+    Mixture,
+    OrderSpec,
+    all_batches,
+    check_mixture,
+    concatenate_runs,
+    epoch_order,
+    mixed_runs,
+    quotas,
+    take_stretch,
+)
+from vlatune.dataset.reader import ReadSpec, make_unit, read_unit
+from vlatune.flags import parse_flags
+from vlatune.pipeline.plan import Share, plan_pieces
+from vlatune.run_setup import make_setup
+
+unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
+LENGTHS = np.array([30, 10, 25, 15])
+MIXED = Mixture(dataset=(0, 1, 0, 1), weights=(0.9, 0.1))  # of 80 frames, 55 and 25
+
+
+def samples_of(epoch: int, *, mixture: Mixture = MIXED, seed: int = 5, run_length: int = 6) -> np.ndarray:
+    return concatenate_runs(mixed_runs(mixture, LENGTHS, run_length, seed=seed, epoch=epoch))
+
+
+@unhurried
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(1, 10_000))
+def test_quotas_are_whole_shares_of_the_epoch(weights, num_samples):
+    found = np.asarray(quotas(Mixture((), tuple(weights)), num_samples))
+    assert found.sum() == num_samples
+    assert np.abs(found - np.asarray(weights) / sum(weights) * num_samples).max() < 1
+
+
+def test_only_ratios_of_weights_count():
+    assert quotas(MIXED, 80) == [72, 8]
+    assert quotas(Mixture((), (9.0, 1.0)), 80) == [72, 8]
+
+
+@unhurried
+@given(st.floats(0.02, 50), st.integers(0, 2**40), st.integers(1, 9), st.integers(1, 12))
+def test_after_any_epoch_the_frames_of_a_dataset_have_come_equally_often(weight, seed, epochs, run_length):
+    mixture = Mixture(MIXED.dataset, (1.0, weight))
+    taken = [samples_of(epoch, mixture=mixture, seed=seed, run_length=run_length) for epoch in range(epochs)]
+    assert [len(one) for one in taken] == [80] * epochs
+    times = np.bincount(np.concatenate(taken), minlength=80)
+    dataset = np.repeat(MIXED.dataset, LENGTHS)
+    for number in (0, 1):
+        assert np.ptp(times[dataset == number]) <= 1
+
+
+def test_an_epoch_takes_other_frames_of_a_rare_dataset_than_the_one_before():
+    rare = [{sample for sample in samples_of(epoch).tolist() if 30 <= sample < 40 or sample >= 65} for epoch in (0, 1)]
+    assert [len(one) for one in rare] == [8, 8]
+    assert not rare[0] & rare[1]
+
+
+def test_frames_stay_in_runs_of_neighbours():
+    begin, end = mixed_runs(MIXED, LENGTHS, 6, seed=5, epoch=3)
+    assert (end - begin).max() <= 6
+    assert (end - begin).mean() > 3.5  # short ones: the first of an episode, and at the edges of the epoch
+
+
+def test_other_seeds_take_other_frames():
+    assert sorted(samples_of(0, seed=5).tolist()) != sorted(samples_of(0, seed=6).tolist())
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        (Mixture((0, 0, 0, 0), (1.0, 2.0)), r"dataset 1 has the weight 2.0 and no episode to train on; lower"),
+        (
+            Mixture((0, 1, 0, 1), (1.0, 1e-4)),
+            r"--dataset.weight=0.0001: dataset 1 would give not one of the 80 samples",
+        ),
+    ],
+)
+def test_a_dataset_that_would_never_come_is_refused(mixture, message):
+    with pytest.raises(ValueError, match=message):
+        check_mixture(mixture, tuple(LENGTHS.tolist()))
+
+
+@unhurried
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_a_stretch_of_runs_is_a_slice_of_their_samples(sizes, data):
+    begin = 100 * np.arange(len(sizes))
+    runs = (begin, begin + sizes)
+    first = data.draw(st.integers(-3, sum(sizes)))
+    last = data.draw(st.integers(first, sum(sizes) + 3))
+    assert np.array_equal(
+        concatenate_runs(take_stretch(runs, first, last)), concatenate_runs(runs)[max(first, 0) : max(last, 0)]
+    )
+
+
+@unhurried
+@given(st.floats(0.02, 50), st.booleans(), st.sampled_from([1, 2, 4]), st.integers(1, 40))
+def test_the_plan_reads_what_comes_several_times_into_every_slot(weight, drop_last, num_workers, window_rows):
+    """A window may hold a frame twice: it stays in one piece, side by side, and fills both slots."""
+    spec = OrderSpec(
+        tuple(LENGTHS.tolist()), 5, 12, 4, 6, window_rows, Mixture(MIXED.dataset, (1.0, weight)), drop_last=drop_last
+    )
+    order, starts = epoch_order(spec, 1), np.cumsum(LENGTHS) - LENGTHS
+    filled = np.full((spec.batches_per_epoch, num_workers, 12 // num_workers), -1)
+    for rank in range(num_workers):
+        pieces = plan_pieces(spec, order, Share(rank, num_workers), begin_batch=0, end_batch=spec.batches_per_epoch)
+        for piece in pieces:
+            assert (np.diff(piece.frames) >= 0).all()
+            step, slot = np.divmod(piece.slots, 12 // num_workers)
+            assert (filled[step, rank, slot] == -1).all()
+            filled[step, rank, slot] = starts[piece.episode] + piece.frames
+    assert np.array_equal(filled.reshape(-1, 12), all_batches(spec, order))
+
+
+def test_a_frame_that_is_asked_for_twice_is_read_twice(dataset_v3):
+    meta = load_meta(str(dataset_v3))
+    cameras = tuple(camera_spec(meta, name, (32, 32)) for name in meta.cameras)
+    vectors = (vector_spec(meta, "action", is_float32=True, offsets=(0, 1)),)
+    spec = ReadSpec(
+        root=meta.root, dataset_index=0, tolerance_s=1e-4, cameras=cameras, vectors=vectors, tasks=meta.tasks
+    )
+    rows = read_unit(spec, make_unit(meta, spec, 1, np.array([2, 3, 3, 4, 4]), np.arange(5)))
+    once = read_unit(spec, make_unit(meta, spec, 1, np.array([2, 3, 4]), np.array([0, 1, 3])))
+    for name in rows.keys() - {SLOT}:
+        assert np.array_equal(rows[name], once[name][[0, 1, 1, 2, 2]]), name
+
+
+def test_weights_are_given_like_roots():
+    argv = ["--dataset.root=a", "--dataset.root=b", "--dataset.weight=0.7", "--dataset.weight=3e-1"]
+    assert parse_flags(argv, RunConfig).dataset.weight == (0.7, 0.3)
+    assert parse_flags(["--dataset.weight=[1,2]", "--dataset.drop_last=false"], RunConfig).dataset == DatasetConfig(
+        weight=(1.0, 2.0), drop_last=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("root", "weight", "message"),
+    [
+        (("a", "b"), (1.0,), "--dataset.weight: 1 weights for 2 datasets; give one for each --dataset.root, or none"),
+        (("a",), (1.0, 2.0), "2 weights for 1 datasets"),
+        (("a", "b"), (1.0, 0.0), r"--dataset.weight=0.0: must be above 0; leave out a dataset of no weight"),
+        (("a", "b"), (-1.0, 1.0), r"--dataset.weight=-1.0: must be above 0"),
+    ],
+)
+def test_weights_that_cannot_be_meant_are_refused(root, weight, message):
+    with pytest.raises(ValueError, match=message):
+        validate(RunConfig(dataset=DatasetConfig(root=root, weight=weight), policy=PolicyConfig(path="base")))
+
+
+def test_a_runs_order_has_its_weights_and_its_end(dataset_v3, small_base):
+    root = (str(dataset_v3), str(dataset_v3))
+    dataset = DatasetConfig(root=root, weight=(3.0, 1.0), drop_last=False, eval_split=0.0)
+    order = make_setup(RunConfig(dataset=dataset, policy=PolicyConfig(path=str(small_base)))).order
+    assert order.mixture == Mixture((0,) * 7 + (1,) * 7, (3.0, 1.0))
+    assert not order.drop_last
+    plain = DatasetConfig(root=root, eval_split=0.0)
+    assert make_setup(RunConfig(dataset=plain, policy=PolicyConfig(path=str(small_base)))).order.mixture is None
