@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from vlatune.batch import SLOT, Columns
-from vlatune.pipeline.bounded_queue import BoundedQueue
+from vlatune.bounded_queue import BoundedQueue
 from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead, start_coordinator
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Share

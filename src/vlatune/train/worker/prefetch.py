@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from vlatune.batch import Columns
-from vlatune.pipeline.bounded_queue import BoundedQueue
+from vlatune.bounded_queue import BoundedQueue
 from vlatune.train.worker.collate import DeviceBatch, HostBatch, collate
 
 
