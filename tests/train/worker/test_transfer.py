@@ -1,6 +1,5 @@
 """The order of what happens between host, copy stream and compute stream, written down by fakes."""
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -58,7 +57,7 @@ class FakeMachine:
         self.now_ms, self.is_behind = 0.0, False
         self.copy_stream, self._compute = FakeStream(self, "copy"), FakeStream(self, "compute")
         self.made_events, self.page_locked_bytes = 0, []
-        self.held: set[tuple[int, int]] = set()
+        self.memory: list[Tensor] = []
         self.current = "compute"
 
     def enter_thread(self) -> None:
@@ -73,14 +72,11 @@ class FakeMachine:
 
     def page_locked(self, num_bytes: int) -> Tensor:
         self.page_locked_bytes.append(num_bytes)
-        memory = np.empty(num_bytes, np.uint8)
-        at = (memory.ctypes.data, memory.ctypes.data + num_bytes)
-        self.held.add(at)
-        weakref.finalize(memory, self.held.discard, at)  # a tensor over it keeps it
-        return torch.from_numpy(memory)
+        self.memory.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.memory[-1]
 
     def is_page_locked(self, host: Tensor) -> bool:
-        return any(begin <= host.data_ptr() < end for begin, end in self.held)
+        return any(0 <= host.data_ptr() - one.data_ptr() < one.numel() for one in self.memory)
 
     @contextmanager
     def on_copy_stream(self) -> Iterator[None]:
@@ -121,17 +117,33 @@ def test_a_copy_is_announced_on_its_stream_and_awaited_on_the_other():
     assert torch.equal(batch.tensors["state"], torch.ones(2, 3))
 
 
-def test_memory_is_held_until_the_copy_out_of_it_is_done():
+def addresses(machine: FakeMachine) -> list[str]:
+    return [line.partition(" from ")[2] for line in machine.log if line.startswith("copy")]
+
+
+def test_memory_is_held_until_the_copy_out_of_it_is_done_and_then_used_again():
     machine = FakeMachine()
     transfer = StreamTransfer(machine)
-    machine.is_behind = True
-    transfer.receive(transfer.send(transfer.stage(batch_of(1))), None)  # nobody has it any more but the copy stream
-    transfer.stage(batch_of(2))  # not sent: nothing holds its memory
-    assert len(machine.held) == 1
-    machine.is_behind = False
-    transfer.stage(batch_of(3))
-    assert len(machine.held) == 0
-    assert machine.page_locked_bytes == [24, 24, 24]
+    for number, is_behind in enumerate((True, True, False, False)):
+        transfer.receive(transfer.send(transfer.stage(batch_of(number))), None)  # nobody keeps it but the copy
+        machine.is_behind = is_behind
+    first, second, third, fourth = addresses(machine)
+    assert first != second
+    assert third in (first, second)
+    assert fourth in (first, second)
+    assert machine.page_locked_bytes == [24, 24]
+
+
+def test_memory_is_used_again_when_the_last_who_holds_a_part_of_it_lets_go():
+    empty = HostTransfer().empty
+    array = empty((4, 3), np.float32)
+    address, part = array.ctypes.data, torch.from_numpy(array[2:]).view(torch.uint8)[0]
+    del array
+    other = empty((4, 3), np.float32)
+    assert other.ctypes.data != address
+    del part
+    again = empty((2, 6), np.int32)
+    assert (again.ctypes.data, again.shape, again.dtype) == (address, (2, 6), np.int32)
 
 
 def test_the_host_waits_for_the_oldest_copy_where_too_many_are_under_way():
@@ -141,7 +153,7 @@ def test_the_host_waits_for_the_oldest_copy_where_too_many_are_under_way():
     for number in (1, 2, 3, 4):
         machine.log.append(f"stage {number}")
         transfer.send(transfer.stage(batch_of(number)))
-        assert len(machine.held) <= MOST_UNDER_WAY
+    assert len(machine.page_locked_bytes) == MOST_UNDER_WAY
     assert [line for line in without_addresses(machine.log) if not line.endswith("recorded on copy")] == [
         *("stage 1", "copy 1 on copy"),
         *("stage 2", "copy 2 on copy"),

@@ -8,10 +8,9 @@ collates them and sends them to the device; so `depth` batches lie ready on the 
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import numpy as np
-
 from vlatune.batch import Columns
 from vlatune.bounded_queue import ReadAhead
+from vlatune.pipeline.reorder_buffer import Empty
 from vlatune.train.worker.collate import DeviceBatch, HostBatch, collate
 
 
@@ -21,11 +20,10 @@ class Transfer(Protocol):
     collate_s: float
     copy_s: float
 
-    def enter_thread(self) -> None: ...
-    def empty(self, shape: tuple[int, ...], dtype: Any, /) -> np.ndarray:
-        """Memory that batches are best put together in; for the thread that stages and sends."""
-        ...
+    empty: Empty
+    """Memory that batches are best put together in; for the thread that stages and sends."""
 
+    def enter_thread(self) -> None: ...
     def stage(self, batch: HostBatch, /) -> Any: ...
     def send(self, staged: Any, /) -> Any: ...
     def ask(self) -> Any: ...
