@@ -3,8 +3,8 @@
 Accelerators: the feed puts a batch together in page-locked memory that `empty` gives; from there it goes to the device on
 a stream of its own. The memory is held until the copy out of it is done, then given out again. The compute stream waits
 on the device for the copy's event; the host waits for nothing but, on the prefetcher's thread, for the oldest copy where
-MOST_UNDER_WAY of them are not done. Only what does not lie in page-locked memory in one piece is copied once more: prompts that
-were cut, and batches that come from elsewhere than the feed.
+MOST_UNDER_WAY of them are not done. Only what does not lie in page-locked memory in one piece is copied once more: prompts
+that were cut, and batches that come from elsewhere than the feed.
 
     prefetcher's thread   fill N+1 | send N+1 ............ | fill N+2 | ...
     copy stream                      [ copy N+1, event ]
@@ -76,8 +76,8 @@ class Lease:
 class HostMemory:
     """Memory for arrays, given out again when nobody holds them any more. For one thread; any may let go.
 
-    Fresh memory costs more than the copy that fills it: up to 3.5 ms for 32 rows of three pictures, 1.4 ms of them the
-    copy; the rest are page faults. To page-lock it costs more still.
+    Fresh memory can cost more than the copy that fills it: 32 rows of three pictures took 1.5 to 5 ms of CPU, and 1.4 ms
+    in memory that was used before; the rest are page faults. To page-lock it costs more still.
     """
 
     def __init__(self, make: Callable[[int], np.ndarray]) -> None:
