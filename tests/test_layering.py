@@ -28,7 +28,7 @@ LAYERS = [
     {"dataset"},
     {"batch", "config", "flags", "flag_values", "random_streams", "recipes"},
     {"policies.registry", "ray_internals"},
-    {"errors", "files", "outgoing"},
+    {"bounded_queue", "errors", "files", "outgoing"},
     {"limits"},
 ]
 """From the command line down; a room, or a module that stands apart from its room, imports from its own line and below.

@@ -134,7 +134,7 @@ class RunConfig:
     torch_threads: int | None = None
     """Threads that a worker computes with; when left out, by the cores there are and what a step costs beside reading."""
     prefetch_batches: int = 1
-    """Micro-batches that lie ready on the device while one computes."""
+    """Micro-batches that lie ready on the device while one computes, beside as many as 64 MiB hold (2 to 8)."""
     seed: int = 1000
     """Decides the order of samples, the noise and the initial weights of what is new."""
     deterministic: bool = False

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from vlatune.batch import Columns
+from vlatune.bounded_queue import ReadAhead
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.reader import make_unit, read_unit
+from vlatune.pipeline.feed import Feed
 from vlatune.pipeline.memory import CONSUMER_BLOCKS, STORE_SHARE, Budget, plan_budget
 from vlatune.pipeline.plan import DataPlan
 from vlatune.run_setup import make_setup
@@ -34,6 +36,11 @@ def small_blocks(plan: DataPlan, *, num_workers: int = 1) -> Budget:
     readers = 2 // num_workers
     store_bytes = int(5 * row_bytes * (2 * readers + CONSUMER_BLOCKS) * num_workers / STORE_SHARE) + 1
     return plan_budget(store_bytes=store_bytes, row_bytes=row_bytes, num_workers=num_workers, num_cpus=2)
+
+
+def on_thread(feed: Feed) -> ReadAhead:
+    """Batches of a feed that runs beside its consumer, as in training."""
+    return ReadAhead(feed, depth=2, name="feed")
 
 
 def all_rows(plan: DataPlan) -> Columns:

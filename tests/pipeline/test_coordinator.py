@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import psutil
 import pytest
-from feeding import assert_same, make_plan, small_blocks
+from feeding import assert_same, make_plan, on_thread, small_blocks
 from ray.exceptions import ActorDiedError
 
 from vlatune.batch import Columns, num_rows
@@ -55,6 +55,7 @@ def test_one_that_dies_is_replaced_at_the_next_batch(plan, expected, feeds):
     last = plan.order.batches_per_epoch + 3
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=1, last_step=last)
     feeds.append(feed)
+    stream = on_thread(feed)
     deadline_s = time.monotonic() + 60
     while not coordinators() and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -64,10 +65,10 @@ def test_one_that_dies_is_replaced_at_the_next_batch(plan, expected, feeds):
         if number in moments:
             for process in coordinators():
                 os.kill(process.pid, signal.SIGKILL)
-        batches.append(next(feed))
+        batches.append(next(stream))
     assert_same(batches, expected(1, last))
     assert 1 <= feed.restarts <= len(moments)
-    assert next(feed, None) is None
+    assert next(stream, None) is None
 
 
 def test_half_an_update_is_not_taken_twice(expected, dataset_v3, small_base, feeds):
@@ -153,7 +154,8 @@ def test_with_a_full_store_and_a_slow_consumer_nothing_spins(plan, feeds):
     """
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=100_000)
     feeds.append(feed)
-    next(feed)
+    batches = on_thread(feed)
+    next(batches)
     wait_until_full()
     (ours,) = coordinators()
     others = psutil.Process().children(recursive=True)
@@ -164,4 +166,4 @@ def test_with_a_full_store_and_a_slow_consumer_nothing_spins(plan, feeds):
     assert here_s < 0.02 * WATCHED_S
     assert beside_s[ours.pid] < 0.06 * WATCHED_S
     assert sum(beside_s.values()) < 0.25 * WATCHED_S
-    assert next(feed)  # it was full, not dead
+    assert next(batches)  # it was full, not dead

@@ -2,12 +2,15 @@
 
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from feeding import GLOBAL_BATCH, assert_same, joined, make_plan, small_blocks
+import ray
+from feeding import GLOBAL_BATCH, assert_same, joined, make_plan, on_thread, small_blocks
+from ray.exceptions import GetTimeoutError
 
 from vlatune.pipeline.coordinator import SegmentHead
 from vlatune.pipeline.feed import Feed, StageTimes, assemble
@@ -62,15 +65,38 @@ def test_a_later_start_gives_the_tail_also_in_short_segments(plan, expected, fee
 def test_closing_in_the_middle_ends_the_thread_and_the_next_feed_works(plan, expected, feeds):
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=1000)
     feeds.append(feed)
-    next(feed)
+    batches = on_thread(feed)
+    next(batches)
     assert feed_threads()
     feed.close()
+    batches.close()
     assert feed_threads() == []
     feed.close()  # twice does no harm
     assert next(feed, None) is None
     again = Feed(plan, Share(0, 1), small_blocks(plan), first_step=3, last_step=4)
     feeds.append(again)
     assert_same(list(again), expected(3, 4))
+
+
+def test_closing_lets_a_thread_go_that_waits_for_a_block(plan, feeds, monkeypatch):
+    """Nothing comes out of the store any more: whoever waits there is let go, and is told of an end, not of an error."""
+    asked = threading.Event()
+
+    def nothing_comes(ref, timeout=None) -> None:
+        asked.set()
+        time.sleep(0.01)
+        raise GetTimeoutError
+
+    feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=1000)
+    feeds.append(feed)
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "get", nothing_comes)
+        batches = on_thread(feed)
+        assert asked.wait(timeout=60)
+        feed.close()
+    assert list(batches) == []
+    batches.close()
+    assert feed_threads() == []
 
 
 def test_a_damaged_video_ends_the_feed_with_its_episode_and_camera(dataset_v3, small_base, feeds, tmp_path):
@@ -81,11 +107,13 @@ def test_a_damaged_video_ends_the_feed_with_its_episode_and_camera(dataset_v3, s
     (damaged / file).write_bytes((damaged / file).read_bytes()[:600])
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=plan.order.batches_per_epoch)
     feeds.append(feed)
+    batches = on_thread(feed)
     with pytest.raises(ValueError, match=rf"episode \d, camera 'observation.images.wrist', {file}: cannot be decoded"):
-        list(feed)
+        list(batches)
     with pytest.raises(ValueError, match="cannot be decoded"):
-        next(feed)
+        next(batches)
     feed.close()
+    batches.close()
     assert feed_threads() == []
 
 

@@ -42,7 +42,9 @@ BEFORE_FORKING = (pi05_load, pi05_module)
 class ReadyBatches:
     """Neighbouring frames of episode 1, other ones for each micro-step and worker."""
 
-    def __init__(self, plan, share: Share, budget, *, first_step: int, last_step: int, coordinator=None) -> None:
+    def __init__(
+        self, plan, share: Share, budget, *, first_step: int, last_step: int, coordinator=None, empty=None
+    ) -> None:
         self._made = self._make(plan, share, range(first_step, last_step))
 
     def _make(self, plan, share: Share, steps: range) -> Iterator[Columns]:

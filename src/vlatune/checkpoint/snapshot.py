@@ -12,8 +12,6 @@ buffer's size is written: the host never holds more.
 """
 
 import json
-import threading
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vlatune.bounded_queue import BoundedQueue
 from vlatune.checkpoint.state import Tensors
 
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -106,10 +105,8 @@ class Staging:
         self._host = host
         self._chunk_bytes = min(chunk_bytes, most_bytes)
         self._most_chunks = most_bytes // self._chunk_bytes
-        self._changed = threading.Condition()
-        self._num_chunks, self._is_over = 0, False
-        self._free: list[Chunk] = []
-        self._full: deque[Chunk] = deque()
+        self._num_chunks = 0
+        self._free, self._full = BoundedQueue(self._most_chunks), BoundedQueue(self._most_chunks)  # room for all
 
     def begin(self, files: Mapping[str, Tensors]) -> "Snapshot":
         """A save of these files; the one before must have ended."""
@@ -120,45 +117,39 @@ class Staging:
 
     def take_free(self) -> Chunk:
         """For the loop's thread; waits where all memory is in use."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._free or self._num_chunks < self._most_chunks)
-            self._check()
-            if self._free:
-                return self._free.pop()
+        may_grow = self._num_chunks < self._most_chunks
+        try:
+            return _take(self._free, timeout_s=0.0 if may_grow else None)
+        except TimeoutError:
             self._num_chunks += 1
-        return Chunk(self._host.memory(self._chunk_bytes))
+            return Chunk(self._host.memory(self._chunk_bytes))
 
     def put_full(self, chunk: Chunk) -> None:
         chunk.copied = self._host.mark()
-        with self._changed:
-            self._full.append(chunk)
-            self._changed.notify_all()
+        self._full.put(chunk)
 
     def take_full(self) -> Chunk:
         """For the writer's thread; its bytes are there."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._full)
-            self._check()
-            chunk = self._full.popleft()
+        chunk = _take(self._full)
         if chunk.copied is not None:
             chunk.copied.synchronize()  # device sync, on the thread that writes
         return chunk
 
     def put_free(self, chunk: Chunk) -> None:
         chunk.used = 0
-        with self._changed:
-            self._free.append(chunk)
-            self._changed.notify_all()
+        self._free.put(chunk)
 
     def break_off(self) -> None:
         """Whoever waits is told; no save comes after."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        self._free.stop()
+        self._full.stop()
 
-    def _check(self) -> None:
-        if self._is_over:
-            raise BrokenOffError("the copy of a checkpoint's tensors was broken off")
+
+def _take(chunks: BoundedQueue, timeout_s: float | None = None) -> Chunk:
+    try:
+        return chunks.take(timeout_s)
+    except StopIteration:
+        raise BrokenOffError("the copy of a checkpoint's tensors was broken off") from None
 
 
 class Snapshot:

@@ -1,39 +1,38 @@
-"""[ray] A worker's batches: blocks in, batches out, in the order of the plan, on a thread of its own.
+"""[ray] A worker's batches: blocks in, batches out, in the order of the plan, on the thread that asks for them.
 
-The thread takes blocks from the coordinator's process, which goes on to the next stretch of the plan by itself, so that
-an epoch's end is no pause; it copies their rows out at once and assembles the next batches while the trainer computes. A
-coordinator that dies is replaced by one that begins at the next batch. Ends cleanly on error, on exhaustion and on
-`close()` at any moment.
+That is the prefetcher's, beside the trainer's. It takes blocks from the coordinator's process, which goes on to the next
+stretch of the plan by itself, so that an epoch's end is no pause; it copies their rows out at once and assembles batches in
+the memory that they are sent from. A coordinator that dies is replaced by one that begins at the next batch. Ends cleanly on
+error, on exhaustion and on `close()` at any moment.
 """
 
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import ray
 
 from vlatune.batch import SLOT, Columns
-from vlatune.pipeline.bounded_queue import BoundedQueue
 from vlatune.pipeline.coordinator import LOST, BlockStream, SegmentHead, start_coordinator
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Share
-from vlatune.pipeline.reorder_buffer import ReorderBuffer
+from vlatune.pipeline.reorder_buffer import Empty, ReorderBuffer
 from vlatune.pipeline.source import READ_S
 
 QUEUED_BYTES = 64 * 1024 * 1024
 MIN_QUEUED, MAX_QUEUED = 2, 8
-"""Batches assembled ahead of need, as many as these bytes hold. At an epoch's beginning all lanes ask for new runs at once:
-two small batches last for a tenth of a second, less than it takes to copy these out of the store."""
+"""Batches ready ahead of need, as many as these bytes hold. At an epoch's beginning all lanes ask for new runs at once: two
+small batches last for a tenth of a second, less than it takes to copy these out of the store."""
 MAX_LOST = 3
 """Coordinators that may die one after the other without a batch between them."""
 
 
 class Feed:
-    """Micro-batches of optimizer steps [first_step, last_step), for one worker."""
+    """Micro-batches of optimizer steps [first_step, last_step), for one worker; begins with the first that is asked for."""
 
     def __init__(
         self,
@@ -44,47 +43,37 @@ class Feed:
         first_step: int,
         last_step: int,
         coordinator: Any = None,
+        empty: Empty = np.empty,
     ) -> None:
-        """`coordinator` is one that was started ahead, for the same steps."""
+        """`coordinator` is one that was started ahead, for the same steps; batches lie in memory that `empty` gives."""
         self.times = StageTimes()
         self.restarts = 0
         """Coordinators that died and were replaced."""
-        self._plan, self._share, self._budget = plan, share, budget
+        self._plan, self._share, self._budget, self._empty = plan, share, budget, empty
         self._ahead = coordinator
         self._steps = range(first_step, last_step)
         self._stop = threading.Event()
         self._stream: BlockStream | None = None
-        self._ready = BoundedQueue(queued_batches(plan.batch_size * budget.row_bytes))
-        self._thread = threading.Thread(target=self._fill, name="feed", daemon=True)
-        self._thread.start()
+        self._batches = self._all_batches()
+        self._taking = threading.Lock()
 
     def __iter__(self) -> Iterator[Columns]:
         return self
 
     def __next__(self) -> Columns:
-        return self._ready.take()
+        with self._taking:
+            return next(self._batches)
 
     def close(self) -> None:
+        """From any thread: one that waits for a batch is let go."""
         self._stop.set()
         if self._stream is not None:
             self._stream.stop()
-        self._ready.stop()
-        self._thread.join()
+        with self._taking:
+            self._batches.close()
 
-    def _fill(self) -> None:
-        """The thread's whole life."""
-        try:
-            with closing(self._batches()) as batches:
-                for batch in batches:
-                    if not self._ready.wait_for_room():
-                        return
-                    self._ready.put(batch)
-            self._ready.end(None)
-        except BaseException as error:  # raised where it is taken
-            self._ready.end(error)
-
-    def _batches(self) -> Generator[Columns]:
-        """All batches, through as many coordinators as it takes."""
+    def _all_batches(self) -> Generator[Columns]:
+        """Through as many coordinators as it takes."""
         plan = ray.put(self._plan)  # once for all of them
         done, in_vain = 0, 0
         while not self._stop.is_set():
@@ -96,6 +85,9 @@ class Feed:
             except LOST:
                 self.restarts, in_vain = self.restarts + 1, in_vain + 1
                 if in_vain > MAX_LOST:
+                    raise
+            except Exception:
+                if not self._stop.is_set():  # else the data ended because nobody wants more
                     raise
 
     def _batches_from(self, plan: ray.ObjectRef, done: int) -> Generator[Columns]:
@@ -110,8 +102,10 @@ class Feed:
             )
         )
         self._stream = stream
+        if self._stop.is_set():  # since the last look: `close` has not seen this one
+            stream.stop()
         try:
-            yield from islice(assemble_all(self._plan, self._share, stream, self.times), begun, None)
+            yield from islice(assemble_all(self._plan, self._share, stream, self.times, self._empty), begun, None)
         finally:
             stream.close()
 
@@ -135,16 +129,25 @@ class StageTimes:
 
 
 def assemble_all(
-    plan: DataPlan, share: Share, items: Iterator[SegmentHead | Columns], times: StageTimes
+    plan: DataPlan,
+    share: Share,
+    items: Iterator[SegmentHead | Columns],
+    times: StageTimes,
+    empty: Empty = np.empty,
 ) -> Iterator[Columns]:
     """Segment by segment: each is a head, then its blocks."""
     for head in items:
         assert isinstance(head, SegmentHead)  # all blocks of the one before have been taken
-        yield from assemble(plan, share, head, items, times)
+        yield from assemble(plan, share, head, items, times, empty)
 
 
 def assemble(
-    plan: DataPlan, share: Share, head: SegmentHead, blocks: Iterator[SegmentHead | Columns], times: StageTimes
+    plan: DataPlan,
+    share: Share,
+    head: SegmentHead,
+    blocks: Iterator[SegmentHead | Columns],
+    times: StageTimes,
+    empty: Empty = np.empty,
 ) -> Iterator[Columns]:
     """Put a segment's rows in order and cut them into micro-batches."""
     per_step = share.slots_per_step(plan.order)
@@ -162,7 +165,7 @@ def assemble(
             _copy_out(block, buffer, times)
             del block  # its shared memory is free again
         began = time.perf_counter()
-        batch = buffer.take(begin, end)
+        batch = buffer.take(begin, end, empty)
         times.copied_bytes += sum(values.nbytes for values in batch.values())
         times.collate_s += time.perf_counter() - began
         yield batch

@@ -15,7 +15,7 @@ from vlatune.pipeline.memory import STORE_FLAG, Budget, plan_budget, plan_store_
 from vlatune.report.formatting import format_bytes
 
 GPU_WORKER_CORES = 2
-"""Kept for a worker with a GPU: one for the thread that launches kernels; one for the threads that copy rows and move
+"""Kept for a worker with a GPU: one for the thread that launches kernels; one for the thread that copies rows and moves
 batches, the process that runs its Dataset (a tenth of a core) and Ray's own."""
 CPU_WORKER_CORES = 1
 """Kept for a worker without one, where three or more are left to read: what of a step is not parallel runs there. The rest

@@ -163,10 +163,10 @@ def test_cuda_copies_the_next_batch_while_one_computes():
     torch.cuda._sleep(4_000_000_000)  # seconds
     computed = torch.Event("cuda")
     computed.record(torch.accelerator.current_stream())
-    batches._ready._changed.acquire()
-    batches._ready._changed.wait_for(lambda: batches._ready._items, timeout=10)
-    ahead = batches._ready._items[0]
-    batches._ready._changed.release()
+    ready = batches._ahead._ready
+    with ready._changed:
+        ready._changed.wait_for(lambda: ready._items, timeout=10)
+        ahead = ready._items[0]
     ahead.copied.synchronize()
     assert not computed.query()
     batches.close()

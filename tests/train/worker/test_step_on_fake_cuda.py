@@ -56,6 +56,9 @@ class Machine:
     def page_locked(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def is_page_locked(self, host: torch.Tensor) -> bool:
+        return False
+
     def on_copy_stream(self) -> Any:
         return nullcontext()
 
@@ -69,7 +72,7 @@ class Machine:
 def make_batch(setup: Setup) -> dict[str, torch.Tensor]:
     """The way of a training batch: read, transformed, collated, staged, sent, received."""
     rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, FRAMES, FRAMES))
-    transfer = StreamTransfer(Machine(), slots=2)
+    transfer = StreamTransfer(Machine())
     with unset_fake_temporarily():  # NumPy's part, on the host
         staged = transfer.stage(collate(apply_all(setup.training_transforms(), rows)))
     return transfer.receive(transfer.send(staged), transfer.ask()).tensors

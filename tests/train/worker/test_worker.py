@@ -41,7 +41,7 @@ class ReadyBatches:
     poison: tuple[int, ...] = ()
     on_batch: Callable[[], object]
 
-    def __init__(self, plan, share, budget, *, first_step: int, last_step: int, coordinator=None) -> None:
+    def __init__(self, plan, share, budget, *, first_step: int, last_step: int, coordinator=None, empty=None) -> None:
         self._made = self._make(plan, range(first_step * MICRO_STEPS, last_step * MICRO_STEPS))
 
     def _make(self, plan, numbers: range) -> Iterator[Columns]:

@@ -20,11 +20,12 @@ import vlatune
 from vlatune.batch import ACTION, STATE, TASK, Columns
 from vlatune.bench import peer_readers as peers
 from vlatune.bench.peer_readers import start_ray
+from vlatune.bounded_queue import ReadAhead
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.dataset.order.sample_order import OrderSpec, choose_lanes
 from vlatune.dataset.order.select import select_episodes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
-from vlatune.pipeline.feed import Feed
+from vlatune.pipeline.feed import Feed, queued_batches
 from vlatune.pipeline.memory import plan_budget
 from vlatune.pipeline.plan import DataPlan, Share
 from vlatune.pipeline.spill_meter import SpillMeter, read_counters
@@ -119,7 +120,7 @@ def consume(batches: Iterable[Any], step_s: float, most: int) -> Consumed:
 
 
 def _consume_ours(job: Job, consumer: dict[str, Any], step_s: float) -> tuple[list[Consumed], dict[str, Any]]:
-    """Every worker has a feed of its own, as in training; here they share a process."""
+    """Every worker has a feed of its own and a thread that runs it, as in training; here they share a process."""
     workers, batches = int(consumer.get("num_workers", 1)), int(consumer["batches"])
     plan = make_plan(job, workers)
     budget = plan_budget(
@@ -132,18 +133,21 @@ def _consume_ours(job: Job, consumer: dict[str, Any], step_s: float) -> tuple[li
         Feed(plan, Share(rank, workers), budget, first_step=0, last_step=batches + MORE_STEPS)
         for rank in range(workers)
     ]
+    depth = queued_batches(plan.batch_size * budget.row_bytes)
+    ahead = [ReadAhead(feed, depth=depth, name="feed") for feed in feeds]
     done: list[Consumed] = [Consumed()] * workers
 
     def work(rank: int) -> None:
-        done[rank] = consume(feeds[rank], step_s, batches)
+        done[rank] = consume(ahead[rank], step_s, batches)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for feed in feeds:
+    for feed, one in zip(feeds, ahead, strict=True):
         feed.close()
+        one.close()
     taken = sum(one.samples for one in done)
     copied = sum(feed.times.copied_bytes for feed in feeds) / taken / plan.row_bytes()
     return done, {

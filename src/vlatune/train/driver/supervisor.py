@@ -6,7 +6,6 @@ taken away (the workers save and go on), that a part of our own cluster died wit
 """
 
 import contextlib
-import queue
 import signal
 import threading
 import time
@@ -19,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vlatune.bounded_queue import BoundedQueue
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.files import write_text
@@ -68,7 +68,7 @@ class Supervisor:
         if error is not None:
             raise error
 
-    def _watch(self, outcome: "queue.Queue[BaseException | None]") -> BaseException | None:
+    def _watch(self, outcome: BoundedQueue) -> BaseException | None:
         """Until `fit` has ended; its error."""
         looked_s, stop_by_s, asked = 0.0, float("inf"), None
         while (error := _poll(outcome)) is RUNNING:
@@ -112,7 +112,7 @@ class Supervisor:
         """Told with the next look, and with every one after it."""
         self._requested = (self._requested[0] + 1, request)
 
-    def _end(self, states: Sequence[RankState], outcome: "queue.Queue[Any]") -> RuntimeError:
+    def _end(self, states: Sequence[RankState], outcome: BoundedQueue) -> RuntimeError:
         """Kill all workers of the group, which Ray Train then sees, after they have told where they are."""
         texts = {state.rank: self._dump_and_kill(state) for state in states}
         file = self._folder.new_log("hang")
@@ -125,7 +125,7 @@ class Supervisor:
             f"its process was {how[hung.rank]}); the stacks of all workers are in {file}"
         )
 
-    def _lose(self, part: str, outcome: "queue.Queue[Any]") -> RuntimeError:
+    def _lose(self, part: str, outcome: BoundedQueue) -> RuntimeError:
         self._cluster.end()
         _wait(outcome, LOSE_S)
         return RuntimeError(f"Ray's {part} died")
@@ -163,9 +163,11 @@ def find_culprit(states: Sequence[RankState], how: Mapping[int, str]) -> RankSta
     return min(states, key=lambda state: (how[state.rank] == "running", state.moves, -state.still_s))
 
 
-def _on_thread(call: Callable[[], object]) -> "queue.Queue[BaseException | None]":
-    """Run `call` beside this thread. On the main thread Ray Train would catch Ctrl-C itself and take its time."""
-    outcome: queue.Queue[BaseException | None] = queue.Queue()
+def _on_thread(call: Callable[[], object]) -> BoundedQueue:
+    """Run `call` beside this thread; its error, or None, comes out of the queue. On the main thread Ray Train would catch
+    Ctrl-C itself and take its time.
+    """
+    outcome = BoundedQueue(1)
 
     def run() -> None:
         try:
@@ -178,15 +180,15 @@ def _on_thread(call: Callable[[], object]) -> "queue.Queue[BaseException | None]
     return outcome
 
 
-def _poll(outcome: "queue.Queue[BaseException | None]") -> Any:
+def _poll(outcome: BoundedQueue) -> Any:
     """The outcome, or RUNNING; with a timeout, so that Python gets to see signals."""
     try:
-        return outcome.get(timeout=0.2)
-    except queue.Empty:
+        return outcome.take(timeout_s=0.2)
+    except TimeoutError:
         return RUNNING
 
 
-def _wait(outcome: "queue.Queue[BaseException | None]", timeout_s: float) -> None:
+def _wait(outcome: BoundedQueue, timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     while _poll(outcome) is RUNNING and time.monotonic() < until_s:
         pass

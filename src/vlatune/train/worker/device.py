@@ -11,7 +11,7 @@ import torch.utils.deterministic
 from vlatune.batch import Columns
 from vlatune.report.cpu_clocks import find_team
 from vlatune.train.worker.collate import DeviceBatch
-from vlatune.train.worker.prefetch import Prefetcher
+from vlatune.train.worker.prefetch import Prefetcher, Transfer
 from vlatune.train.worker.transfer import HostTransfer, StreamTransfer, TorchMachine
 from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
 
@@ -20,6 +20,7 @@ __all__ = [
     "deterministic_kernels",
     "device_batches",
     "find_compute_threads",
+    "make_transfer",
     "set_performance_flags",
 ]
 
@@ -49,12 +50,13 @@ def find_compute_threads(device: torch.device) -> list[int] | None:
     return find_team(lambda: [work.exp() for _ in range(8)], others)
 
 
+def make_transfer(device: torch.device) -> Transfer:
+    return HostTransfer() if device.type == "cpu" else StreamTransfer(TorchMachine(device))
+
+
 def device_batches(batches: Iterator[Columns], device: torch.device, *, depth: int = 1) -> Prefetcher:
     """Batches on the device, `depth` of them ready or under way while one is used."""
-    if device.type == "cpu":
-        return Prefetcher(batches, HostTransfer(), depth=depth)
-    # One set of page-locked buffers for each batch ahead, and one that is written meanwhile.
-    return Prefetcher(batches, StreamTransfer(TorchMachine(device), slots=depth + 1), depth=depth)
+    return Prefetcher(batches, make_transfer(device), depth=depth)
 
 
 @contextmanager

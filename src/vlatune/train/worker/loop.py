@@ -19,7 +19,7 @@ from ray.train.torch import get_device
 from torch import Tensor, nn
 
 from vlatune.checkpoint.state import seed_all
-from vlatune.pipeline.feed import Feed, StageTimes
+from vlatune.pipeline.feed import Feed, StageTimes, queued_batches
 from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.cpu_clocks import CpuClocks
@@ -29,8 +29,8 @@ from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.collectives import Consensus, mean_and_each
 from vlatune.train.worker.device import (
     deterministic_kernels,
-    device_batches,
     find_compute_threads,
+    make_transfer,
     set_performance_flags,
 )
 from vlatune.train.worker.metrics_logger import MetricsLogger
@@ -45,6 +45,7 @@ from vlatune.train.worker.optimizer import (
     make_parallel,
     set_learning_rate,
 )
+from vlatune.train.worker.prefetch import Prefetcher
 from vlatune.train.worker_job import WorkerJob
 
 
@@ -89,6 +90,7 @@ class Worker:
         self.meter.watch_cpu(CpuClocks(find_compute_threads(self.device)))
         seed_all(self.config.seed)
         # The data first: its readers start while the model is loaded.
+        transfer = make_transfer(self.device)
         plan, first_step = job.setup.data_plan(self.config.batch_size), job.checkpoints.resume_step or 0
         self.feed = Feed(
             plan,
@@ -97,8 +99,10 @@ class Worker:
             first_step=first_step,
             last_step=self.config.steps,
             coordinator=job.coordinators[share.rank] if job.coordinators else None,
+            empty=transfer.empty,
         )
-        self.batches = device_batches(self.feed, self.device, depth=self.config.prefetch_batches)
+        ahead = self.config.prefetch_batches + queued_batches(plan.batch_size * job.budget.row_bytes)
+        self.batches = Prefetcher(self.feed, transfer, depth=ahead)
         options = ModuleOptions.of(self.config.policy)
         module = job.setup.adapter.load_module(
             job.setup.policy, job.setup.binding, options, self.device, stats=job.setup.stats

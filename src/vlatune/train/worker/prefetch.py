@@ -1,18 +1,16 @@
-"""Batches for the trainer, the next ones prepared on a thread while one computes.
+"""Batches for the trainer, the next ones prepared on a thread while one computes: the only thread between the object
+store and the device.
 
-The thread takes host columns from the feed, collates and stages them, waits for room, and sends them to the device; so
-`depth` batches lie ready on the device and one more on the host. An error in the feed is raised where the batch would
-have been taken, with its own traceback. After `close()`, at the end, or when nobody holds the prefetcher any more, no
-thread is left.
+It takes host columns from the feed, which puts them together in the memory that they are sent from, waits for room,
+collates them and sends them to the device; so `depth` batches lie ready on the device and one more on the host.
 """
 
-import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from vlatune.batch import Columns
-from vlatune.pipeline.bounded_queue import BoundedQueue
+from vlatune.bounded_queue import ReadAhead
+from vlatune.pipeline.reorder_buffer import Empty
 from vlatune.train.worker.collate import DeviceBatch, HostBatch, collate
 
 
@@ -21,6 +19,9 @@ class Transfer(Protocol):
 
     collate_s: float
     copy_s: float
+
+    empty: Empty
+    """Memory that batches are best put together in; for the thread that stages and sends."""
 
     def enter_thread(self) -> None: ...
     def stage(self, batch: HostBatch, /) -> Any: ...
@@ -35,13 +36,12 @@ class Prefetcher:
 
     def __init__(self, source: Iterator[Columns], transfer: Transfer, *, depth: int) -> None:
         self._transfer = transfer
-        self._ready = BoundedQueue(depth)
         self._is_first = True
-        self._thread = threading.Thread(
-            target=_prepare, args=(source, transfer, self._ready), name="prefetch", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._ready.stop)
+
+        def send(columns: Columns) -> Any:
+            return transfer.send(transfer.stage(collate(columns)))
+
+        self._ahead = ReadAhead(_on_thread(source, transfer), depth=depth, name="prefetch", prepare=send)
 
     def __iter__(self) -> Iterator[DeviceBatch]:
         return self
@@ -49,7 +49,7 @@ class Prefetcher:
     def __next__(self) -> DeviceBatch:
         # Before the first batch everything waits for the run to start: that is no wait of the loop.
         asked = None if self._is_first else self._transfer.ask()
-        sent = self._ready.take()
+        sent = next(self._ahead)
         self._is_first = False
         return self._transfer.receive(sent, asked)
 
@@ -63,19 +63,10 @@ class Prefetcher:
 
     def close(self) -> None:
         """At any moment. A source whose `next` can block must be closed first: the thread may be waiting in it."""
-        self._ready.stop()
-        self._thread.join()
+        self._ahead.close()
 
 
-def _prepare(source: Iterator[Columns], transfer: Transfer, ready: BoundedQueue) -> None:
-    """The thread's whole life. It holds no reference to the prefetcher, so that one that is dropped can go."""
-    try:
-        transfer.enter_thread()
-        for columns in source:
-            staged = transfer.stage(collate(columns))
-            if not ready.wait_for_room():
-                return
-            ready.put(transfer.send(staged))
-        ready.end(None)
-    except BaseException as error:  # raised where it is taken
-        ready.end(error)
+def _on_thread(source: Iterator[Columns], transfer: Transfer) -> Iterator[Columns]:
+    """The source, on the thread that has taken its first item."""
+    transfer.enter_thread()
+    yield from source

@@ -1,21 +1,25 @@
 """How a collated batch reaches the device, and how long the device waited for it.
 
-Accelerators: one copy per tensor into page-locked memory, which is kept and written again once the copy out of it is
-done; from there to the device on a stream of its own. The compute stream waits on the device for the copy's event; the
-host waits for nothing but, on the prefetcher's thread, for the oldest page-locked memory to be free.
+Accelerators: the feed puts a batch together in page-locked memory that `empty` gives; from there it goes to the device on
+a stream of its own. The memory is held until the copy out of it is done, then given out again. The compute stream waits
+on the device for the copy's event; the host waits for nothing but, on the prefetcher's thread, for the oldest copy where
+MOST_UNDER_WAY of them are not done. Only what does not lie in page-locked memory in one piece is copied once more: prompts
+that were cut, and batches that come from elsewhere than the feed.
 
-    prefetcher's thread   stage N+1 | send N+1 ............ | stage N+2 | ...
-    copy stream                       [ copy N+1, event ]
+    prefetcher's thread   fill N+1 | send N+1 ............ | fill N+2 | ...
+    copy stream                      [ copy N+1, event ]
     compute stream        [ N computes ............ ] wait for event [ N+1 computes
 
-The CPU: tensors over the feed's memory, nothing is copied.
+The CPU: tensors over the feed's memory, nothing is copied but what was cut.
 """
 
+import math
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +27,9 @@ import torch
 from torch import Tensor
 
 from vlatune.train.worker.collate import DeviceBatch, HostBatch
+
+MOST_UNDER_WAY = 2
+"""Copies to the device: with the batch that is put together meanwhile, three batches lie in page-locked memory."""
 
 
 class Event(Protocol):
@@ -49,12 +56,42 @@ class Machine(Protocol):
         """Flat uint8 host memory that the device can copy from by itself."""
         ...
 
+    def is_page_locked(self, host: Tensor) -> bool: ...
+
     def on_copy_stream(self) -> AbstractContextManager[Any]: ...
     def to_device(self, host: Tensor) -> Tensor:
         """Begin a copy on the current stream; the host does not wait for it."""
         ...
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None: ...
+
+
+class Lease:
+    """Stands for memory that is given out; NumPy and torch hold it as long as an array or a tensor over it lives."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.__array_interface__ = memory.__array_interface__
+
+
+class HostMemory:
+    """Memory for arrays, given out again when nobody holds them any more. For one thread; any may let go.
+
+    Fresh memory can cost more than the copy that fills it: 32 rows of three pictures took 1.5 to 5 ms of CPU, and 1.4 ms
+    in memory that was used before; the rest are page faults. To page-lock it costs more still.
+    """
+
+    def __init__(self, make: Callable[[int], np.ndarray]) -> None:
+        """`make` gives flat uint8 memory."""
+        self._make = make
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        free = self._free[num_bytes]
+        memory = free.pop() if free else self._make(num_bytes)
+        lease = Lease(memory)
+        weakref.finalize(lease, free.append, memory)
+        return np.asarray(lease).view(dtype).reshape(shape)
 
 
 class TorchMachine:
@@ -77,6 +114,9 @@ class TorchMachine:
     def page_locked(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def is_page_locked(self, host: Tensor) -> bool:
+        return host.is_pinned()
+
     def on_copy_stream(self) -> AbstractContextManager[Any]:
         return self.copy_stream
 
@@ -87,40 +127,13 @@ class TorchMachine:
         tensor.record_stream(stream)
 
 
-class HostSlot:
-    """Page-locked memory for one batch, a buffer per key, grown to the largest batch seen."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._buffers: dict[str, Tensor] = {}
-        self._copy: tuple[Event, Event] | None = None
-
-    def wait_until_free(self) -> float:
-        """Until the last copy out of it is done; returns the seconds which that copy took."""
-        if self._copy is None:
-            return 0.0
-        (begun, done), self._copy = self._copy, None
-        done.synchronize()  # of a copy that was begun a whole ring ago: the prefetcher's thread alone may stand here
-        return begun.elapsed_time(done) / 1000
-
-    def write(self, key: str, values: np.ndarray) -> Tensor:
-        """The one copy on the host, by NumPy: torch's would start threads of its own, which computing needs."""
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < values.nbytes:
-            buffer = self._buffers[key] = self._machine.page_locked(values.nbytes)
-        view = buffer[: values.nbytes].numpy().view(values.dtype).reshape(values.shape)
-        np.copyto(view, values)
-        return torch.from_numpy(view)
-
-    def is_read_between(self, begun: Event, done: Event) -> None:
-        self._copy = (begun, done)
-
-
 @dataclass(frozen=True)
-class Staged:
-    batch: DeviceBatch
-    """On the host."""
-    slot: HostSlot
+class UnderWay:
+    """A copy to the device that may not be done, and the memory that it reads."""
+
+    begun: Event
+    copied: Event
+    host: DeviceBatch
 
 
 @dataclass(frozen=True)
@@ -130,32 +143,50 @@ class Sent:
 
 
 class StreamTransfer:
-    """To an accelerator. `stage` and `send` on the prefetcher's thread, `ask` and `receive` on the trainer's."""
+    """To an accelerator. `empty`, `stage` and `send` on the prefetcher's thread, `ask` and `receive` on the trainer's."""
 
-    def __init__(self, machine: Machine, *, slots: int) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.collate_s, self.copy_s = 0.0, 0.0
+        self.copied_bytes = 0
+        """Copied on the host, to be page-locked or in one piece."""
         self.enter_thread = machine.enter_thread
+        self.empty = HostMemory(lambda num_bytes: machine.page_locked(num_bytes).numpy()).empty
         self._machine = machine
-        self._turns = cycle([HostSlot(machine) for _ in range(slots)])
+        self._under_way: deque[UnderWay] = deque()
         self._waits: deque[tuple[Event, Event]] = deque()
         self._waited_s = 0.0
 
-    def stage(self, batch: HostBatch) -> Staged:
-        slot = next(self._turns)
-        self.copy_s += slot.wait_until_free()
+    def stage(self, batch: HostBatch) -> DeviceBatch:
+        """The batch in page-locked memory, where it lies already but for what was cut."""
+        self._let_go()
         begin = time.perf_counter()
-        tensors = {key: slot.write(key, values) for key, values in batch.columns.items()}
+        tensors = {key: self._page_locked(values) for key, values in batch.columns.items()}
         self.collate_s += time.perf_counter() - begin
-        return Staged(DeviceBatch(tensors, batch.samples), slot)
+        return DeviceBatch(tensors, batch.samples)
 
-    def send(self, staged: Staged) -> Sent:
+    def send(self, staged: DeviceBatch) -> Sent:
         begun, copied = self._machine.event(), self._machine.event()
         with self._machine.on_copy_stream():
             begun.record(self._machine.copy_stream)
-            tensors = {key: self._machine.to_device(host) for key, host in staged.batch.tensors.items()}
+            tensors = {key: self._machine.to_device(host) for key, host in staged.tensors.items()}
             copied.record(self._machine.copy_stream)
-        staged.slot.is_read_between(begun, copied)
-        return Sent(DeviceBatch(tensors, staged.batch.samples), copied)
+        self._under_way.append(UnderWay(begun, copied, staged))
+        return Sent(DeviceBatch(tensors, staged.samples), copied)
+
+    def _let_go(self) -> None:
+        """Of the memory of copies that are done; waits for the oldest where too many are not."""
+        while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0].copied.query()):
+            oldest = self._under_way.popleft()
+            oldest.copied.synchronize()  # device sync, for the copy alone: the prefetcher's thread alone may stand here
+            self.copy_s += oldest.begun.elapsed_time(oldest.copied) / 1000
+
+    def _page_locked(self, values: np.ndarray) -> Tensor:
+        if values.flags.c_contiguous and self._machine.is_page_locked(there := torch.from_numpy(values)):
+            return there
+        out = self.empty(values.shape, values.dtype)
+        np.copyto(out, values)  # by NumPy: torch's would start threads of its own, which computing needs
+        self.copied_bytes += values.nbytes
+        return torch.from_numpy(out)
 
     def ask(self) -> Event:
         """A mark on the compute stream behind all work so far: from here on the device waits for data."""
@@ -198,6 +229,7 @@ class HostTransfer:
     copy_s = 0.0
 
     def __init__(self) -> None:
+        self.empty = HostMemory(lambda num_bytes: np.empty(num_bytes, np.uint8)).empty
         self.collate_s = 0.0
         self._waited_s = 0.0
 
