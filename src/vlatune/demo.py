@@ -15,7 +15,7 @@ from vlatune.dataset.meta import load_meta
 from vlatune.dataset.synthetic import SyntheticSpec, make_dataset
 from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
-from vlatune.outgoing import say
+from vlatune.outgoing import progress_bar, say
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import get_policy
 from vlatune.recipes import get_recipe
@@ -41,7 +41,8 @@ def run_demo(options: DemoConfig) -> None:
     from vlatune.evaluate.evaluate_run import evaluate_run
 
     _say("evaluating on held-out episodes: as it is, with pictures blanked, with the sentence blanked")
-    figures = evaluate_run(folder, EvalConfig())
+    with progress_bar("batches") as show:
+        figures = evaluate_run(folder, EvalConfig(), on_batch=show)
     for line in error_lines(figures):
         _say(line)
     _say(f"trained and evaluated in {time.perf_counter() - begin:.0f} s")
@@ -84,7 +85,9 @@ def _is_ours(name: str) -> bool:
 def ensure_dataset(folder: Path, seed: int) -> Path:
     if not folder.exists():
         _say(f"making a dataset of {EPISODES} episodes in {folder}")
-        make_dataset(folder, SyntheticSpec(episodes=EPISODES, frames=FRAMES, seed=seed))
+        spec = SyntheticSpec(episodes=EPISODES, frames=FRAMES, seed=seed)
+        with progress_bar("episodes") as show:
+            make_dataset(folder, spec, on_episode=lambda index: show(index + 1, EPISODES))
     return folder
 
 

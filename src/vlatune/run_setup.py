@@ -15,7 +15,7 @@ from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig
 from vlatune.dataset.feature_map import with_names
 from vlatune.dataset.feature_specs import camera_spec, vector_spec
-from vlatune.dataset.health import BadEpisode, check_first, find_bad_episodes, leave_out, print_progress, without
+from vlatune.dataset.health import BadEpisode, check_first, find_bad_episodes, leave_out, without
 from vlatune.dataset.meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.mixture import Mixture
 from vlatune.dataset.order import OrderSpec, check_order, choose_lanes
@@ -28,7 +28,7 @@ from vlatune.dataset.stats_rows import doubts, look_at_rows
 from vlatune.dataset.storage import Root
 from vlatune.dataset.storage_options import parse_storage_options
 from vlatune.files import read_json, write_json
-from vlatune.outgoing import warn
+from vlatune.outgoing import progress_bar, warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
@@ -234,7 +234,8 @@ def _bad_episodes(
     """
     if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / SKIPPED_FILE).exists():
         return read_skipped(config.run_dir)
-    return find_bad_episodes(metas, specs, selection, on_file=print_progress)
+    with progress_bar("files checked") as show:
+        return find_bad_episodes(metas, specs, selection, on_file=show)
 
 
 def write_skipped(run_dir: Path, bad: Sequence[BadEpisode]) -> None:
