@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vlatune.dataset import meta_v21, meta_v30
+from vlatune.dataset.checksums import forget_sums
 from vlatune.dataset.episodes import Episodes, check_episodes
 from vlatune.dataset.meta_info import SUPPORTED, Feature, read_info
 from vlatune.dataset.storage import Root
@@ -68,6 +69,7 @@ class DatasetMeta:
 def load_meta(root: str | Root, *, argument: str = "the path") -> DatasetMeta:
     """Read `meta/` of the dataset at a folder or URL; messages call what the user gave by the name in `argument`."""
     root = Root(root) if isinstance(root, str) else root
+    forget_sums(root)
     info = read_info(root, argument=argument)
     layout = meta_v30 if info.version == "v3.0" else meta_v21
     video_keys = [name for name, feature in info.features.items() if feature.dtype == "video"]

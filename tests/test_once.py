@@ -1,0 +1,128 @@
+"""What there is one of: nothing outlives a run in its process, and one piece of code knows one thing."""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from repository_files import ROOT
+
+from vlatune.batch import TASK, TOKENS
+from vlatune.dataset.checksums import CHECKSUMS
+from vlatune.dataset.meta import load_meta
+from vlatune.dataset.recorded import Recorded
+from vlatune.dataset.remote_fs import filesystem_for
+from vlatune.dataset.storage import Root
+from vlatune.dataset.video import VideoPlace, decode_into
+from vlatune.policies.tokenizer import Tokenise
+
+SRC = ROOT / "src" / "vlatune"
+MODULES = {path.relative_to(SRC).as_posix(): ast.parse(path.read_text("utf-8")) for path in sorted(SRC.rglob("*.py"))}
+
+
+# Nothing outlives a run
+
+KEPT = {
+    "checksums.py: _sums": "asked anew when a dataset's metadata is read, and before a file is refused",
+    "checksums.py: _verified": "by the file's version and its sum",
+    "frame_id.py: @lru_cache": "pure, over numbers",
+    "images.py: _streams": "by the file's version",
+    "ray_internals.py: @cache": "what the installed Ray has",
+    "remote_fs.py: _instances": "by the options and the variables that it was made of",
+    "tables.py: _cache": "by the file's version",
+    "tokenizer.py: @lru_cache": "by the versions of the files",
+    "video.py: _decoders": "by the file's version and what info.json says of it",
+}
+"""What a process keeps -> why a second run in it sees nothing of the first."""
+EMPTY = ("{}", "[]", "set()", "dict()", "list()", "OrderedDict()", "deque()")
+
+
+def kept_by(name: str, tree: ast.Module) -> Iterator[str]:
+    """Caches of functions, and collections that begin empty at the top of a module: somebody fills them."""
+    short = name.rpartition("/")[2]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            called = [ast.unparse(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list]
+            yield from (f"{short}: @{one}" for one in called if one in ("cache", "lru_cache"))
+        elif isinstance(node, ast.Global):
+            yield from (f"{short}: global {one}" for one in node.names)
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and ast.unparse(node.value) in EMPTY:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            yield f"{short}: {ast.unparse(target)}"
+
+
+CONSTANTS = {"base.py: NO_STATS"}
+"""Empty, and nobody fills them."""
+
+
+def test_what_a_process_keeps_is_known() -> None:
+    found = {one for name, tree in MODULES.items() for one in kept_by(name, tree)} - CONSTANTS
+    assert found == set(KEPT), "a second run in the process must not see it: key it by content, and say so in KEPT"
+
+
+def test_the_search_sees_what_is_kept() -> None:
+    code = "import x\na: dict[int, str] = {}\nb = OrderedDict()\n@x.lru_cache(maxsize=4)\ndef f():\n    global g\nC = {1: 2}"
+    assert set(kept_by("d/m.py", ast.parse(code))) == {"m.py: a", "m.py: b", "m.py: @lru_cache", "m.py: global g"}
+
+
+def test_a_tokenizer_that_was_replaced_is_read_anew(small_base, tmp_path) -> None:
+    folder = Path(shutil.copytree(small_base / "tokenizer", tmp_path / "tokenizer"))
+    prompt, tokenise = {TASK: np.array(["do it"], dtype=object)}, Tokenise(str(folder / "tokenizer.json"), 8, 0)
+    before = tokenise(prompt)[TOKENS]
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenise(prompt)[TOKENS].tolist() != before.tolist()
+
+
+def test_a_store_is_opened_anew_with_other_credentials(monkeypatch) -> None:
+    first = filesystem_for("memory://x", {})
+    assert filesystem_for("memory://x", {}) is first
+    monkeypatch.setenv("AWS_PROFILE", "another")
+    assert filesystem_for("memory://x", {}) is not first
+
+
+def test_a_video_is_held_against_what_info_json_says_now(dataset_v3) -> None:
+    meta = load_meta(str(dataset_v3))
+    camera = meta.cameras[0]
+    file = meta.video_path(0, camera)
+    out = np.zeros((1, 3, 96, 96), np.uint8)
+    for size, fits in ((96, True), (48, False)):
+        place = VideoPlace("d", 0, camera, file, Recorded(size, size, meta.fps))
+        read = lambda place=place: decode_into(str(dataset_v3 / file), [0.0], out, tolerance_s=0.01, place=place)  # noqa: E731
+        if fits:
+            read()
+        else:
+            with pytest.raises(ValueError, match="96x96"):
+                read()
+
+
+def test_checksums_of_a_store_are_those_of_now(dataset_v3) -> None:
+    url, memory = f"memory://once-{os.getpid()}", fsspec.filesystem("memory")
+    memory.put(str(dataset_v3), f"/once-{os.getpid()}", recursive=True)
+    root, name = Root(url), load_meta(url).data_path(0)  # none yet
+
+    def upload(data: bytes) -> None:
+        sums = {one.relative_to(dataset_v3).as_posix(): one for one in dataset_v3.rglob("*") if one.is_file()}
+        listed = {one: hashlib.sha256(path.read_bytes()).hexdigest() for one, path in sums.items()}
+        listed[name] = hashlib.sha256(data).hexdigest()
+        memory.pipe(f"/once-{os.getpid()}/{name}", data)
+        memory.pipe(f"/once-{os.getpid()}/{CHECKSUMS}", json.dumps({"sha256": listed}).encode())
+
+    upload(b"first")
+    load_meta(url)  # another run
+    assert root.read_bytes(name) == b"first"
+    upload(b"second")  # while a reader goes on
+    assert root.read_bytes(name) == b"second"
+    memory.pipe(f"/once-{os.getpid()}/{name}", b"damaged")
+    with pytest.raises(ValueError, match="is damaged"):
+        root.read_bytes(name)
+    memory.rm(f"/once-{os.getpid()}", recursive=True)
