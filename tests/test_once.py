@@ -4,17 +4,21 @@ import ast
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
 from repository_files import ROOT
 
+from vlatune import cli, run_setup
 from vlatune.batch import TASK, TOKENS
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.checksums import CHECKSUMS
 from vlatune.dataset.meta import load_meta
 from vlatune.dataset.recorded import Recorded
@@ -22,6 +26,8 @@ from vlatune.dataset.remote_fs import filesystem_for
 from vlatune.dataset.storage import Root
 from vlatune.dataset.video import VideoPlace, decode_into
 from vlatune.policies.tokenizer import Tokenise
+from vlatune.report.run_folder import RunFolder
+from vlatune.train.driver import launch
 
 SRC = ROOT / "src" / "vlatune"
 MODULES = {path.relative_to(SRC).as_posix(): ast.parse(path.read_text("utf-8")) for path in sorted(SRC.rglob("*.py"))}
@@ -123,3 +129,115 @@ def test_checksums_of_a_store_are_those_of_now(dataset_v3) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         root.read_bytes(name)
     memory.rm(f"/once-{os.getpid()}", recursive=True)
+
+
+# One of each
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def puts_in_place(call: ast.Call) -> bool:
+    """`aside.rename(path)`, `aside.replace(path)`, `os.replace(a, b)`; `text.replace(a, b)` is another thing."""
+    called = ast.unparse(call.func)
+    if called in ("os.rename", "os.replace", "os.renames", "shutil.move"):
+        return True
+    one = len(call.args) == 1 and not call.keywords
+    return isinstance(call.func, ast.Attribute) and one and call.func.attr in ("rename", "replace")
+
+
+def test_there_is_one_way_to_write_aside() -> None:
+    users = {name for name, tree in MODULES.items() if any(map(puts_in_place, calls(tree)))}
+    assert users == {"files.py"}, "write through write_aside, whole_folder or put_folder of files.py"
+
+
+def test_there_is_one_datasource() -> None:
+    """Benchmarks apart, which have their peers'."""
+    classes = {
+        f"{name}: {node.name}"
+        for name, tree in MODULES.items()
+        if not name.startswith("bench/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Datasource") for base in node.bases)
+    }
+    assert classes == {"pipeline/source.py: LeRobotSource"}
+
+
+SECRETS = {"secret", "password", "credential", "token", "auth"}
+
+
+def test_there_is_one_list_of_secret_words() -> None:
+    """A collection of texts, two of which are such words, is a second list."""
+    lists = {
+        name
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Tuple | ast.List | ast.Set)
+        and len(SECRETS & {one.value for one in node.elts if isinstance(one, ast.Constant)}) >= 2
+    }
+    assert lists == {"outgoing.py"}
+
+
+NAMES = {
+    "metrics.jsonl": "report/run_folder.py",
+    "samples.jsonl": "report/run_folder.py",
+    "skipped_episodes.json": "report/run_folder.py",
+    "eval.json": "report/run_folder.py",
+    "report.html": "report/run_folder.py",
+    ".lock": "report/run_folder.py",
+    ".pen": "report/run_folder.py",
+    "summary.json": "report/summary.py",
+    "checkpoints": "checkpoint/store.py",
+}
+"""Of what a run puts into its folder -> the module that has it."""
+
+
+def test_one_module_names_a_file_of_a_run() -> None:
+    """Benchmarks apart, which read what a run leaves for everybody to see. Keys of a dict are no names of files."""
+    found = {
+        (node.value, name)
+        for name, tree in MODULES.items()
+        if not name.startswith("bench/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in NAMES and node not in keys(tree)
+    }
+    assert found == set(NAMES.items())
+
+
+def keys(tree: ast.AST) -> set[ast.AST]:
+    dicts = (node for node in ast.walk(tree) if isinstance(node, ast.Dict))
+    return {key for node in dicts for key in node.keys if key is not None}
+
+
+def test_a_run_is_set_up_once(dataset_v3, tmp_path, monkeypatch) -> None:
+    """Datasets, set-up and data plan, however often its workers are started; up to where Ray would be."""
+    made: list[str] = []
+
+    def counted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **more: made.append(name) or real(*args, **more))
+
+    counted(run_setup, "load_meta")
+    counted(run_setup, "find_bad_episodes")
+    counted(run_setup, "DataPlan")
+    monkeypatch.setattr(launch, "local_ray", stop_before_ray)
+    flags = [f"--dataset.root={dataset_v3}", "--recipe=tiny", "--dataset.on_bad_episode=skip"]
+    assert cli.main(["train", *flags, f"--output_dir={tmp_path / 'run'}"]) == cli.FAILED
+    assert sorted(made) == ["DataPlan", "find_bad_episodes", "load_meta"]
+
+
+def stop_before_ray(config: RunConfig, folder: RunFolder, run: Any) -> Any:
+    raise RuntimeError("Ray would start here")
+
+
+def test_the_data_plan_is_sent_with_the_setup(dataset_v3, small_base) -> None:
+    setup = run_setup.make_setup(
+        RunConfig(dataset=DatasetConfig(root=(str(dataset_v3),)), policy=PolicyConfig(path=str(small_base)))
+    )
+    plan = setup.data_plan
+    assert setup.with_lanes(setup.order.lanes).data_plan is plan  # a restart
+    sent = pickle.loads(pickle.dumps(setup))  # noqa: S301 (our own bytes)
+    assert "data_plan" in vars(sent)
+    assert sent.data_plan.batch_size == RunConfig().batch_size
+    assert setup.with_lanes(1).data_plan.order.lanes == 1

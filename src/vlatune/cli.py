@@ -101,8 +101,9 @@ def evaluate(options: EvalConfig, run_dir: str) -> None:
         print(json.dumps(figures), flush=True)
     else:
         from vlatune.evaluate.eval_text import eval_text
+        from vlatune.report.run_folder import REPORT_FILE
 
-        say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / 'report.html'}")
+        say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / REPORT_FILE}")
 
 
 def export(options: ExportConfig, run_dir: str, folder: str) -> None:

@@ -19,7 +19,7 @@ from vlatune.outgoing import progress_bar, say
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import get_policy
 from vlatune.recipes import get_recipe
-from vlatune.report.run_folder import BESIDE, CONFIG_FILE, RUN_ENTRIES, read_settings
+from vlatune.report.run_folder import BESIDE, CONFIG_FILE, REPORT_FILE, RUN_ENTRIES, read_settings
 
 JOB_NAME = "demo"
 LEFT = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
@@ -46,7 +46,7 @@ def run_demo(options: DemoConfig) -> None:
     for line in error_lines(figures):
         _say(line)
     _say(f"trained and evaluated in {time.perf_counter() - begin:.0f} s")
-    _say(f"open {folder / 'report.html'}")
+    _say(f"open {folder / REPORT_FILE}")
 
 
 def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:

@@ -81,12 +81,11 @@ class Worker:
         self.meter.watch_cpu(CpuClocks(find_compute_threads(self.device)))
         seed_all(self.config.seed)
         # The data first: its readers start while the model is loaded.
-        plan, first_step = job.setup.data_plan(self.config.batch_size), job.checkpoints.resume_step or 0
         self.feed = Feed(
-            plan,
+            job.setup.data_plan,
             share,
             job.budget,
-            first_step=first_step,
+            first_step=job.checkpoints.resume_step or 0,
             last_step=self.config.steps,
             coordinator=job.coordinators[share.rank] if job.coordinators else None,
         )
