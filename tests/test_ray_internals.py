@@ -95,7 +95,7 @@ def test_a_module_that_has_objects_of_rays_takes_no_underscore_name_of_any():
     trees = {path.relative_to(SRC).as_posix(): ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
     found = {name: set(attributes_of_others(tree)) for name, tree in trees.items() if imports_ray(tree)}
     inner = found.pop("ray_internals.py")
-    assert {"executor._topology", "executor._resource_manager"} <= inner  # the search sees them
+    assert {"executor._topology", "executor._scheduling_loop_step"} <= inner  # the search sees them
     assert not {name: names for name, names in found.items() if names}
 
 
@@ -251,6 +251,18 @@ def test_the_loop_rests_longer_while_nothing_happens(monkeypatch):
     queue.append(1)
     pace.on_execution_step(executor)
     assert rests[-1] <= LOOK_EVERY_S
+
+
+def test_an_executor_that_does_not_tell_goes_on_without_long_rests(monkeypatch):
+    rests: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    executor, pace = Executor(), Pace()
+    del executor._resource_manager, executor._topology  # as another Ray may have it
+    pace.before_execution_starts(executor)
+    pace._began_s -= EAGER_S
+    for _ in range(6):
+        pace.on_execution_step(executor)
+    assert max(rests) <= LOOK_EVERY_S
 
 
 class OneOperator:
