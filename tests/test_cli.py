@@ -12,7 +12,7 @@ import pytest
 from vlatune import __version__, cli
 from vlatune.config import EvalConfig, RunConfig
 
-HEAVY = ("torch", "ray", "lerobot", "transformers", "datasets")
+HEAVY = ("torch", "ray", "lerobot", "transformers", "datasets", "rich")
 """What takes seconds to import and has no business in a help text."""
 
 

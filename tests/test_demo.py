@@ -12,6 +12,7 @@ from vlatune.config import DatasetConfig, RunConfig
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.files import whole_folder
 from vlatune.policies.registry import get_adapter
+from vlatune.run_setup import load_metas
 from vlatune.train.driver.folder_checks import check_run
 from vlatune.train.driver.tiny_base import with_base
 
@@ -43,11 +44,11 @@ def test_a_base_that_was_broken_off_is_made_anew(tmp_path, dataset_v3, small_bas
 
 def test_a_run_that_was_broken_off_while_it_made_its_base_makes_it_anew(tmp_path, dataset_v3):
     config = RunConfig(recipe="tiny", output_dir=str(tmp_path / "run"), dataset=DatasetConfig(root=(str(dataset_v3),)))
-    make = f"from vlatune.config import *\nfrom vlatune.train.driver.tiny_base import with_base\nwith_base({config!r}, say=print)"
+    make = f"from vlatune.config import *\nfrom vlatune.run_setup import load_metas\nfrom vlatune.train.driver.tiny_base import with_base\nconfig = {config!r}\nwith_base(config, load_metas(config), say=print)"
     run_and_die(make, "vlatune.policies.pi05.small.write_size")
     assert not (tmp_path / "run/base").exists()
     base = tmp_path / "run/base"
-    assert with_base(config, say=print).policy.path == str(base)
+    assert with_base(config, load_metas(config), say=print).policy.path == str(base)
     assert Path(get_adapter("pi05").read_spec(base).tokenizer_file).is_relative_to(base)
     assert sorted(path.name for path in base.parent.iterdir()) == [".lock", "base"]
 

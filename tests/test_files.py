@@ -41,7 +41,7 @@ OTHERS = {
     "policies/pi05/size.py": "writes into a new base",
     "pipeline/host.py": "/proc and /sys",
     "report/cpu_clocks.py": "/proc",
-    "train/stack_dump.py": "/proc, and the stacks that a worker wrote",
+    "train/stack_dump.py": "the stacks that a worker wrote",
     "report/run_folder.py": "NumPy, from a file that the door opened",
     "report/html.py": "the page's own style, out of the package",
     "train/driver/cluster.py": "Ray's temporary folder, which is ours",

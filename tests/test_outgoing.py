@@ -1,21 +1,22 @@
 """What leaves the process: addresses without their secrets, and text that a terminal shows instead of obeying it."""
 
 import ast
+import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from vlatune import cli
 from vlatune.dataset.storage.storage_options import secrets_in
-from vlatune.outgoing import SECRET_WORDS, has_secret, printable, redacted, say
+from vlatune.outgoing import SECRET_WORDS, has_secret, printable, progress_bar, redacted, say, warn
 
 SRC = Path(__file__).parents[1] / "src" / "vlatune"
 OTHERS = {
     "outgoing.py": "the one place",
-    "cli.py": "JSON, which escapes by itself, our own help, and counts",
-    "dataset/health/bad_episodes.py": "counts",
+    "cli.py": "JSON, which escapes by itself, and our own help",
     "inspect/text.py": "a table into a string, of cells that are cleaned",
-    "train/driver/progress.py": "numbers, beside a bar",
 }
 """Modules that print by themselves -> what."""
 SECRET = "aaBBcc11dd22ee33ff44"
@@ -113,3 +114,47 @@ def test_all_is_printed_at_one_place() -> None:
         for call in printing(path)
     ]
     assert not odd, f"{odd}: print with vlatune.outgoing's say or warn, or give the module a line in OTHERS"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def test_a_bar_is_drawn_where_a_person_looks(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    small = ["--episodes=2", "--frames=2", "--cameras=1", "--height=64", "--width=64"]
+    assert cli.main(["make-dataset", str(tmp_path / "dataset"), *small]) == 0
+    drawn = terminal.getvalue()
+    assert "episodes" in drawn
+    assert "2/2" in drawn
+    assert capsys.readouterr().out == f"{tmp_path / 'dataset'}: 2 episodes\n"
+
+
+def test_without_a_terminal_there_is_no_bar_and_no_rich(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)  # an import would fail
+    with progress_bar("files") as show:
+        show(1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_is_left_as_it_was_when_the_work_fails(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+
+    def work() -> None:
+        with progress_bar("files [bold]x") as show:
+            show(1, 3)
+            warn("a line in between")
+            say("for the pipe")
+            raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        work()
+    assert sys.stderr is terminal
+    assert "files [bold]x" in terminal.getvalue()  # text, no markup
+    assert "a line in between" in terminal.getvalue()
+    assert SHOW_CURSOR in terminal.getvalue().splitlines()[-1]
+    assert capsys.readouterr().out == "for the pipe\n"

@@ -22,7 +22,7 @@ from vlatune.config import DemoConfig, EvalConfig, ExportConfig, RunConfig
 from vlatune.errors import TerminatedError, did_you_mean
 from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
-from vlatune.outgoing import redacted, say, warn
+from vlatune.outgoing import progress_bar, redacted, say, warn
 
 OK, FAILED, MISUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 MAX_FOREIGN_TEXT = 300
@@ -57,12 +57,8 @@ def demo(options: DemoConfig) -> None:
 def make_dataset(spec: Any, folder: str) -> None:
     from vlatune.dataset.synthetic import generate
 
-    def show(episode_index: int) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if episode_index + 1 == spec.episodes else ""
-            print(f"\rvlatune: episode {episode_index + 1} of {spec.episodes}", end=end, file=sys.stderr, flush=True)
-
-    generate.make_dataset(Path(folder), spec, on_episode=show)
+    with progress_bar("episodes") as show:
+        generate.make_dataset(Path(folder), spec, on_episode=lambda index: show(index + 1, spec.episodes))
     say(f"{folder}: {spec.episodes} episodes")
 
 
@@ -70,13 +66,9 @@ def inspect(options: Any, *datasets: str) -> int:
     from vlatune.inspect.inspection import inspect_dataset, write_dataset_checksums
     from vlatune.inspect.text import check_names, command_text, train_command
 
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty() and options.videos:
-            end = "\n" if done == total else ""
-            print(f"\rvlatune: video {done} of {total}", end=end, file=sys.stderr, flush=True)
-
     names = options.rename_map
-    found = [inspect_dataset(one, videos=options.videos, rename_map=names, on_video=show) for one in datasets]
+    with progress_bar("videos") as show:
+        found = [inspect_dataset(one, videos=options.videos, rename_map=names, on_video=show) for one in datasets]
     check_names(found, names)
     if options.json:
         each = [asdict(one) for one in found]
@@ -103,18 +95,15 @@ def train(config: RunConfig) -> None:
 def evaluate(options: EvalConfig, run_dir: str) -> None:
     from vlatune.evaluate.evaluate_run import evaluate_run
 
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            print(f"\rvlatune: batch {done} of {total}", end=end, file=sys.stderr, flush=True)
-
-    figures = evaluate_run(Path(run_dir), options, on_batch=show)
+    with progress_bar("batches") as show:
+        figures = evaluate_run(Path(run_dir), options, on_batch=show)
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
         from vlatune.evaluate.eval_text import eval_text
+        from vlatune.report.run_folder import REPORT_FILE
 
-        say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / 'report.html'}")
+        say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / REPORT_FILE}")
 
 
 def export(options: ExportConfig, run_dir: str, folder: str) -> None:

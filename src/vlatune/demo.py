@@ -15,11 +15,11 @@ from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
-from vlatune.outgoing import say
+from vlatune.outgoing import progress_bar, say
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import get_policy
 from vlatune.recipes import get_recipe
-from vlatune.report.run_folder import BESIDE, CONFIG_FILE, RUN_ENTRIES, read_settings
+from vlatune.report.run_folder import BESIDE, CONFIG_FILE, REPORT_FILE, RUN_ENTRIES, read_settings
 
 JOB_NAME = "demo"
 LEFT = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
@@ -41,11 +41,12 @@ def run_demo(options: DemoConfig) -> None:
     from vlatune.evaluate.evaluate_run import evaluate_run
 
     _say("evaluating on held-out episodes: as it is, with pictures blanked, with the sentence blanked")
-    figures = evaluate_run(folder, EvalConfig())
+    with progress_bar("batches") as show:
+        figures = evaluate_run(folder, EvalConfig(), on_batch=show)
     for line in error_lines(figures):
         _say(line)
     _say(f"trained and evaluated in {time.perf_counter() - begin:.0f} s")
-    _say(f"open {folder / 'report.html'}")
+    _say(f"open {folder / REPORT_FILE}")
 
 
 def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
@@ -84,7 +85,9 @@ def _is_ours(name: str) -> bool:
 def ensure_dataset(folder: Path, seed: int) -> Path:
     if not folder.exists():
         _say(f"making a dataset of {EPISODES} episodes in {folder}")
-        make_dataset(folder, SyntheticSpec(episodes=EPISODES, frames=FRAMES, seed=seed))
+        spec = SyntheticSpec(episodes=EPISODES, frames=FRAMES, seed=seed)
+        with progress_bar("episodes") as show:
+            make_dataset(folder, spec, on_episode=lambda index: show(index + 1, EPISODES))
     return folder
 
 

@@ -200,10 +200,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
-        aside.rename(folder)
-        sync(folder.parent)
+        put_folder(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_folder(aside: Path, folder: Path) -> None:
+    """Give a whole folder its name, which is free or an empty folder's, so that it stays there."""
+    aside.rename(folder)
+    sync(folder.parent)
 
 
 def remove_leftovers(folder: Path) -> None:

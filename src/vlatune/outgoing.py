@@ -1,14 +1,17 @@
 """Text on its way out of the process: secrets are cut out of it, and a terminal shows it instead of obeying it.
 
 Messages quote file names, sentences and addresses that strangers chose, and errors of libraries that quote requests.
-All that is printed goes through `say` or `warn`; what is kept in logs goes through `redacted`.
+All that is printed goes through `say` or `warn`; what is kept in logs goes through `redacted`. Bars are rich's, which is
+imported when there is a terminal to draw one on.
 """
 
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 CUT = "***"
 SECRET_WORDS = ("key", "secret", "token", "pass", "sas", "credential", "connection_string", "auth", "cookie", "header")
@@ -71,3 +74,37 @@ def _write(stream: TextIO, text: str) -> None:
     lines = redacted(text).split("\n")
     stream.write("\n".join(printable(line) for line in lines) + "\n")
     stream.flush()
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """`show(done, total)` draws a bar on stderr, from its first call to the block's end; nothing where that is no terminal."""
+    bars: list[Any] = []
+    with ExitStack() as drawn:
+
+        def show(done: int, total: int) -> None:
+            if not bars:
+                bars.append(drawn.enter_context(make_bar(sys.stderr)))
+                bars[0].add_task(what, told="")
+            bars[0].update(bars[0].task_ids[0], completed=done, total=total)
+
+        yield show if sys.stderr.isatty() else lambda done, total: None
+
+
+def make_bar(stream: TextIO) -> Any:
+    """rich's, with room for a text (`told`) behind it. Lines that are printed meanwhile to a terminal come above it; those
+    to a file stay what they are.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[told]}", markup=False),
+        console=Console(file=stream),
+        redirect_stdout=sys.stdout.isatty(),
+        redirect_stderr=sys.stderr.isatty(),
+    )

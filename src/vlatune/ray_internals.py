@@ -156,7 +156,7 @@ PACE_PARTS = (
 
 @cache
 def has_parts(parts: tuple[str, ...], then: str) -> bool:
-    """Whether this Ray has all of them; `then` says what follows where it has not."""
+    """Whether this Ray has all of them, found out once a process; `then` says what follows where it has not."""
     missing = [part for part in parts if not _is_there(*part.split(":"))]
     if missing:
         import ray
@@ -191,7 +191,8 @@ class Pace:
     def before_execution_starts(self, executor: Any) -> None:
         # Somebody outside takes the blocks: without this Ray reads what its tasks have ready, whatever the limit says.
         executor.set_external_consumer_bytes(0)
-        executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = LIMITS_EVERY_S
+        if (manager := getattr(executor, "_resource_manager", None)) is not None:
+            manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = LIMITS_EVERY_S
         executor._scheduling_loop_step = _looking_often(executor._scheduling_loop_step)
 
     def on_execution_step(self, executor: Any) -> None:
@@ -200,7 +201,8 @@ class Pace:
         self._rest_s = LOOK_EVERY_S if seen != self._seen else min(REST_S, 2 * self._rest_s)
         self._seen = seen
         if self._began_s and time.monotonic() - self._began_s > EAGER_S:
-            del executor._resource_manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S
+            if (manager := getattr(executor, "_resource_manager", None)) is not None:
+                del manager.GLOBAL_LIMITS_UPDATE_INTERVAL_S
             self._began_s = 0.0
         time.sleep(max(0.0, self._turned_s + self._rest_s - time.monotonic()))
         self._turned_s = time.monotonic()
@@ -257,11 +259,17 @@ OFTEN = Often()
 
 
 def progress(executor: Any) -> tuple[int, ...]:
-    """Numbers that change when a task began, gave a block or ended, and when the consumer took one."""
+    """Numbers that change when a task began, gave a block or ended, and when the consumer took one.
+
+    Where a Ray of another version does not tell, they always change, and no rest is long.
+    """
     numbers: list[int] = []
-    for op, state in (executor._topology or {}).items():
-        metrics = op.metrics
-        numbers += [metrics.num_tasks_submitted, metrics.num_task_outputs_generated, len(state.output_queue)]
+    try:
+        for op, state in (executor._topology or {}).items():
+            metrics = op.metrics
+            numbers += [metrics.num_tasks_submitted, metrics.num_task_outputs_generated, len(state.output_queue)]
+    except AttributeError:
+        return (time.monotonic_ns(),)
     return tuple(numbers)
 
 

@@ -6,6 +6,7 @@ tokenizer, batch against dataset.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from vlatune.dataset.health.bad_episodes import (
     check_first,
     find_bad_episodes,
     leave_out,
-    print_progress,
     without,
 )
 from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
@@ -32,7 +32,7 @@ from vlatune.dataset.storage.root import Root
 from vlatune.dataset.storage.storage_options import parse_storage_options
 from vlatune.dataset.video.resize import Letterbox
 from vlatune.files import read_json, write_json
-from vlatune.outgoing import warn
+from vlatune.outgoing import progress_bar, warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
@@ -54,6 +54,8 @@ class Setup:
     binding: Binding
     stats: Mapping[str, Mapping[str, np.ndarray]]
     order: OrderSpec
+    batch_size: int
+    """Of one worker and micro-step."""
     skipped: tuple[BadEpisode, ...] = ()
     """Episodes that were asked for and are left out (--dataset.on_bad_episode=skip)."""
     flow_samples: int = 1
@@ -70,13 +72,16 @@ class Setup:
         """With what the policy does to pictures before they are resized; evaluation reads by `specs`."""
         return augmented(self.specs, self.adapter.augment_pictures(self.policy, self._training_draw()))
 
-    def data_plan(self, batch_size: int) -> DataPlan:
-        """What the workers' feeds read."""
+    @cached_property
+    def data_plan(self) -> DataPlan:
+        """What the workers' feeds read: made once, on the driver, and sent to every worker with the rest."""
         specs, transforms = self.training_specs(), self.training_transforms()
-        return DataPlan(self.metas, self.training, specs, self.order, transforms, batch_size)
+        return DataPlan(self.metas, self.training, specs, self.order, transforms, self.batch_size)
 
     def with_lanes(self, lanes: int) -> "Setup":
         """Their number stays with a run: one that goes on has its checkpoint's."""
+        if lanes == self.order.lanes:
+            return self
         order = replace(self.order, lanes=lanes)
         check_order(order)
         return replace(self, order=order)
@@ -85,12 +90,12 @@ class Setup:
         return Draw(self.order.seed, self.flow_samples)
 
 
-def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
-    """Read what the config names, once for a start.
+def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, *, preflight: bool = False) -> Setup:
+    """Read what the config names, once for a start; `metas` are its datasets', where they are read already.
 
     `preflight` also looks whether the datasets' files are there and, of the first episode, what they should be.
     """
-    metas = load_metas(config)
+    metas = load_metas(config) if metas is None else metas
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
     policy = adapter.read_spec(resolve_folder(_base_path(config), config.policy.revision))
     bindings = [bind(policy, meta, meta.names) for meta in metas]
@@ -130,6 +135,7 @@ def make_setup(config: RunConfig, *, preflight: bool = False) -> Setup:
         binding=binding,
         stats=vectors | pictures,
         order=order,
+        batch_size=config.batch_size,
         skipped=skipped,
         flow_samples=config.policy.flow_samples,
     )
@@ -238,7 +244,8 @@ def _bad_episodes(
     """
     if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / SKIPPED_FILE).exists():
         return read_skipped(config.run_dir)
-    return find_bad_episodes(metas, specs, selection, on_file=print_progress)
+    with progress_bar("files checked") as show:
+        return find_bad_episodes(metas, specs, selection, on_file=show)
 
 
 def write_skipped(run_dir: Path, bad: Sequence[BadEpisode]) -> None:

@@ -27,7 +27,7 @@ def make_plan(dataset: Path, base: Path, *, batch_size: int = GLOBAL_BATCH, grad
         seed=11,
     )
     setup = make_setup(config)
-    return setup.data_plan(batch_size)
+    return setup.data_plan
 
 
 def small_blocks(plan: DataPlan, *, num_workers: int = 1) -> Budget:

@@ -22,7 +22,7 @@ from vlatune.dataset.storage import tables
 from vlatune.dataset.synthetic.frame_id import draw_frame_id, read_frame_id
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.dataset.video.resize import letterbox_box
-from vlatune.pipeline.read_lerobot import LeRobotSource
+from vlatune.pipeline.read_lerobot import make_source
 
 PARTITIONINGS = ("episode", "file_group", "chain", "sequential", "row_block")
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -43,7 +43,7 @@ def read_with_ray(*args, **options) -> dict[str, np.ndarray]:
 
 def read_here(*args, **options) -> dict[str, np.ndarray]:
     """The same tasks, run one after the other in this process."""
-    tasks = LeRobotSource(vlatune.plan_read(*args, **options)).get_read_tasks(parallelism=1)
+    tasks = make_source(vlatune.plan_read(*args, **options)).get_read_tasks(parallelism=1)
     return joined(BlockAccessor.for_block(block).to_numpy() for task in tasks for block in task())
 
 
@@ -153,7 +153,7 @@ def test_an_error_in_a_worker_names_the_place(dataset_v3, tmp_path, ray_local):
 
 
 def test_a_read_task_imports_neither_torch_nor_lerobot(dataset_v3, tmp_path):
-    task = LeRobotSource(vlatune.plan_read(dataset_v3, resize=SIZE, episodes=[0])).get_read_tasks(parallelism=1)[0]
+    task = make_source(vlatune.plan_read(dataset_v3, resize=SIZE, episodes=[0])).get_read_tasks(parallelism=1)[0]
     (tmp_path / "task").write_bytes(pickle.dumps(task.read_fn))
     code = f"""
 import pickle, sys
@@ -411,7 +411,7 @@ def test_the_plan_adds_up_and_opens_no_data(partitioning, dataset_v3, tmp_path):
 
 def test_the_planned_bytes_are_those_of_the_rows(dataset_v3):
     plan = vlatune.plan_read(dataset_v3, resize=SIZE, action_horizon=4)
-    tasks = LeRobotSource(plan).get_read_tasks(parallelism=1)
+    tasks = make_source(plan).get_read_tasks(parallelism=1)
     real = sum(BlockAccessor.for_block(block).size_bytes() for task in tasks for block in task())
     assert plan.bytes == pytest.approx(real, rel=0.02)
     assert sum(task.metadata.size_bytes for task in tasks) == plan.bytes

@@ -11,7 +11,16 @@ from ray.data.block import BlockAccessor
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, Unit, VectorSpec, make_unit, read_unit
 from vlatune.pipeline import source as source_module
-from vlatune.pipeline.source import READ_S, UnitSource, cut_tasks, cut_units, read_blocks, staggered, to_table
+from vlatune.pipeline.source import (
+    READ_S,
+    LeRobotSource,
+    cut_tasks,
+    cut_units,
+    read_blocks,
+    staggered,
+    to_table,
+    unit_tasks,
+)
 from vlatune.pipeline.transforms import Normalise, Rename
 
 
@@ -89,7 +98,7 @@ def test_fixed_shapes_stay_one_buffer_and_strings_stay_strings():
 def test_tasks_make_their_blocks_and_announce_their_rows(task_blocks, spec_and_units, monkeypatch):
     monkeypatch.setattr(source_module, "READER_NICENESS", 0)  # they run in this process
     spec, units = spec_and_units
-    source = UnitSource([spec], units, [], block_rows=4, task_blocks=task_blocks)
+    source = LeRobotSource(unit_tasks([spec], units, [], block_rows=4, task_blocks=task_blocks))
     tasks = source.get_read_tasks(parallelism=99)
     blocks = [list(task()) for task in tasks]
     sizes = [[len(block) for block in made] for made in blocks]

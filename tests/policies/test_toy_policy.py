@@ -55,7 +55,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory):
         yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "toy_policy"]:
         del sys.modules[name]
-    registry._load_other.cache_clear()
 
 
 @pytest.fixture(scope="module")

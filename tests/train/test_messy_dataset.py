@@ -225,17 +225,18 @@ def test_a_base_of_a_start_that_never_became_a_run_is_taken_only_if_it_fits(root
     run_dir, said = tmp_path / "run", []
     config = RunConfig(recipe="tiny", dataset=DatasetConfig(root=(str(roots[1]),)), output_dir=str(run_dir))
     (run_dir / ".base.making").mkdir(parents=True)  # as a kill leaves it
-    assert with_base(config, say=said.append).policy.path == str(run_dir / "base")
+    assert with_base(config, load_metas(config), say=said.append).policy.path == str(run_dir / "base")
     assert sorted(path.name for path in run_dir.iterdir()) == [".lock", "base"]
     made = (run_dir / "base/model.safetensors").stat().st_ino
-    with_base(config, say=said.append)
+    with_base(config, load_metas(config), say=said.append)
     assert (run_dir / "base/model.safetensors").stat().st_ino == made
     assert len(said) == 1
-    with_base(replace(config, rename_map={"observation.images.front": "observation.images.top"}), say=said.append)
+    other = replace(config, rename_map={"observation.images.front": "observation.images.top"})
+    with_base(other, load_metas(other), say=said.append)
     assert "observation.images.top" in json.loads((run_dir / "base/config.json").read_text())["input_features"]
     (run_dir / "base/made_for.json").unlink()
     with pytest.raises(ValueError, match=r"is in the way of the run's own base model; take it with --policy.path="):
-        with_base(config, say=said.append)
+        with_base(config, load_metas(config), say=said.append)
 
 
 def test_without_a_recipe_the_error_names_what_makes_a_base(roots, capsys):

@@ -91,6 +91,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _cpuinfo() -> list[str]:
+    """psutil does not know the name of the CPU."""
     path = Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []
 

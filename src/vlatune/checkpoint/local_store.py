@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vlatune.checkpoint.manifest import Manifest, OnPhase, find_problem, read_manifest
-from vlatune.files import read_file, refuse_link, sync
+from vlatune.files import put_folder, read_file, refuse_link
 
 ASIDE, REMOVING = ".writing-", ".removing-"
 
@@ -75,13 +75,12 @@ class LocalStore:
                 shutil.rmtree(aside)
                 return
             shutil.rmtree(final)
-        aside.rename(final)
-        sync(self.folder)
+        put_folder(aside, final)
 
     def remove(self, optimizer_step: int, on_phase: OnPhase) -> None:
         going = self.folder / f"{REMOVING}{folder_name(optimizer_step)}"
         shutil.rmtree(going, ignore_errors=True)
-        self.path(optimizer_step).rename(going)
+        put_folder(self.path(optimizer_step), going)
         on_phase("removing")
         shutil.rmtree(going)
 

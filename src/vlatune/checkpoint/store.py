@@ -15,6 +15,8 @@ from vlatune.checkpoint.manifest import MANIFEST, Manifest, OnPhase, make_manife
 from vlatune.files import sync
 
 WriteFile = Callable[[Path], object]
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints, in the run's own or below --storage_path."""
 
 
 class Store(Protocol):
@@ -34,18 +36,18 @@ class Store(Protocol):
 def open_store(run_dir: Path, storage_path: str | None) -> Store:
     """Where a run's checkpoints are: in its folder, or below `storage_path` (a folder or URL) under the run's name."""
     if storage_path is None:
-        return LocalStore(run_dir / "checkpoints")
+        return LocalStore(run_dir / CHECKPOINTS)
     from vlatune.checkpoint.remote_store import RemoteStore
     from vlatune.dataset.storage.root import Root
 
-    url = f"{storage_path.rstrip('/')}/{run_dir.resolve().name}/checkpoints"
+    url = f"{storage_path.rstrip('/')}/{run_dir.resolve().name}/{CHECKPOINTS}"
     try:
         root = Root(url, has_checksums=False)
         root.filesystem()
     except (ValueError, RuntimeError) as error:  # an unknown scheme, a driver that is not installed, a password
         reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")
         raise type(error)(f"--storage_path: {reason}") from None
-    return LocalStore(Path(root.path)) if root.is_local else RemoteStore(root, staging=run_dir / "checkpoints")
+    return LocalStore(Path(root.path)) if root.is_local else RemoteStore(root, staging=run_dir / CHECKPOINTS)
 
 
 def place_of(store: Store) -> str:
@@ -62,7 +64,7 @@ def absolute_storage(storage_path: str | None) -> str | None:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints in a run's folder, oldest first."""
-    store = LocalStore(run_dir / "checkpoints")
+    store = LocalStore(run_dir / CHECKPOINTS)
     return [store.path(step) for step in store.steps()]
 
 

@@ -22,11 +22,10 @@ from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.meta.stats import feature_stats
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
-from vlatune.files import write_json
 from vlatune.outgoing import warn
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
-from vlatune.report.run_folder import read_config
+from vlatune.report.run_folder import read_config, write_evaluation
 from vlatune.run_setup import Setup, make_setup
 
 SHOWN_SAMPLES = 6
@@ -73,7 +72,7 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
                 by_blank = predict_all(setup, module, rows, options, blanks=_blanks(setup), on_batch=on_batch)
                 found.append(Evaluated(step, weights, by_blank))
     result = _figures(setup, options, found) | {"device": str(device)}
-    write_json(run_dir / "eval.json", result)
+    write_evaluation(run_dir, result)
     save_eval_samples(run_dir, _samples_to_show(setup, rows, found[0].by_blank["none"]))
     write_report(run_dir)
     return result

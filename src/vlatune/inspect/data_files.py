@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from vlatune.dataset.features import numpy_type
-from vlatune.dataset.health.row_checks import INDEX_KINDS
+from vlatune.dataset.health.row_checks import INDEX_KINDS, check_kinds, misplaced, not_rising, without_sentence
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.dataset.meta.listing import folder_remedy, one_per_file, top_folder
 from vlatune.dataset.storage.parquet import opened
@@ -26,6 +26,7 @@ from vlatune.inspect.problems import MAX_EXAMPLES, Problem, refusal, with_exampl
 THREADS = 8
 FIRST_FILES = 100
 """Data files whose footers are read unless all are asked for."""
+PLACE = ("episode_index", "frame_index", "index")
 TIME_TOLERANCE_S = 1e-4
 """The reader's own default."""
 
@@ -133,16 +134,16 @@ def _rows(meta: DatasetMeta, file: str) -> list[Problem]:
     """What the rows of one file say of themselves."""
     try:
         columns = read_columns(meta.root, file, list(INDEX_KINDS))
+        check_kinds(f"dataset '{meta.root.url}': {file}", columns)
     except ValueError as error:
         expected = "a data file with an index, a time and a task for every row"
         return [refusal(error, meta.root.url, place=file, expected=expected)]
-    flat = {name: values.reshape(-1) for name, values in columns.items()}
-    return [*_tasks(meta, file, flat["task_index"]), *_order(file, flat), *_times(meta, file, flat)]
+    return [*_tasks(meta, file, columns["task_index"]), *_episodes(meta, file, columns), *_times(meta, file, columns)]
 
 
 def _tasks(meta: DatasetMeta, file: str, task_index: np.ndarray) -> list[Problem]:
     numbers, rows = np.unique(task_index, return_counts=True)
-    bad = (numbers < 0) | (numbers >= len(meta.tasks))
+    bad = without_sentence(numbers, len(meta.tasks))
     return with_examples(
         "error",
         [f"task_index {number}: {count} rows" for number, count in zip(numbers[bad], rows[bad], strict=True)],
@@ -153,24 +154,49 @@ def _tasks(meta: DatasetMeta, file: str, task_index: np.ndarray) -> list[Problem
     )
 
 
-def _order(file: str, columns: Mapping[str, np.ndarray]) -> list[Problem]:
-    """Rows must count on, and frames within their episode."""
-    index, episode, frame = (columns[name] for name in ("index", "episode_index", "frame_index"))
-    follows = np.where(episode[1:] == episode[:-1], frame[1:] == frame[:-1] + 1, frame[1:] == 0)
-    wrong = np.flatnonzero(~(follows & (index[1:] == index[:-1] + 1))) + 1
-    lines = [
-        f"row {row}: episode_index {episode[row]}, frame_index {frame[row]}, index {index[row]}"
-        for row in wrong[:MAX_EXAMPLES].tolist()
+def _episodes(meta: DatasetMeta, file: str, columns: Mapping[str, np.ndarray]) -> list[Problem]:
+    """What reading would refuse, episode by episode."""
+    wrong, falling = np.zeros((2, len(columns["index"])), bool)
+    for position in _positions_in(meta, file):
+        rows = slice(begin := int(meta.episodes.data_offset[position]), begin + int(meta.episodes.length[position]))
+        own = {name: values[rows] for name, values in columns.items()}
+        number, from_row = int(meta.episodes.index[position]), int(meta.episodes.from_row[position])
+        wrong[rows] = misplaced(own, episode_index=number, from_row=from_row)
+        falling[rows] = not_rising(own["timestamp"])
+    said = {row: ", ".join(f"{name} {columns[name][row]}" for name in PLACE) for row in _first(wrong)}
+    return [
+        *with_examples(
+            "error",
+            [f"row {row}: {text}" for row, text in said.items()],
+            count=int(wrong.sum()),
+            place=file,
+            found="rows that are not where meta/episodes places them",
+            expected="the episode's index, and index and frame_index that count on by one from its first row",
+            fix="fetch the file and meta/ anew, or convert the dataset anew",
+        ),
+        *with_examples(
+            "error",
+            [f"row {row}: {columns['timestamp'][row]:.4f} s" for row in _first(falling)],
+            count=int(falling.sum()),
+            place=file,
+            found="timestamps that do not rise within their episode",
+            expected="times that rise",
+            fix="record or convert these episodes anew",
+        ),
     ]
-    return with_examples(
-        "error",
-        lines,
-        count=len(wrong),
-        place=file,
-        found="rows that do not follow the row before them",
-        expected="index, and frame_index within an episode, that count on by one",
-        fix="fetch the file anew, or convert the dataset anew",
-    )
+
+
+def _first(wrong: np.ndarray) -> list[int]:
+    return np.flatnonzero(wrong)[:MAX_EXAMPLES].tolist()
+
+
+def _positions_in(meta: DatasetMeta, file: str) -> list[int]:
+    """The episodes of a data file."""
+    first = next(position for position in range(len(meta.episodes)) if meta.data_path(position) == file)
+    if meta.version == "v2.1":  # a file for each
+        return [first]
+    chunk, number = meta.episodes.data_chunk, meta.episodes.data_file
+    return np.flatnonzero((chunk == chunk[first]) & (number == number[first])).tolist()
 
 
 def _times(meta: DatasetMeta, file: str, columns: Mapping[str, np.ndarray]) -> list[Problem]:

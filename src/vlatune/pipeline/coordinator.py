@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vlatune.batch import Columns
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Segment, Share, make_units, plan_segments
-from vlatune.pipeline.source import TARGET_SHARE, UnitSource
+from vlatune.pipeline.source import TARGET_SHARE, LeRobotSource, unit_tasks
 from vlatune.ray_internals import keep_pace
 
 ASKED_AHEAD = 2
@@ -87,7 +87,7 @@ def stream_blocks(plan: DataPlan, share: Share, segment: Segment, budget: Budget
     node's store.
     """
     units = make_units(plan, share, segment.pieces)
-    source = UnitSource(
+    tasks = unit_tasks(
         plan.specs,
         units,
         plan.transforms,
@@ -95,6 +95,7 @@ def stream_blocks(plan: DataPlan, share: Share, segment: Segment, budget: Budget
         task_blocks=budget.task_blocks,
         readers=budget.readers,
     )
+    source = LeRobotSource(tasks)
     readers = min(budget.readers, source.num_tasks)  # Ray warns of more
     dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_tasks, concurrency=readers, num_cpus=budget.reader_cpus

@@ -12,16 +12,14 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.data
-from ray.data.block import BlockMetadata
-from ray.data.datasource import Datasource, ReadTask
 
 from vlatune.batch import Columns
 from vlatune.dataset.order.partition import Span
-from vlatune.dataset.reader import Unit, allocate, read_into
+from vlatune.dataset.reader import Unit, allocate
 from vlatune.dataset.request import Delivery
 from vlatune.pipeline.host import usable_cpus
 from vlatune.pipeline.read_plan import Names, ReadPlan, ReadTaskPlan, Roots, plan_read, task_blocks
-from vlatune.pipeline.source import TARGET_SHARE, to_table
+from vlatune.pipeline.source import TARGET_SHARE, LeRobotSource, SourceTask, read_units, to_table
 from vlatune.ray_internals import keep_pace
 
 
@@ -81,7 +79,7 @@ def read_lerobot(
         on_bad_episode=on_bad_episode,
         min_tasks=2 * _cluster_cpus(),
     )
-    source = LeRobotSource(plan)
+    source = make_source(plan)
     dataset = ray.data.read_datasource(source, override_num_blocks=len(plan.tasks), concurrency=concurrency)
     # The context is this Dataset's own copy: the caller's other Datasets keep their block size.
     keep_pace(dataset.context)
@@ -95,29 +93,14 @@ def _cluster_cpus() -> int:
     return max(1, int(cpus))
 
 
-class LeRobotSource(Datasource):
+def make_source(plan: ReadPlan) -> LeRobotSource:
     """The tasks of a plan, as Ray has them."""
+    return LeRobotSource([_make_task(plan, task) for task in plan.tasks], schema=blank_schema(plan.tasks[0].delivery))
 
-    def __init__(self, plan: ReadPlan) -> None:
-        super().__init__()
-        self._plan = plan
-        self._schema = blank_schema(plan.tasks[0].delivery)
 
-    def get_name(self) -> str:
-        return "LeRobot"
-
-    def estimate_inmemory_data_size(self) -> int:
-        return self._plan.bytes
-
-    def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
-    ) -> list[ReadTask]:
-        return [self._make_task(task, per_task_row_limit) for task in self._plan.tasks]
-
-    def _make_task(self, task: ReadTaskPlan, per_task_row_limit: int | None) -> ReadTask:
-        metadata = BlockMetadata(num_rows=task.rows, size_bytes=task.bytes, input_files=task.files, exec_stats=None)
-        read = partial(read_task, task.delivery, task.places, task.spans, self._plan.block_rows)
-        return ReadTask(read, metadata, schema=self._schema, per_task_row_limit=per_task_row_limit)
+def _make_task(plan: ReadPlan, task: ReadTaskPlan) -> SourceTask:
+    read = partial(read_task, task.delivery, task.places, task.spans, plan.block_rows)
+    return SourceTask(read, task.rows, task.bytes, task.files)
 
 
 def read_task(delivery: Delivery, places: Sequence[Unit], spans: Sequence[Span], block_rows: int) -> Iterator[pa.Table]:
@@ -128,11 +111,7 @@ def read_task(delivery: Delivery, places: Sequence[Unit], spans: Sequence[Span],
 
 def read_block(delivery: Delivery, units: Sequence[Unit]) -> Columns:
     """The units' rows, one after the other, under their delivered names."""
-    columns = allocate(delivery.spec, sum(len(unit.frames) for unit in units))
-    at = 0
-    for unit in units:
-        read_into(delivery.spec, unit, columns, at)
-        at += len(unit.frames)
+    columns = read_units({delivery.spec.dataset_index: delivery.spec}, units)
     return {name: columns[own] for own, name in delivery.names}
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.dataset.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, print_progress, skip_line
+from vlatune.dataset.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, skip_line
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.order.partition import EpisodeFiles, Span, check_partitioning, cut_rows, partition
 from vlatune.dataset.order.select import Selection, select_episodes
 from vlatune.dataset.reader import Unit, make_unit
 from vlatune.dataset.request import Delivery, Request, make_deliveries
 from vlatune.dataset.storage.root import Root
+from vlatune.outgoing import progress_bar
 from vlatune.pipeline.memory import MAX_BLOCK_BYTES
 
 TASK_BLOCKS = 32
@@ -178,7 +179,8 @@ def _find_bad(
     metas: Sequence[DatasetMeta], deliveries: Sequence[Delivery], selection: Selection
 ) -> tuple[BadEpisode, ...]:
     specs = [delivery.spec for delivery in deliveries]
-    bad = find_bad_episodes(metas, specs, selection, on_file=print_progress)
+    with progress_bar("files checked") as show:
+        bad = find_bad_episodes(metas, specs, selection, on_file=show)
     if bad:
         logger.warning("%s", skip_line(bad, len(selection)))
     return bad

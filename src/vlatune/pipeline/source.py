@@ -9,8 +9,8 @@ import collections
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -34,25 +34,22 @@ TARGET_SHARE = 0.8
 Blocks = tuple[list[Unit], ...]
 
 
-class UnitSource(Datasource):
-    """A fixed list of units, in blocks of `block_rows` rows, `task_blocks` of them per task."""
+@dataclass(frozen=True)
+class SourceTask:
+    """One read task: what runs, and what Ray is told of it before."""
 
-    def __init__(
-        self,
-        specs: Sequence[ReadSpec],
-        units: Sequence[Unit],
-        transforms: Sequence[Transform],
-        *,
-        block_rows: int,
-        task_blocks: int = 1,
-        readers: int = 1,
-    ) -> None:
+    read: Callable[[], Iterator[pa.Table]]
+    rows: int
+    bytes: int
+    files: tuple[str, ...] | None = None
+
+
+class LeRobotSource(Datasource):
+    """Read tasks that somebody planned, in their order: the product's only Datasource."""
+
+    def __init__(self, tasks: Sequence[SourceTask], schema: pa.Schema | None = None) -> None:
         super().__init__()
-        self._specs = tuple(specs)
-        sizes = staggered(task_blocks, readers)
-        self._transforms = tuple(transforms)
-        self._tasks = list(cut_tasks(units, block_rows, sizes))
-        self._row_bytes = sum(values.nbytes for values in allocate(specs[0], 1).values())
+        self._tasks, self._schema = list(tasks), schema
 
     def get_name(self) -> str:
         return "LeRobot"
@@ -62,17 +59,32 @@ class UnitSource(Datasource):
         return len(self._tasks)
 
     def estimate_inmemory_data_size(self) -> int:
-        return self._row_bytes * sum(_rows(blocks) for blocks in self._tasks)
+        return sum(task.bytes for task in self._tasks)
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context=None
     ) -> list[ReadTask]:
-        return [self._make_task(blocks) for blocks in self._tasks]
+        return [self._make_task(task, per_task_row_limit) for task in self._tasks]
 
-    def _make_task(self, blocks: Blocks) -> ReadTask:
-        rows = _rows(blocks)
-        metadata = BlockMetadata(num_rows=rows, size_bytes=rows * self._row_bytes, input_files=None, exec_stats=None)
-        return ReadTask(partial(_run_task, self._specs, blocks, self._transforms), metadata)
+    def _make_task(self, task: SourceTask, per_task_row_limit: int | None) -> ReadTask:
+        metadata = BlockMetadata(num_rows=task.rows, size_bytes=task.bytes, input_files=task.files, exec_stats=None)  # pyright: ignore[reportArgumentType]
+        return ReadTask(task.read, metadata, schema=self._schema, per_task_row_limit=per_task_row_limit)
+
+
+def unit_tasks(
+    specs: Sequence[ReadSpec],
+    units: Sequence[Unit],
+    transforms: Sequence[Transform],
+    *,
+    block_rows: int,
+    task_blocks: int = 1,
+    readers: int = 1,
+) -> list[SourceTask]:
+    """A fixed list of units, in blocks of `block_rows` rows, `task_blocks` of them per task."""
+    row_bytes = sum(values.nbytes for values in allocate(specs[0], 1).values())
+    tasks = cut_tasks(units, block_rows, staggered(task_blocks, readers))
+    read = partial(_run_task, tuple(specs), transforms=tuple(transforms))
+    return [SourceTask(partial(read, blocks), _rows(blocks), _rows(blocks) * row_bytes) for blocks in tasks]
 
 
 def cut_units(units: Iterable[Unit], block_rows: int) -> Iterator[list[Unit]]:
@@ -148,8 +160,8 @@ def read_blocks(
         yield to_table(columns)
 
 
-def read_units(specs: Sequence[ReadSpec], units: Sequence[Unit]) -> Columns:
-    """The units' rows, one after the other."""
+def read_units(specs: Sequence[ReadSpec] | Mapping[int, ReadSpec], units: Sequence[Unit]) -> Columns:
+    """The units' rows, one after the other; `specs` by their dataset's number."""
     columns = allocate(specs[units[0].dataset_index], sum(len(unit.frames) for unit in units))
     at = 0
     for unit in units:

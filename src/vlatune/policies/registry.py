@@ -7,7 +7,6 @@ asked for. Those of vlatune stand in PACKAGES. A package of somebody else is fou
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -86,7 +85,6 @@ def _others() -> dict[str, Any]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-@cache
 def _load_other(name: str) -> Policy:
     point = _others()[name]
     card = point.load()

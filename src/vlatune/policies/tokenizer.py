@@ -24,7 +24,7 @@ from vlatune.limits import check_limit
 from vlatune.policies.base_folder import TOKENIZER, fetch_file, read_object
 from vlatune.policies.processors import PREPROCESSOR, is_hub_name
 
-CONFIG = "tokenizer_config.json"
+CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 PLAIN = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
 GEMMA = ("GemmaTokenizer", "GemmaTokenizerFast")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -112,13 +112,19 @@ def find_pad_id(tokenizer_file: Path) -> int:
     return int(found[0])
 
 
-@lru_cache(maxsize=4)
 def load_tokenizer(file: str, max_length: int) -> Any:
-    """Cuts at `max_length` tokens, and does not pad."""
-    import tokenizers
-
+    """Cuts at `max_length` tokens, and does not pad. Kept for the next block; files that were replaced are read anew."""
+    folder = Path(file).parent
     if not Path(file).exists():
         raise ValueError(f"tokenizer file '{file}' is missing; it belongs to the policy's folder")
+    found = [(folder / name).stat() for name in (Path(file).name, CONFIG, SPECIAL_TOKENS) if (folder / name).exists()]
+    return _load_tokenizer(file, max_length, tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in found))
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(file: str, max_length: int, _versions: tuple[tuple[int, ...], ...]) -> Any:
+    import tokenizers
+
     settings = read_settings(Path(file).parent)
     data = read_file(Path(file).parent, Path(file).name, max_bytes=MAX_TOKENIZER_BYTES)
     try:
@@ -200,7 +206,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             f"expected one of {', '.join(filter(None, (*PLAIN, *GEMMA)))}; where tokenizer.json is all of it, set PreTrainedTokenizerFast there"
         )
     if "added_tokens_decoder" not in settings:
-        settings |= _read_object(folder, "special_tokens_map.json")
+        settings |= _read_object(folder, SPECIAL_TOKENS)
     return (GEMMA_TOKENS if name in GEMMA else {}) | settings
 
 

@@ -27,7 +27,15 @@ from vlatune.report.formatting import (
     shorten,
     tag,
 )
-from vlatune.report.run_folder import Checkpoints, EvalSample, Run, load_eval_samples, read_run, save_eval_samples
+from vlatune.report.run_folder import (
+    REPORT_FILE,
+    Checkpoints,
+    EvalSample,
+    Run,
+    load_eval_samples,
+    read_run,
+    save_eval_samples,
+)
 from vlatune.report.summary import SUMMARY_FILE
 from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
 
@@ -50,7 +58,7 @@ def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None)
     """Write RUN/report.html; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
     run = read_run(Path(run_dir), eval_samples)
     parts = (_head, _tiles, _learning, _seen, _evaluated, _time, _mixed, _memory, _settings)
-    path = Path(run_dir) / "report.html"
+    path = Path(run_dir) / REPORT_FILE
     try:
         body = join([part(run) for part in parts])
     except (

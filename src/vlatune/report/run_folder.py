@@ -1,10 +1,12 @@
-"""A run folder read back: settings, metrics, summary, evaluation, checkpoints, whatever of it is there.
+"""A run's folder: what its files are called, and what they hold, read back as one typed `Run`.
 
-Reading never changes the folder, and works on a run that is going on or has died: what is not there is empty. The
-settings (config.json) are read and written here alone; other files are written through sinks.py and summary.py.
+Reading never changes the folder, and works on a run that is going on or has died: what is not there is empty. All names
+stand here (those of summary.json and the checkpoints with their types), and every file has one reader and one writer:
+settings, evaluation and its samples here, the others in sinks.py, summary.py, html.py and run_setup.py.
 
 A few held-out samples, with what the model saw, what was done, and what it predicted, are kept in RUN/eval_samples.npz so
-that the page can be rewritten without the model. One file, arrays and strings together, so that a new evaluation replaces the old one in a single rename; nothing in it is pickled.
+that the page can be rewritten without the model. One file, arrays and strings together, so that a new evaluation replaces
+the old one in a single rename; nothing in it is pickled.
 """
 
 import io
@@ -12,13 +14,14 @@ import json
 import zipfile
 import zlib
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vlatune.checkpoint.local_store import LocalStore
-from vlatune.checkpoint.store import open_store, place_of
+from vlatune.checkpoint.store import CHECKPOINTS, open_store, place_of
 from vlatune.config import RunConfig, to_json
 from vlatune.files import open_file, read_json, write_aside, write_json
 from vlatune.flags import config_from_dict
@@ -117,6 +120,11 @@ def _check_sample(sample: EvalSample) -> None:
 
 
 CONFIG_FILE, SKIPPED_FILE = "config.json", "skipped_episodes.json"
+METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+EVALUATION_FILE, REPORT_FILE = "eval.json", "report.html"
+LOGS = "logs"
+DRIVER_LOCK, WRITER_LOCK = ".lock", ".pen"
+"""Files that are locked, by the driver and by rank 0; the second name is older than what it is called here."""
 Number = int | float | None
 SETTINGS = {
     "job_name": str | None,
@@ -146,21 +154,47 @@ EVALUATION = {
 """Kinds of what the report uses of config.json, of a line of metrics.jsonl, and of eval.json; each may be missing."""
 RUN_ENTRIES = (
     CONFIG_FILE,
-    "metrics.jsonl",
-    "samples.jsonl",
+    METRICS_FILE,
+    SAMPLES_FILE,
     SUMMARY_FILE,
     SKIPPED_FILE,
-    "eval.json",
+    EVALUATION_FILE,
     EVAL_SAMPLES_FILE,
-    "report.html",
-    "logs",
-    "checkpoints",
-    ".lock",
-    ".pen",
+    REPORT_FILE,
+    LOGS,
+    CHECKPOINTS,
+    DRIVER_LOCK,
+    WRITER_LOCK,
 )
 """All that a run puts into its folder."""
 BESIDE = ("base", "dataset")
 """What the demo puts beside a run; runs only read it."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run's files are, while it runs."""
+
+    path: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.path / LOGS
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS_FILE
+
+    @property
+    def samples(self) -> Path:
+        return self.path / SAMPLES_FILE
+
+    def new_log(self, name: str) -> Path:
+        """A file of `logs/` that is not there yet: what earlier attempts left stays, also those of a killed process."""
+        return next(file for number in count() if not (file := self.logs / f"{name}-{number}.txt").exists())
+
+    def summary(self) -> Summary | None:
+        return read_summary(self.path)
 
 
 @dataclass(frozen=True)
@@ -200,16 +234,16 @@ class Run:
 
 def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
     """Gather what the folder has."""
-    known = (CONFIG_FILE, "metrics.jsonl", SUMMARY_FILE)
+    known = (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE)
     if not any((run_dir / name).exists() for name in known):
         raise ValueError(f"{run_dir}: not a run folder (none of {', '.join(known)}); give the --output_dir of a run")
     config, summary = read_settings(run_dir) or {}, read_summary(run_dir)
-    evaluation = _read_object(run_dir, "eval.json") or {}
+    evaluation = _read_object(run_dir, EVALUATION_FILE) or {}
     _check_kinds(config, SETTINGS, run_dir / CONFIG_FILE)
-    _check_kinds(evaluation, EVALUATION, run_dir / "eval.json")
+    _check_kinds(evaluation, EVALUATION, run_dir / EVALUATION_FILE)
     if eval_samples is None:
         eval_samples = load_eval_samples(run_dir) if (run_dir / EVAL_SAMPLES_FILE).exists() else []
-    metrics_path = run_dir / "metrics.jsonl"
+    metrics_path = RunFolder(run_dir).metrics
     metrics = read_jsonl(metrics_path) if metrics_path.exists() else []
     for number, record in enumerate(metrics, start=1):
         _check_kinds(record, RECORD, f"{metrics_path}, line {number}")
@@ -243,6 +277,10 @@ def write_settings(run_dir: Path, config: RunConfig) -> None:
     write_json(run_dir / CONFIG_FILE, to_json(config))
 
 
+def write_evaluation(run_dir: Path, figures: dict[str, Any]) -> None:
+    write_json(run_dir / EVALUATION_FILE, figures)
+
+
 def _check_kinds(values: dict[str, Any], kinds: dict[str, Any], where: object) -> None:
     """Refuse a value of another kind than vlatune writes; names that are not listed are another version's."""
     for name, kind in kinds.items():
@@ -253,7 +291,7 @@ def _check_kinds(values: dict[str, Any], kinds: dict[str, Any], where: object) -
 def _checkpoints(run_dir: Path, storage_path: Any, summary: Summary | None) -> Checkpoints:
     """A folder that is there is looked into; an object store is asked only where the summary does not tell."""
     if not isinstance(storage_path, str):
-        return Checkpoints(tuple(LocalStore(run_dir / "checkpoints").steps()))
+        return Checkpoints(tuple(LocalStore(run_dir / CHECKPOINTS).steps()))
     if summary and summary.checkpoint_place:
         place = Path(summary.checkpoint_place)
         steps = tuple(LocalStore(place).steps()) if place.is_dir() else summary.checkpoints

@@ -7,14 +7,21 @@ which needs neither the interpreter's lock nor a thread that still runs.
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import time
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 DUMP_SIGNAL = signal.SIGUSR1
-STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for the disk or a driver", "Z": "dead"}
+DEAD = "dead"
+STATES = {
+    psutil.STATUS_STOPPED: "stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "held by a debugger",
+    psutil.STATUS_DISK_SLEEP: "waiting for the disk or a driver",
+    psutil.STATUS_ZOMBIE: DEAD,
+}
 POLL_S = 0.05
 
 
@@ -31,11 +38,9 @@ def dump_stacks_no_more() -> None:
 def process_state(pid: int) -> str:
     """In words, by the kernel: running, stopped by a signal, gone, ..."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+        return STATES.get(psutil.Process(pid).status(), "running")
+    except psutil.NoSuchProcess:
         return "gone"
-    found = re.search(r"^State:\s+(\w)", status, re.MULTILINE)
-    return STATES.get(found[1], "running") if found else "running"
 
 
 def dump_and_kill(pid: int, file: Path, *, wait_s: float = 3.0) -> str:
@@ -44,7 +49,7 @@ def dump_and_kill(pid: int, file: Path, *, wait_s: float = 3.0) -> str:
     The signal to continue comes after the question, so that a stopped process answers before anything else.
     """
     state = process_state(pid)
-    if state in ("gone", STATES["Z"]):
+    if state in ("gone", DEAD):
         return state
     before = _size(file)
     with contextlib.suppress(ProcessLookupError):

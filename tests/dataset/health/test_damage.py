@@ -173,13 +173,14 @@ CASES = {
         [0],
         rf", {DATA}/file-000.parquet: frame \d has the timestamp [\d.]+ s.*, expected times that rise; record or convert",
         r"episode 0, .*expected times that rise",
+        "timestamps that do not rise within their episode",
     ),
     "rows of another episode": Case(
         lambda root: do.change_column(data(root, 0), "episode_index", do.in_episode(3, 9)),
         [3],
         rf", {DATA}/file-000.parquet: row \d+ is episode_index 9, frame_index 0, .*; expected episode_index 3, frame_index 0",
         None,
-        "",
+        "rows that are not where meta/episodes places them",
     ),
     "a row missing": Case(
         lambda root: do.drop_row(data(root, 0), 20),

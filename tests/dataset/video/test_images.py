@@ -96,7 +96,7 @@ from vlatune.dataset.video.recorded import Recorded
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.decoder import VideoPlace
 
-def held():
+def held():  # the most so far; psutil knows only what is held now, and getrusage begins with the parent's
     return [int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
 
 out = np.zeros((1, 3, 8, 8), np.uint8)

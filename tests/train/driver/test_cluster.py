@@ -14,6 +14,7 @@ from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig, va
 from vlatune.pipeline import host as hosts
 from vlatune.pipeline.host import Host
 from vlatune.pipeline.sizing import Node, RunShape, plan_on_host, plan_on_nodes
+from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import (
     PREFIX,
     YOUNG_S,
@@ -25,7 +26,6 @@ from vlatune.train.driver.cluster import (
     size_for_this_host,
     worker_resources,
 )
-from vlatune.train.driver.folder_checks import RunFolder
 
 GB = 10**9
 HOST = Host(cpus=8, ram_bytes=32 * GB, shm_bytes=16 * GB)
@@ -139,8 +139,8 @@ def test_what_ray_prints_goes_to_the_log(monkeypatch, tmp_path, capfd):
     """Ray prints errors of the cluster through this function, whatever its settings say."""
     import ray._private.worker
 
+    from vlatune.report.run_folder import RunFolder
     from vlatune.train.driver.cluster import _quiet
-    from vlatune.train.driver.folder_checks import RunFolder
 
     monkeypatch.setattr(ray._private.worker, "print_to_stdstream", ray._private.worker.print_to_stdstream)
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data", "ray.train", "ray.tune")]
@@ -219,7 +219,7 @@ from listening import listeners
 from vlatune.config import RayConfig, RunConfig
 from vlatune.pipeline.sizing import RunShape
 from vlatune.train.driver.cluster import local_ray
-from vlatune.train.driver.folder_checks import RunFolder
+from vlatune.report.run_folder import RunFolder
 
 @ray.remote
 def where():

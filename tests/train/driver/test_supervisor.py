@@ -12,8 +12,8 @@ import ray
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.pipeline.sizing import RunShape, plan_on_nodes
+from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import Cluster, read_nodes
-from vlatune.train.driver.folder_checks import RunFolder
 from vlatune.train.driver.supervisor import (
     RUNNING,
     STARTING,

@@ -33,7 +33,7 @@ WARM_UP_S = 2.0
 
 def main(what: str, config: RunConfig) -> None:
     setup = make_setup(config)
-    plan = setup.data_plan(config.batch_size)
+    plan = setup.data_plan
     work = step_alone(config, setup, plan) if what == "step" else read_alone(config, plan)
     sys.stdout.write(json.dumps(measure(work)) + "\n")
 

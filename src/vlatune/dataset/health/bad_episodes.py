@@ -5,7 +5,6 @@ What is left is the same for every worker and every restart, so the order of sam
 that does not answer, or refuses, is not an episode's fault: that error goes to the caller.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -172,10 +171,3 @@ def skip_line(bad: Sequence[BadEpisode], num_selected: int) -> str:
     shown = ", ".join(str(one.episode) for one in bad[:SHOWN])
     more = f", and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     return f"{len(bad)} of {num_selected} episodes are bad and left out: {shown}{more}; the first: {bad[0].reason}"
-
-
-def print_progress(done: int, total: int) -> None:
-    """For `on_file`: a line that renews itself, where a person is looking."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\rvlatune: checked {done} of {total} files" + ("\n" if done == total else ""))
-        sys.stderr.flush()

@@ -1,7 +1,8 @@
 """The rows of one episode, held against meta/: are they all there, are they its own, and of the declared form.
 
 Pure, over numpy columns; the reader asks for each unit of work (microseconds) and the check of episodes (bad_episodes.py)
-once for each episode. `where` names dataset, episode and file in the messages.
+once for each episode. `where` names dataset, episode and file in the messages. What is wrong with a row is said once:
+`inspect` lists the rows that `misplaced`, `not_rising` and `without_sentence` find, and reading refuses the first.
 """
 
 from collections.abc import Mapping
@@ -22,21 +23,10 @@ def check_length(where: str, file_rows: int, begin: int, end: int) -> None:
 
 def check_index(where: str, values: Mapping[str, np.ndarray], *, episode_index: int, from_row: int, begin: int) -> None:
     """Every row must be the episode's, in order: one that is missing would move those after it."""
-    for name, kinds in INDEX_KINDS.items():
-        column = values[name]
-        if column.ndim != 1 or column.dtype.kind not in kinds:
-            expected = "a number with decimals" if kinds == "f" else "a whole number"
-            raise ValueError(
-                f"{where}: column '{name}' holds {_form(column)}, expected {expected} per row; fetch the file anew"
-            )
-    frame = np.arange(len(values["index"]))
-    right = (
-        (values["episode_index"] == episode_index)
-        & (values["frame_index"] == frame)
-        & (values["index"] == from_row + frame)
-    )
-    if not right.all():
-        bad = int(np.argmin(right))
+    check_kinds(where, values)
+    wrong = misplaced(values, episode_index=episode_index, from_row=from_row)
+    if wrong.any():
+        bad = int(np.argmax(wrong))
         found = ", ".join(f"{name} {int(values[name][bad])}" for name in ("episode_index", "frame_index", "index"))
         raise ValueError(
             f"{where}: row {begin + bad} is {found}; expected episode_index {episode_index}, frame_index {bad}, "
@@ -44,12 +34,30 @@ def check_index(where: str, values: Mapping[str, np.ndarray], *, episode_index: 
         )
 
 
+def check_kinds(where: str, values: Mapping[str, np.ndarray]) -> None:
+    for name, kinds in INDEX_KINDS.items():
+        column = values[name]
+        if column.ndim != 1 or column.dtype.kind not in kinds:
+            expected = "a number with decimals" if kinds == "f" else "a whole number"
+            raise ValueError(
+                f"{where}: column '{name}' holds {_form(column)}, expected {expected} per row; fetch the file anew"
+            )
+
+
+def misplaced(values: Mapping[str, np.ndarray], *, episode_index: int, from_row: int) -> np.ndarray:
+    """Which of an episode's rows are another's, or at another's place."""
+    frame = np.arange(len(values["index"]))
+    return (
+        (values["episode_index"] != episode_index)
+        | (values["frame_index"] != frame)
+        | (values["index"] != from_row + frame)
+    )
+
+
 def check_times(where: str, timestamps: np.ndarray) -> None:
-    """A time that is no number is near to every frame and to none; one that falls is not of this episode."""
-    good = np.isfinite(timestamps)
-    good[1:] &= timestamps[1:] > timestamps[:-1]
-    if not good.all():
-        bad = int(np.argmin(good))
+    wrong = not_rising(timestamps)
+    if wrong.any():
+        bad = int(np.argmax(wrong))
         before = f" after {timestamps[bad - 1]:.4f} s" if bad else ""
         raise ValueError(
             f"{where}: frame {bad} has the timestamp {timestamps[bad]:.4f} s{before}, expected times that rise; record or "
@@ -57,13 +65,24 @@ def check_times(where: str, timestamps: np.ndarray) -> None:
         )
 
 
+def not_rising(timestamps: np.ndarray) -> np.ndarray:
+    """A time that is no number is near to every frame and to none; one that falls is not of this episode."""
+    wrong = ~np.isfinite(timestamps)
+    wrong[1:] |= ~(timestamps[1:] > timestamps[:-1])
+    return wrong
+
+
 def check_tasks(where: str, task_index: np.ndarray, num_tasks: int) -> None:
-    bad = task_index[(task_index < 0) | (task_index >= num_tasks)]
+    bad = task_index[without_sentence(task_index, num_tasks)]
     if len(bad):
         raise ValueError(
             f"{where}: task_index {bad[0]} has no sentence; meta/tasks lists {num_tasks}, expected 0 to {num_tasks - 1}; "
             f"add the sentence to meta/tasks, or fetch meta/ anew"
         )
+
+
+def without_sentence(task_index: np.ndarray, num_tasks: int) -> np.ndarray:
+    return (task_index < 0) | (task_index >= num_tasks)
 
 
 def check_vector(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vlatune.dataset.health.checksums import forget_sums
 from vlatune.dataset.meta import meta_v21, meta_v30
 from vlatune.dataset.meta.episodes import Episodes, check_episodes
 from vlatune.dataset.meta.meta_info import SUPPORTED, Feature, read_info
@@ -68,6 +69,7 @@ class DatasetMeta:
 def load_meta(root: str | Root, *, argument: str = "the path") -> DatasetMeta:
     """Read `meta/` of the dataset at a folder or URL; messages call what the user gave by the name in `argument`."""
     root = Root(root) if isinstance(root, str) else root
+    forget_sums(root)
     info = read_info(root, argument=argument)
     layout = meta_v30 if info.version == "v3.0" else meta_v21
     video_keys = [name for name, feature in info.features.items() if feature.dtype == "video"]

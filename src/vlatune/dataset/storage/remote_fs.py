@@ -23,7 +23,11 @@ CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 """Longest silence of an S3 server; `storage_options={"config_kwargs": {"read_timeout": ...}}` overrides it."""
 
+CREDENTIALS = ("AWS_", "GOOGLE_", "GCSFS_", "AZURE_", "HF_", "FSSPEC_")
+"""Beginnings of the variables that drivers find credentials, profiles and addresses in."""
+
 _instances: dict[tuple, Any] = {}
+"""By all that they were made of."""
 
 
 def filesystem_for(url: str, options: Mapping[str, Any]) -> Any:
@@ -31,7 +35,8 @@ def filesystem_for(url: str, options: Mapping[str, Any]) -> Any:
     kind = _filesystem_class(url)
     thread = 0 if kind.async_impl else threading.get_ident()  # the async ones do their work on a thread of their own
     start = url if "::" in url else (scheme_of(url), kind._get_kwargs_from_urls(url))
-    key = (os.getpid(), thread, tokenize(start, dict(options)))
+    variables = sorted(one for one in os.environ.items() if one[0].startswith(CREDENTIALS))
+    key = (os.getpid(), thread, tokenize(start, dict(options), variables))
     if key not in _instances:
         _instances.setdefault(key, _make(url, options))  # of two threads that come at once, one makes it in vain
     return _instances[key]

@@ -92,7 +92,8 @@ def _decoder(source: str | IO[bytes], place: VideoPlace) -> Iterator["Decoder"]:
             yield decoder
         return
     stat = Path(source).stat()
-    key = (source, stat.st_ino, stat.st_mtime_ns, stat.st_size)  # a file that was replaced is opened anew
+    # A file that was replaced is opened anew, and so is one of which info.json now says something else.
+    key = (source, stat.st_ino, stat.st_mtime_ns, stat.st_size, place.recorded)
     decoder = _decoders.pop(key, None) or Decoder(source, place)
     try:
         yield decoder

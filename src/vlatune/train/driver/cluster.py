@@ -33,7 +33,7 @@ from vlatune.ray_internals import (
     ray_on_loopback,
     start_none_unasked,
 )
-from vlatune.train.driver.folder_checks import RunFolder
+from vlatune.report.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from vlatune.pipeline.sizing import Node, RunShape, Sizing

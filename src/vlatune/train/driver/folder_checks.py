@@ -7,37 +7,25 @@ holds another run is refused with what differs (resume_rules.py). One process at
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vlatune.checkpoint.store import open_store
 from vlatune.config import RunConfig
 from vlatune.files import make_folder, open_to_append, refuse_links_out
-from vlatune.report.run_folder import BESIDE, CONFIG_FILE, read_settings, write_settings
-from vlatune.report.summary import SUMMARY_FILE, Summary, read_summary
+from vlatune.report.run_folder import (
+    BESIDE,
+    CONFIG_FILE,
+    DRIVER_LOCK,
+    LOGS,
+    WRITER_LOCK,
+    RunFolder,
+    read_settings,
+    write_settings,
+)
+from vlatune.report.summary import SUMMARY_FILE
 from vlatune.train.driver.resume_rules import accepted, config_changes
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    path: Path
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    def new_log(self, name: str) -> Path:
-        """A file of `logs/` that is not there yet: what earlier attempts left stays, also those of a killed process."""
-        return next(file for number in count() if not (file := self.logs / f"{name}-{number}.txt").exists())
-
-    def summary(self) -> Summary | None:
-        return read_summary(self.path)
 
 
 def check_run(config: RunConfig) -> None:
@@ -58,7 +46,7 @@ def open_run(config: RunConfig) -> RunFolder:
     """Check the folder and record the run's config there."""
     check_run(config)
     folder = RunFolder(config.run_dir)
-    make_folder(folder.path, "logs")
+    make_folder(folder.path, LOGS)
     write_settings(folder.path, replace(config, resume=False, allow_changed=()))
     (folder.path / SUMMARY_FILE).unlink(missing_ok=True)  # a run that goes on is not finished
     return folder
@@ -69,7 +57,7 @@ def only_one(folder: RunFolder) -> Iterator[None]:
     """Hold the folder's lock; it falls with the process, however that ends."""
     folder.path.mkdir(parents=True, exist_ok=True)
     refuse_links_out(folder.path, skip=BESIDE)
-    with open_to_append(folder.path / ".lock") as file:
+    with open_to_append(folder.path / DRIVER_LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -99,4 +87,4 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 def _only_ours(folder: Path) -> bool:
     """Nothing in it but what a start that was broken off leaves, or what the demo puts beside a run."""
-    return all(entry.name in (".lock", ".pen", "logs", *BESIDE) for entry in folder.iterdir())
+    return all(entry.name in (DRIVER_LOCK, WRITER_LOCK, LOGS, *BESIDE) for entry in folder.iterdir())

@@ -17,11 +17,11 @@ from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
-from vlatune.report.run_folder import SKIPPED_FILE
-from vlatune.run_setup import Setup, make_setup, write_skipped
+from vlatune.report.run_folder import SKIPPED_FILE, RunFolder
+from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.failures import FINAL, root_cause
-from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one, open_run
+from vlatune.train.driver.folder_checks import check_run, only_one, open_run
 from vlatune.train.driver.progress import Progress
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point
 from vlatune.train.driver.tiny_base import with_base
@@ -35,9 +35,12 @@ if TYPE_CHECKING:
 def train(config: RunConfig) -> None:
     """Run or continue a training run; returns when it is finished and its report is written."""
     validate(config)
-    config = with_base(config, say=_say)
+    metas = load_metas(config)
+    config = with_base(config, metas, say=_say)
     folder = RunFolder(config.run_dir)
-    setup = make_setup(config, preflight=True)  # all checks that need no lock, so that a wrong call touches nothing
+    setup = make_setup(
+        config, metas, preflight=True
+    )  # all checks that need no lock, so that a wrong call touches nothing
     with only_one(folder):
         check_run(config)
         start = find_resume_point(config, setup, say=_say)
@@ -130,8 +133,13 @@ def _start_reading(config: RunConfig, start: ResumePoint, cluster: Cluster, firs
 
     if not cluster.ours:
         return ()
-    plan = start.setup.data_plan(config.batch_size)
-    return start_ahead(plan, config.num_workers, cluster.sizing.budget, first_step=first_step, last_step=config.steps)
+    return start_ahead(
+        start.setup.data_plan,
+        config.num_workers,
+        cluster.sizing.budget,
+        first_step=first_step,
+        last_step=config.steps,
+    )
 
 
 def _fit(
@@ -170,7 +178,7 @@ def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
     pixels = sum(math.prod(setup.metas[0].features[name].height_width) for name, _ in setup.binding.cameras)
     return RunShape(
         config.num_workers,
-        setup.data_plan(config.batch_size).row_bytes(),
+        setup.data_plan.row_bytes(),
         run_rows=max(setup.order.run_length, setup.order.window_rows),  # as plan.py cuts them
         compute_share=compute_share(step_flops=step_flops, pixels=pixels),
         torch_threads=config.torch_threads,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.files import open_file
-from vlatune.outgoing import say
+from vlatune.outgoing import make_bar, say
 from vlatune.report.verdict import CONTENTION_FINE
 
 POLL_S = 0.25
@@ -28,7 +28,7 @@ def describe(line: dict[str, Any]) -> str:
 
 
 class Progress:
-    """Shows steps from `metrics_file` until closed. `say` prints a line above the bar."""
+    """Shows steps from `metrics_file` until closed; lines that are said meanwhile come above the bar."""
 
     def __init__(self, metrics_file: Path, total_steps: int, *, from_step: int) -> None:
         self._file, self._total = metrics_file, total_steps
@@ -37,15 +37,12 @@ class Progress:
         self._shown = from_step
         self._last_due = 0
         self._stop = threading.Event()
-        self._bar = _make_bar(total_steps, from_step) if sys.stdout.isatty() else None
+        self._bar = make_bar(sys.stdout) if sys.stdout.isatty() else None
+        if self._bar is not None:
+            self._bar.add_task("train", total=total_steps, completed=from_step, told="starting")
+            self._bar.start()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
         self._thread.start()
-
-    def say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
-        else:
-            say(text)
 
     def close(self) -> None:
         self._stop.set()
@@ -82,25 +79,10 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=line["optimizer_step"], told=describe(line))
         elif line["optimizer_step"] == self._total or self._is_due(line["optimizer_step"]):
-            self.say(f"step {line['optimizer_step']}/{self._total}  {describe(line)}")
+            say(f"step {line['optimizer_step']}/{self._total}  {describe(line)}")
 
     def _is_due(self, step: int) -> bool:
         """About twenty plain lines for a whole run."""
         every = max(1, self._total // 20)
         before, self._last_due = self._last_due, step // every
         return self._last_due > before
-
-
-def _make_bar(total: int, completed: int) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn("train"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[told]}"),
-    )
-    bar.add_task("train", total=total, completed=completed, told="starting")
-    bar.start()
-    return bar

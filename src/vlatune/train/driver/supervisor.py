@@ -23,9 +23,9 @@ from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.files import write_text
 from vlatune.ray_internals import draining_nodes
+from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import Cluster
 from vlatune.train.driver.failures import root_cause
-from vlatune.train.driver.folder_checks import RunFolder
 from vlatune.train.heartbeat import NO_REQUEST, RankState, Request, remove_empty_stacks, stacks_file, start_monitor
 from vlatune.train.stack_dump import dump_and_kill
 

@@ -15,11 +15,11 @@ from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig, makes_base, makes_small
 from vlatune.dataset.features import as_flag, likely_name
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
-from vlatune.files import read_json, remove_leftovers, write_json
+from vlatune.files import put_folder, read_json, remove_leftovers, write_json
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import get_policy
-from vlatune.run_setup import load_metas
-from vlatune.train.driver.folder_checks import RunFolder, check_run, only_one
+from vlatune.report.run_folder import CONFIG_FILE, RunFolder
+from vlatune.train.driver.folder_checks import check_run, only_one
 
 BASE, ASIDE = "base", ".base.making"
 MADE_FOR = "made_for.json"
@@ -29,15 +29,15 @@ HORIZON_S = 0.8
 """Seconds of actions in a chunk."""
 
 
-def with_base(config: RunConfig, *, say: Callable[[str], None]) -> RunConfig:
-    """The config with its base model, which is made first if the run makes its own and has not yet."""
+def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callable[[str], None]) -> RunConfig:
+    """The config with its base model, which is made for the datasets first if the run makes its own and has not yet."""
     if not makes_base(config):
         return config
     folder = RunFolder(config.run_dir)
     config = replace(config, policy=replace(config.policy, path=str((folder.path / BASE).resolve())))
-    if (folder.path / "config.json").exists() and (folder.path / BASE).is_dir():
+    if (folder.path / CONFIG_FILE).exists() and (folder.path / BASE).is_dir():
         return config  # the run has begun with it
-    fit = fit_datasets(load_metas(config), seed=config.seed, max_dims=get_policy(config.policy.type).max_dims)
+    fit = fit_datasets(metas, seed=config.seed, max_dims=get_policy(config.policy.type).max_dims)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
         remove_leftovers(folder.path / ASIDE)
@@ -109,4 +109,4 @@ def _ensure(run_dir: Path, config: RunConfig, fit: Fit, say: Callable[[str], Non
     policy.adapter().make_base(aside, fit, small=small, place=base)
     write_json(aside / MADE_FOR, made_for)
     shutil.rmtree(base, ignore_errors=True)  # of a start with other flags, which never became a run
-    aside.rename(base)
+    put_folder(aside, base)

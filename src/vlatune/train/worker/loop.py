@@ -91,17 +91,16 @@ class Worker:
         seed_all(self.config.seed)
         # The data first: its readers start while the model is loaded.
         transfer = make_transfer(self.device)
-        plan, first_step = job.setup.data_plan(self.config.batch_size), job.checkpoints.resume_step or 0
         self.feed = Feed(
-            plan,
+            job.setup.data_plan,
             share,
             job.budget,
-            first_step=first_step,
+            first_step=job.checkpoints.resume_step or 0,
             last_step=self.config.steps,
             coordinator=job.coordinators[share.rank] if job.coordinators else None,
             empty=transfer.empty,
         )
-        ahead = self.config.prefetch_batches + queued_batches(plan.batch_size * job.budget.row_bytes)
+        ahead = self.config.prefetch_batches + queued_batches(job.setup.data_plan.batch_size * job.budget.row_bytes)
         self.batches = Prefetcher(self.feed, transfer, depth=ahead)
         options = ModuleOptions.of(self.config.policy)
         module = job.setup.adapter.load_module(

@@ -13,14 +13,13 @@ from vlatune.dataset.order.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
 from vlatune.files import make_folder, open_to_append
 from vlatune.pipeline.spill_meter import SpillMeter
+from vlatune.report.run_folder import WRITER_LOCK, RunFolder
 from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
 from vlatune.report.summary import Scalar, Summary, write_summary
 from vlatune.report.verdict import verdict
 from vlatune.train.fingerprint import versions_in
 from vlatune.train.worker_job import WorkerJob
 
-WRITER_LOCK = ".pen"
-"""The file that is locked; its name is older than this one."""
 LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 
 
@@ -29,10 +28,11 @@ class MetricsLogger:
         self.job = job
         self.performance_flags = performance_flags
         self.run_dir = Path(job.run_dir)
+        folder = RunFolder(self.run_dir)
         self.writer_lock = hold_writer_lock(self.run_dir)
         self.spill = SpillMeter()
-        self.metrics = MetricsFile(self.run_dir / "metrics.jsonl")
-        self.samples = MetricsFile(self.run_dir / "samples.jsonl") if job.config.log_samples else None
+        self.metrics = MetricsFile(folder.metrics)
+        self.samples = MetricsFile(folder.samples) if job.config.log_samples else None
         self.board = TensorBoardSink(make_folder(self.run_dir, "logs/tensorboard"))
         for sink in (self.metrics, self.samples, self.board):
             if sink is not None:
@@ -41,7 +41,7 @@ class MetricsLogger:
             file.write(
                 f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
             )
-        recorded = read_jsonl(self.run_dir / "metrics.jsonl")
+        recorded = read_jsonl(folder.metrics)
         self.last_loss = recorded[-1]["loss"] if recorded else float("nan")
 
     def log(self, done: int, loss: float, grad_norm: float, rate: float, rates: dict[str, Any]) -> None:
