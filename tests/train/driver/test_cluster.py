@@ -42,17 +42,6 @@ with own_folder() as folder:
 """
 
 
-@pytest.fixture
-def temporary(monkeypatch, tmp_path_factory) -> Path:
-    """A short path of its own for temporary files: Ray's sockets lie below it."""
-    folder = Path(tmp_path_factory.getbasetemp().root) / "tmp" / f"vt{os.getpid()}"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    yield folder
-    subprocess.run(["rm", "-r", folder], check=True)
-
-
 def test_a_folder_goes_with_its_run(temporary):
     with own_folder() as folder:
         assert folder is not None
@@ -62,10 +51,7 @@ def test_a_folder_goes_with_its_run(temporary):
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_and_a_living_ones_stays(temporary):
-    env = os.environ | {"TMPDIR": str(temporary)}
-    killed = subprocess.run(
-        [sys.executable, "-c", KEEP_AND_DIE], env=env, stdout=subprocess.PIPE, text=True, check=False
-    )
+    killed = subprocess.run([sys.executable, "-c", KEEP_AND_DIE], stdout=subprocess.PIPE, text=True, check=False)
     left = Path(killed.stdout.strip())
     assert (left / "session").is_dir()
     with own_folder() as first:
