@@ -6,13 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import ray
 
@@ -27,6 +24,7 @@ from vlatune.report.summary import read_summary
 from vlatune.report.verdict import CONTENTION_FINE
 from vlatune.run_setup import make_setup
 from vlatune.train.driver.launch import train
+from vlatune.train.worker import loop
 
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
@@ -63,13 +61,34 @@ def first_run(base_config, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_run(base_config, tmp_path_factory) -> Path:
-    """Several draws, averaged weights, checkpoints elsewhere; a process of its readers dies at the start."""
+    """Several draws, averaged weights, checkpoints elsewhere; the process that runs its reading dies at the start."""
     folder = tmp_path_factory.mktemp("runs") / "other"
     policy = replace(base_config.policy, train="expert", flow_samples=4)
     averaged = replace(base_config.optimizer, ema_decay=0.5)
     config = replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2)
-    threading.Thread(target=kill_first_coordinator, daemon=True).start()
-    return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "run_worker", worker_whose_reading_dies())
+        return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
+
+
+def worker_whose_reading_dies():
+    """A worker whose first coordinator is a living process, and then a dead one, before it is asked for anything."""
+
+    def run_worker(settings: dict) -> None:  # made here, so that Ray carries it over by its code
+        from vlatune.pipeline import feed
+        from vlatune.train.worker.loop import run_worker
+
+        start = feed.start_coordinator
+
+        def start_and_kill(*args, **steps):
+            feed.start_coordinator, actor = start, start(*args, **steps)
+            os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            return actor
+
+        feed.start_coordinator = start_and_kill
+        run_worker(settings)
+
+    return run_worker
 
 
 def losses(folder: Path) -> list[float]:
@@ -111,27 +130,15 @@ def test_checkpoints_elsewhere_and_a_process_of_readers_that_died_are_in_the_rep
     assert "Reading begun anew</dt><dd>1</dd>" in page
 
 
-def kill_first_coordinator() -> None:
-    """The process that schedules a worker's reading, as soon as there is one."""
-    this, until_s = psutil.Process(), time.monotonic() + 60
-    while time.monotonic() < until_s:
-        for process in this.children(recursive=True):
-            try:
-                if "ray::Coordinator" in " ".join(process.cmdline()):
-                    os.kill(process.pid, signal.SIGKILL)
-                    return
-            except (psutil.Error, OSError):  # it has just ended
-                continue
-        time.sleep(0.05)
-
-
 def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
     summary = json.loads((first_run / "summary.json").read_text())
     cpu, time_s = summary["cpu"], summary["time_s"]
     assert cpu.keys() >= {"train_thread_s", "compute_threads_s", "other_threads_s", "run_queue_wait_s", "idle_share"}
     assert None not in cpu.values()
     loop_s = time_s["total"] - time_s["start"]
-    assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= cpu["loop_s"] * 1.01 <= loop_s * 1.02
+    assert 0 < cpu["loop_s"] <= loop_s
+    # The clocks are read one after the other, and a busy machine may take the core away in between.
+    assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= 1.1 * cpu["loop_s"] + 0.2
     parts = ("start", "wait", "compute", "kept_own", "kept_others", "checkpoint")
     assert sum(time_s[part] for part in parts) == pytest.approx(time_s["total"])
     if cpu["kept_own_s"] + cpu["kept_others_s"] >= CONTENTION_FINE * cpu["loop_s"]:

@@ -4,6 +4,7 @@ Two workers, several restarts in one run: a start costs half a minute. `-m slow`
 """
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -116,15 +117,15 @@ def test_killed_twice_in_an_epoch_and_at_its_end(config, clean, arm, tmp_path):
 
 @pytest.mark.timeout(600)
 def test_a_stopped_worker_is_found_and_all_stacks_are_kept(config, clean, arm, tmp_path, capsys):
+    """On a machine so slow that others seem to hang as well, the stopped one is among those that were found."""
     arm([Fault("forward", 7, rank=1, signal=signal.SIGSTOP)])
-    run_dir = run(replace(config, hang_timeout_s=20.0), tmp_path)
+    run_dir = run(replace(config, hang_timeout_s=20.0, max_restarts=10), tmp_path)
     assert_same(run_dir, clean)
     said = capsys.readouterr().out
-    assert "rank 1 did nothing for" in said
-    assert "its process was stopped by a signal" in said
-    stacks = (run_dir / "logs" / "hang-0.txt").read_text()
+    assert re.search(r"rank 1 did nothing for .* its process was stopped by a signal", said)
+    found = [file.read_text() for file in (run_dir / "logs").glob("hang-*.txt")]
+    (stacks,) = [text for text in found if "rank 1: stopped by a signal" in text]
     assert "rank 0: running" in stacks
-    assert "rank 1: stopped by a signal" in stacks
     assert "step.py" in stacks  # where it stood
 
 
