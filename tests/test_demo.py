@@ -15,6 +15,7 @@ from vlatune.policies.registry import get_adapter
 from vlatune.train.driver.folder_checks import check_run
 from vlatune.train.driver.tiny_base import with_base
 
+pytestmark = pytest.mark.early
 DIE_WHEN_CALLED = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
 
 

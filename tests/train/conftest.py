@@ -1,7 +1,7 @@
 """A place of their own for what runs put among the temporary files."""
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +11,7 @@ import pytest
 @pytest.fixture
 def temporary(monkeypatch, tmp_path_factory) -> Iterator[Path]:
     """For this process and those it starts: other runs on the machine leave nothing here. Short, as Ray's sockets lie below."""
-    folder = Path(tmp_path_factory.getbasetemp().root) / "tmp" / f"vt{os.getpid()}"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="vt", dir=Path(tmp_path_factory.getbasetemp().root) / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.delenv("RAY_TMPDIR", raising=False)

@@ -19,7 +19,7 @@ from vlatune.pipeline.feed import MAX_QUEUED
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("temporary")]
+pytestmark = [pytest.mark.early, pytest.mark.usefixtures("temporary")]
 
 ENDLESS = 100_000
 SAVE_FREQ, DECAY = 50, 80
