@@ -198,7 +198,7 @@ def test_a_few_seconds_of_a_big_mp4_are_few_requests_and_bytes(s3: Proxy, big_mp
 def test_a_small_object_is_one_request(s3: Proxy) -> None:
     put(s3, "files/small.json", b"x" * 900_000)
     assert root_of(s3).read_bytes("small.json") == b"x" * 900_000
-    assert [one.method for one in s3.seen] == ["HEAD", "GET"]
+    assert [one.method for one in s3.seen if "small.json" in one.target] == ["HEAD", "GET"]
 
 
 # --- faults --------------------------------------------------------------------------------------------------------
