@@ -129,7 +129,6 @@ def test_what_fails_on_the_thread_is_brought_here():
     assert isinstance(error, ValueError)
 
 
-@pytest.mark.timeout(30)
 def test_what_succeeds_returns_nothing():
     done = []
     outcome = _on_thread(lambda: done.append(1))
