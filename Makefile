@@ -23,7 +23,7 @@ setup:
 demo: setup
 	@$(VENV)/vlatune demo $(ARGS)
 
-# Two processes, one of which has all tests that start Ray (tests/conftest.py); ARGS="-n 0" runs all in one.
+# Two processes, one of which has all tests that share a Ray cluster (tests/conftest.py); ARGS="-n 0" runs all in one.
 test: setup
 	@$(VENV)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 

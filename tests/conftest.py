@@ -37,15 +37,19 @@ settings.load_profile("no timing")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with Ray in them come first: they take longest, one after the other."""
-    items.sort(key=lambda item: group_of(item.nodeid) != RAY)  # stable: otherwise as collected
+    """What shares the cluster comes first, as one after the other it takes longest; then what takes long beside it."""
+    items.sort(key=_rank)  # stable: otherwise as collected
+
+
+def _rank(item: pytest.Item) -> int:
+    if group_of(item.nodeid) == RAY:
+        return 0
+    return 1 if item.get_closest_marker("early") else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of `make test`: a file goes to one process whole, so that its fixtures are made once, and all with Ray to the same.
-
-    One cluster at a time, as each wants both cores and looks for what others left behind. By hand, as xdist 3.8 hangs
-    its own groups on a field that pytest 9 no longer has, and then has none.
+    """Of `make test`: a file goes to one process whole, so that its fixtures are made once, and all that share the cluster
+    to the same. By hand, as xdist 3.8 hangs its own groups on a field that pytest 9 no longer has, and then has none.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -68,7 +72,7 @@ def _starts_ray(file: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def _no_cluster_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that starts Ray says so, or it would run beside the others that do."""
+    """A test that starts Ray in this process says so, or it would have a cluster beside the session's."""
     before = _has_cluster()
     yield
     assert group_of(request.node.nodeid) == RAY or _has_cluster() == before, (

@@ -16,6 +16,7 @@ from vlatune.run_setup import load_metas
 from vlatune.train.driver.folder_checks import check_run
 from vlatune.train.driver.tiny_base import with_base
 
+pytestmark = pytest.mark.early
 DIE_WHEN_CALLED = "lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
 
 

@@ -65,7 +65,7 @@ def test_every_byte_arrives_however_small_the_buffer(tmp_path, most_bytes):
         snapshot = one.begin(files)
         thread = in_background(snapshot, tmp_path)
         snapshot.copy()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
         check(files, tmp_path)
 
@@ -99,7 +99,7 @@ def test_no_more_memory_is_taken_than_allowed(tmp_path):
         snapshot = staging(10_000, chunk_bytes=2_000).begin(files)
         thread = in_background(snapshot, tmp_path)
         snapshot.copy()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert counter.peak["cpu"] <= 10_000
     check(files, tmp_path)
 
@@ -109,7 +109,7 @@ def test_a_writer_that_fails_lets_the_loop_go():
     loop = threading.Thread(target=snapshot.copy, daemon=True)
     loop.start()
     snapshot.break_off()
-    loop.join(timeout=10)
+    loop.join(timeout=60)
     assert not loop.is_alive()
 
 
@@ -130,7 +130,7 @@ def test_a_copy_that_fails_lets_the_writer_go(tmp_path):
     thread.start()
     with pytest.raises(KeyError):
         snapshot.copy()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert told == [True]
 
 

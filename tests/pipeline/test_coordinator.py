@@ -1,9 +1,10 @@
 """The process beside a worker: it may die at any moment, and it rests while nothing is asked of it."""
 
+import math
 import os
 import random
-import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from vlatune.pipeline.source import READER_NICENESS
 from vlatune.pipeline.spill_meter import read_counters
 
 pytestmark = pytest.mark.ray
-WATCHED_S = 4.0
+LOOK_S, LOOKS = 2.0, 10
 
 
 def coordinators() -> list[psutil.Process]:
@@ -36,8 +37,18 @@ def cmdline(process: psutil.Process) -> str:
         return ""
 
 
+def kill_all() -> None:
+    for process in coordinators():
+        with suppress(psutil.NoSuchProcess):  # one of a feed before
+            process.kill()
+
+
 def cpu_s(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
+    """So far; NaN of one that has just ended."""
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return math.nan
 
 
 def wait_until_full() -> None:
@@ -63,8 +74,7 @@ def test_one_that_dies_is_replaced_at_the_next_batch(plan, expected, feeds):
     batches = []
     for number in range(last - 1):
         if number in moments:
-            for process in coordinators():
-                os.kill(process.pid, signal.SIGKILL)
+            kill_all()
         batches.append(next(stream))
     assert_same(batches, expected(1, last))
     assert 1 <= feed.restarts <= len(moments)
@@ -77,8 +87,7 @@ def test_half_an_update_is_not_taken_twice(expected, dataset_v3, small_base, fee
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=4)
     feeds.append(feed)
     first = [next(feed) for _ in range(3)]
-    for process in coordinators():
-        os.kill(process.pid, signal.SIGKILL)
+    kill_all()
     batches = first + list(feed)
     whole = [batch["index"].tolist() for batch in expected(0, 4)]
     assert [
@@ -148,22 +157,34 @@ def test_readers_give_way(plan, feeds):
     assert set(next(feed)["niceness"].tolist()) == {READER_NICENESS}
 
 
+def shares_of_a_core() -> tuple[float, float]:
+    """That this process takes, and all of the cluster's with it, while nobody takes a batch."""
+    others = psutil.Process().children(recursive=True)
+    began_s, here_s, before_s = time.monotonic(), time.process_time(), [cpu_s(process) for process in others]
+    time.sleep(LOOK_S)
+    here_s = time.process_time() - here_s
+    beside_s = float(np.nansum([cpu_s(process) - then_s for process, then_s in zip(others, before_s, strict=True)]))
+    watched_s = time.monotonic() - began_s
+    return here_s / watched_s, (here_s + beside_s) / watched_s
+
+
+def is_quiet(shares: tuple[float, float]) -> bool:
+    here, everything = shares
+    return here < 0.02 and everything < 0.10
+
+
 def test_with_a_full_store_and_a_slow_consumer_nothing_spins(plan, feeds):
-    """CPU seconds, which other load on the machine hardly changes. An executor in this process took a whole core of it, and
-    beside it three quarters of one. What Ray's own processes take when idle is part of the last sum.
+    """CPU seconds, in the quietest of a few looks: what spins does so in each of them, and whatever else happens in a
+    process or on the machine does not. An executor in this process took three quarters of a core, and as much beside it.
     """
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=100_000)
     feeds.append(feed)
     batches = on_thread(feed)
     next(batches)
     wait_until_full()
-    (ours,) = coordinators()
-    others = psutil.Process().children(recursive=True)
-    here_s, before_s = time.process_time(), {process.pid: cpu_s(process) for process in others}
-    time.sleep(WATCHED_S)  # the consumer is slow
-    here_s = time.process_time() - here_s
-    beside_s = {process.pid: cpu_s(process) - before_s[process.pid] for process in others if process.is_running()}
-    assert here_s < 0.02 * WATCHED_S
-    assert beside_s[ours.pid] < 0.06 * WATCHED_S
-    assert sum(beside_s.values()) < 0.25 * WATCHED_S
+    assert coordinators()
+    looks = [shares_of_a_core()]
+    while not is_quiet(looks[-1]) and len(looks) < LOOKS:
+        looks.append(shares_of_a_core())
+    assert is_quiet(looks[-1]), looks
     assert next(batches)  # it was full, not dead

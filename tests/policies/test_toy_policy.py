@@ -20,7 +20,7 @@ from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.run_setup import make_setup
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.early
 PAGE = ROOT / "docs" / "adding_a_policy.md"
 STEPS = 60
 

@@ -47,6 +47,15 @@ def until(
         time.sleep(0.05)
 
 
+def end_of(process: subprocess.Popen[str], run_dir: Path, patience_s: float = PATIENCE_S) -> int:
+    """Its exit code; what it has started must be gone a moment later, without help."""
+    deadline_s = time.monotonic() + patience_s
+    while process.poll() is None or session(process.pid):
+        assert time.monotonic() < deadline_s, f"{session(process.pid)} live on; it said: {output(run_dir)[-3000:]}"
+        time.sleep(0.05)
+    return process.returncode
+
+
 def step_of(run_dir: Path) -> int:
     """The newest logged step; 0 before the first."""
     file = run_dir / "metrics.jsonl"

@@ -1,19 +1,29 @@
-"""The driver's own life, as a person's shell sees it: SIGTERM, SIGKILL, a raylet or a reader that dies, the same command again."""
+"""The driver's own life, as a person's shell sees it: SIGTERM, SIGKILL, a raylet or a reader that dies, the same command again.
+
+A run that is to be killed is given more steps than it could ever make, so that the signal finds it at work on any
+machine; a last start takes it to an end that is near, and the undisturbed run is made as long.
+"""
 
 import os
+import random
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
-from driving import PATIENCE_S, left_behind, named, output, session, started, step_of, until
+from driving import PATIENCE_S, end_of, left_behind, named, output, started, step_of, until
 
 from vlatune.checkpoint.store import list_checkpoints
+from vlatune.pipeline.feed import MAX_QUEUED
 from vlatune.report.sinks import read_jsonl
+from vlatune.report.summary import read_summary
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.early, pytest.mark.usefixtures("temporary")]
 
-STEPS, SAVE_FREQ = 600, 50
-"""So many that a run which makes a hundred a second is not through before a signal has reached it."""
+ENDLESS = 100_000
+SAVE_FREQ, DECAY = 50, 80
+COORDINATOR = "ray::Coordinator"
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +35,12 @@ def flags(dataset_v3, small_base) -> list[str]:
         f"--policy.path={small_base}",
         "--policy.train=heads",
         "--batch_size=4",
-        f"--steps={STEPS}",
+        f"--steps={ENDLESS}",
+        "--scheduler.num_warmup_steps=10",
+        f"--scheduler.num_decay_steps={DECAY}",  # over before any run is, so the rate does not depend on --steps
         "--log_freq=1",
         f"--save_freq={SAVE_FREQ}",
-        "--keep_checkpoints=100",
+        f"--keep_checkpoints={ENDLESS}",
         "--save_every_s=0",
         "--log_samples=true",
         "--ray.num_cpus=2",
@@ -36,25 +48,16 @@ def flags(dataset_v3, small_base) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def clean(flags, tmp_path_factory) -> Path:
-    """The undisturbed run."""
-    run_dir = tmp_path_factory.mktemp("clean") / "run"
-    finish(run_dir, flags)
-    return run_dir
-
-
-def finish(
-    run_dir: Path, flags: list[str], patience_s: float = PATIENCE_S, *, kill: tuple[int, str] | None = None
-) -> None:
-    """To the end; on the way its process of this name dies at this step, and nobody notices."""
+def finish(run_dir: Path, flags: list[str], patience_s: float = PATIENCE_S) -> None:
     with started(run_dir, *flags) as process:
-        if kill is not None:
-            until(lambda: step_of(run_dir) >= kill[0], process, run_dir)
-            os.kill(named(process.pid, kill[1])[0], signal.SIGKILL)
-        until(lambda: (run_dir / "summary.json").exists(), process, run_dir, patience_s)
-        assert process.wait(timeout=60) == 0, output(run_dir)
-        assert session(process.pid) == []
+        assert end_of(process, run_dir, patience_s) == 0, output(run_dir)
+
+
+def finish_soon(run_dir: Path, flags: list[str]) -> int:
+    """A few steps behind the last that was made; how many there are then."""
+    steps = max(step_of(run_dir), DECAY) + 20
+    finish(run_dir, [*flags, f"--steps={steps}"])
+    return steps
 
 
 def kill_at(step: int, part: str | None, run_dir: Path, flags: list[str], how: int = signal.SIGKILL) -> int:
@@ -62,7 +65,17 @@ def kill_at(step: int, part: str | None, run_dir: Path, flags: list[str], how: i
     with started(run_dir, *flags) as process:
         until(lambda: step_of(run_dir) >= step, process, run_dir)
         os.kill(named(process.pid, part)[0] if part else process.pid, how)
-        return process.wait(timeout=60)
+        return process.wait(timeout=PATIENCE_S)
+
+
+def kill_coordinator(process: subprocess.Popen[str], run_dir: Path, which: int = 0) -> None:
+    """One that is there; another takes its place, and the batches that lay ready are used up."""
+    until(lambda: named(process.pid, COORDINATOR), process, run_dir)
+    before = named(process.pid, COORDINATOR)
+    os.kill(before[which % len(before)], signal.SIGKILL)
+    until(lambda: set(named(process.pid, COORDINATOR)) - set(before), process, run_dir)
+    step = step_of(run_dir)
+    until(lambda: step_of(run_dir) > step + 2 * MAX_QUEUED, process, run_dir)
 
 
 def assert_same(run_dir: Path, clean: Path) -> None:
@@ -75,33 +88,60 @@ def assert_same(run_dir: Path, clean: Path) -> None:
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
 
 
+def assert_undisturbed(run_dir: Path, flags: list[str]) -> None:
+    """It is a run of as many steps to which nothing happened."""
+    clean = run_dir.parent / "clean" / "run"
+    clean.parent.mkdir()
+    finish(clean, [*flags, f"--steps={step_of(run_dir)}"])
+    assert_same(run_dir, clean)
+
+
 @pytest.mark.timeout(900)
-def test_asked_to_end_then_killed_then_the_same_command(flags, clean, tmp_path):
+def test_asked_to_end_then_killed_then_the_same_command(flags, tmp_path):
+    """And the process that runs its reading dies on the way, which nobody notices."""
     run_dir = tmp_path / "run"
-    assert kill_at(60, None, run_dir, flags, signal.SIGTERM) == 143
+    with started(run_dir, *flags) as process:
+        kill_coordinator(process, run_dir)
+        until(lambda: step_of(run_dir) > SAVE_FREQ, process, run_dir)
+        process.terminate()
+        assert end_of(process, run_dir) == 143, output(run_dir)
     asked = [int(path.name) for path in list_checkpoints(run_dir)]
     assert asked[0] == SAVE_FREQ
-    assert asked[-1] == step_of(run_dir) > 60  # where it stopped, not where the plan had it save
+    assert asked[-1] == step_of(run_dir) > SAVE_FREQ  # where it stopped, not where the plan had it save
     assert "saving a checkpoint" in output(run_dir)
     assert left_behind() == []
-    assert kill_at(asked[-1] + 40, None, run_dir, flags) == -signal.SIGKILL
-    finish(run_dir, flags, kill=(step_of(run_dir) + 60, "ray::Coordinator"))
+    assert kill_at(asked[-1] + 20, None, run_dir, flags) == -signal.SIGKILL
+    assert left_behind()
+    finish_soon(run_dir, flags)
     assert output(run_dir).count("continuing from ") == 2
     assert "broken off" not in output(run_dir)
-    assert_same(run_dir, clean)
     assert left_behind() == []  # what the killed one left is removed by the next
+    assert_undisturbed(run_dir, flags)
+
+
+@pytest.fixture(scope="module")
+def some(flags) -> list[str]:
+    """So many steps that a kill at the tenth part of them comes long before the end."""
+    return [*flags, "--steps=1000"]
+
+
+@pytest.fixture(scope="module")
+def clean(some, tmp_path_factory) -> Path:
+    """The undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("clean") / "run"
+    finish(run_dir, some)
+    return run_dir
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", ["raylet/raylet", "gcs/gcs_server", "ray::RayTrainWorker"])
-def test_a_part_of_the_cluster_dies_and_the_run_goes_on_by_itself(flags, clean, tmp_path, part):
+def test_a_part_of_the_cluster_dies_and_the_run_goes_on_by_itself(some, clean, tmp_path, part):
     run_dir = tmp_path / "run"
-    with started(run_dir, *flags) as process:
-        until(lambda: step_of(run_dir) >= 170, process, run_dir)
+    with started(run_dir, *some) as process:
+        until(lambda: step_of(run_dir) >= 100, process, run_dir)
         os.kill(named(process.pid, part)[0], signal.SIGKILL)
-        until(lambda: (run_dir / "summary.json").exists(), process, run_dir)
-        assert process.wait(timeout=60) == 0, output(run_dir)
+        assert process.wait(timeout=PATIENCE_S) == 0, output(run_dir)
     assert_same(run_dir, clean)
     assert "restarted 1 time" in output(run_dir)
 
@@ -115,8 +155,7 @@ def test_asked_to_end_between_two_attempts(flags, tmp_path):
         os.kill(named(process.pid, "ray::RayTrainWorker")[0], signal.SIGKILL)
         until(lambda: "broken off" in output(run_dir), process, run_dir)
         process.terminate()
-        assert process.wait(timeout=60) == 143, output(run_dir)
-        assert session(process.pid) == []
+        assert end_of(process, run_dir) == 143, output(run_dir)
     assert "asked to end by SIGTERM before the workers began" in output(run_dir)
     assert list_checkpoints(run_dir)
 
@@ -125,20 +164,41 @@ def test_asked_to_end_between_two_attempts(flags, tmp_path):
 @pytest.mark.timeout(900)
 def test_readers_die_and_nobody_notices(flags, tmp_path):
     """Ray runs a lost read task again; the order is ours."""
-    longer = [*flags, "--steps=1200"]
-    clean, run_dir = tmp_path / "clean" / "run", tmp_path / "disturbed" / "run"
-    for folder in (clean.parent, run_dir.parent):
-        folder.mkdir()
-    finish(clean, longer)
-    with started(run_dir, *longer) as process:
-        for step in (1, 300, 600):
+    run_dir = tmp_path / "run"
+    with started(run_dir, *flags) as process:
+        for step in (1, 100, 200):
             until(lambda step=step: step_of(run_dir) >= step, process, run_dir)
             until(lambda: named(process.pid, "ray::ReadLeRobot"), process, run_dir)
             os.kill(named(process.pid, "ray::ReadLeRobot")[0], signal.SIGKILL)
-        until(lambda: (run_dir / "summary.json").exists(), process, run_dir)
-        assert process.wait(timeout=60) == 0, output(run_dir)
-    assert_same(run_dir, clean)
+        step = step_of(run_dir)
+        until(lambda: step_of(run_dir) >= step + 200, process, run_dir)
+        process.terminate()
+        assert end_of(process, run_dir) == 143, output(run_dir)
     assert "broken off" not in output(run_dir)
+    finish_soon(run_dir, flags)
+    assert_undisturbed(run_dir, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_processes_that_run_the_reading_die_at_random_moments_and_nobody_notices(flags, tmp_path, num_workers):
+    """Three times a run, the first time before the first step; a worker whose own dies keeps the other waiting."""
+    run_dir, chance = tmp_path / "run", random.Random(num_workers)
+    longer = [*flags, "--steps=1200", f"--num_workers={num_workers}", f"--batch_size={4 // num_workers}"]
+    moments = [0, *sorted(chance.sample(range(1, 500), 2))]
+    with started(run_dir, *longer) as process:
+        for step in moments:
+            until(lambda step=step: step_of(run_dir) >= step, process, run_dir)
+            time.sleep(chance.uniform(0, 0.3))  # not always just after a line is written
+            kill_coordinator(process, run_dir, which=chance.randrange(num_workers))
+        assert end_of(process, run_dir) == 0, output(run_dir)
+    said, told = output(run_dir), read_summary(run_dir)
+    assert told is not None
+    assert (told.reader_restarts, told.restarts) == (len(moments), 0)
+    assert "broken off" not in said
+    assert "continuing from" not in said
+    assert_undisturbed(run_dir, longer)
 
 
 @pytest.mark.slow
@@ -149,11 +209,11 @@ def test_two_workers_then_one_then_four_take_the_same_samples(flags, tmp_path):
     for folder in (run_dir.parent, alone.parent):
         folder.mkdir()
     kill_at(70, None, run_dir, [*flags, "--num_workers=2", "--batch_size=4"])
-    kill_at(170, None, run_dir, [*flags, "--num_workers=1", "--batch_size=8"])
-    finish(run_dir, [*flags, "--num_workers=4", "--batch_size=2"])
-    finish(alone, [*flags, "--num_workers=1", "--batch_size=8"])
+    kill_at(step_of(run_dir) + 60, None, run_dir, [*flags, "--num_workers=1", "--batch_size=8"])
+    steps = finish_soon(run_dir, [*flags, "--num_workers=4", "--batch_size=2"])
+    finish(alone, [*flags, f"--steps={steps}", "--num_workers=1", "--batch_size=8"])
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(alone / "samples.jsonl")
     ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (run_dir, alone))
-    assert [line["optimizer_step"] for line in ours] == list(range(1, STEPS + 1))
+    assert [line["optimizer_step"] for line in ours] == list(range(1, steps + 1))
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-3)
     assert "num_workers was 2, now 1" in output(run_dir)

@@ -24,6 +24,7 @@ from vlatune.report.summary import read_summary
 from vlatune.report.verdict import CONTENTION_FINE
 from vlatune.run_setup import make_setup
 from vlatune.train.driver.launch import train
+from vlatune.train.worker import loop
 
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
@@ -60,12 +61,34 @@ def first_run(base_config, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def other_run(base_config, tmp_path_factory) -> Path:
-    """Several draws, averaged weights, checkpoints elsewhere."""
+    """Several draws, averaged weights, checkpoints elsewhere; the process that runs its reading dies at the start."""
     folder = tmp_path_factory.mktemp("runs") / "other"
     policy = replace(base_config.policy, train="expert", flow_samples=4)
     averaged = replace(base_config.optimizer, ema_decay=0.5)
     config = replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2)
-    return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "run_worker", worker_whose_reading_dies())
+        return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
+
+
+def worker_whose_reading_dies():
+    """A worker whose first coordinator is a living process, and then a dead one, before it is asked for anything."""
+
+    def run_worker(settings: dict) -> None:  # made here, so that Ray carries it over by its code
+        from vlatune.pipeline import feed
+        from vlatune.train.worker.loop import run_worker
+
+        start = feed.start_coordinator
+
+        def start_and_kill(*args, **steps):
+            feed.start_coordinator, actor = start, start(*args, **steps)
+            os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            return actor
+
+        feed.start_coordinator = start_and_kill
+        run_worker(settings)
+
+    return run_worker
 
 
 def losses(folder: Path) -> list[float]:
@@ -97,12 +120,14 @@ def test_the_report_shows_what_the_run_wrote_down(first_run):
     assert told.reader_restarts == 0
 
 
-def test_checkpoints_elsewhere_are_in_the_report(other_run):
+def test_checkpoints_elsewhere_and_a_process_of_readers_that_died_are_in_the_report(other_run):
     told, page = read_summary(other_run), (other_run / "report.html").read_text()
     place = str(other_run.parent / "elsewhere" / "other" / "checkpoints")
     assert told is not None
     assert (told.checkpoints, told.checkpoint_place) == ((2, 3), place)
     assert f"Checkpoints kept in {place}, by optimizer step: 2, 3." in page
+    assert told.reader_restarts == 1
+    assert "Reading begun anew</dt><dd>1</dd>" in page
 
 
 def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
@@ -111,7 +136,9 @@ def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
     assert cpu.keys() >= {"train_thread_s", "compute_threads_s", "other_threads_s", "run_queue_wait_s", "idle_share"}
     assert None not in cpu.values()
     loop_s = time_s["total"] - time_s["start"]
-    assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= cpu["loop_s"] * 1.01 <= loop_s * 1.02
+    assert 0 < cpu["loop_s"] <= loop_s
+    # The clocks are read one after the other, and a busy machine may take the core away in between.
+    assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= 1.1 * cpu["loop_s"] + 0.2
     parts = ("start", "wait", "compute", "kept_own", "kept_others", "checkpoint")
     assert sum(time_s[part] for part in parts) == pytest.approx(time_s["total"])
     if cpu["kept_own_s"] + cpu["kept_others_s"] >= CONTENTION_FINE * cpu["loop_s"]:

@@ -18,6 +18,7 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.report.sinks import read_jsonl
 
+pytestmark = pytest.mark.early
 STEPS, SAVE_FREQ, STEP, LOGGED_STEP, SAVED_STEP = 8, 3, 5, 4, 6
 FAULTS = [
     *(Fault(point, STEP, rank) for point in POINTS for rank in (0, 1) if point != "report"),

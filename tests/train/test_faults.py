@@ -4,6 +4,7 @@ Two workers, several restarts in one run: a start costs half a minute. `-m slow`
 """
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -103,29 +104,25 @@ def test_the_undisturbed_run_crosses_an_epoch_with_an_uneven_end(clean):
     assert summary(clean)["restarts"] == 0
 
 
-@pytest.mark.timeout(600)
-def test_killed_twice_in_an_epoch_and_at_its_end(config, clean, arm, tmp_path):
-    """The save at step 8 has ended before the one at 12 begins, so each fault ends an attempt of its own."""
-    faults = [Fault("all-reduce", 6, rank=1), Fault("save: removing", 8), Fault("data wait", 2 * EPOCH + 1, rank=1)]
+@pytest.mark.timeout(900)
+def test_killed_twice_and_stopped_in_an_epoch_and_killed_at_its_end(config, clean, arm, tmp_path, capsys):
+    """The save at step 8 has ended before the one at 12 begins, so each fault ends an attempt of its own.
+
+    On a machine so slow that others seem to hang as well, the stopped one is among those that were found.
+    """
+    stopped = Fault("forward", 14, rank=1, signal=signal.SIGSTOP)
+    faults = [Fault("all-reduce", 6, rank=1), Fault("save: removing", 8), stopped]
+    faults += [Fault("data wait", 2 * EPOCH + 1, rank=1)]
     marks = arm(faults)
-    run_dir = run(config, tmp_path)
+    run_dir = run(replace(config, hang_timeout_s=20.0, max_restarts=10), tmp_path)
     assert_same(run_dir, clean)
-    assert_all_met(faults, marks, run_dir)
-    assert summary(run_dir)["restarts"] == len(faults)
-
-
-@pytest.mark.timeout(600)
-def test_a_stopped_worker_is_found_and_all_stacks_are_kept(config, clean, arm, tmp_path, capsys):
-    arm([Fault("forward", 7, rank=1, signal=signal.SIGSTOP)])
-    run_dir = run(replace(config, hang_timeout_s=20.0), tmp_path)
-    assert_same(run_dir, clean)
-    said = capsys.readouterr().out
-    assert "rank 1 did nothing for" in said
-    assert "its process was stopped by a signal" in said
-    stacks = (run_dir / "logs" / "hang-0.txt").read_text()
+    assert [fault for fault in faults if not fault.file(marks).exists()] == []
+    hangs = [file.read_text() for file in (run_dir / "logs").glob("hang-*.txt")]
+    assert summary(run_dir)["restarts"] == len(faults) - 1 + len(hangs)
+    (stacks,) = [text for text in hangs if "rank 1: stopped by a signal" in text]
     assert "rank 0: running" in stacks
-    assert "rank 1: stopped by a signal" in stacks
     assert "step.py" in stacks  # where it stood
+    assert re.search(r"rank 1 did nothing for .* its process was stopped by a signal", capsys.readouterr().out)
 
 
 @pytest.mark.slow

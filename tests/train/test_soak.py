@@ -73,7 +73,7 @@ class Chaos:
 
 
 @pytest.fixture
-def traces() -> Iterator[None]:
+def traces(temporary) -> Iterator[None]:
     """Nothing more in shared memory and in the folder for temporary files than before, but torch's own cache."""
     before = list_traces()
     yield

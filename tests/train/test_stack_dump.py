@@ -68,6 +68,17 @@ def test_a_stopped_process_tells_where_it_was_stopped(tmp_path):
     assert "here_it_stands" in text
 
 
+def test_stacks_that_come_in_pieces_are_waited_for(tmp_path):
+    file = tmp_path / "stacks.txt"
+    slow = "file.write('one\\n'), file.flush(), time.sleep(0.3), file.write('two\\n'), file.flush()"
+    body = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: ({slow}))\n    print('set', flush=True); time.sleep(1000)"
+    process = start(body, file)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "set\n"
+    assert dump_and_kill(process.pid, file) == "running\none\ntwo\n"
+    assert process.wait() == -signal.SIGKILL
+
+
 def test_one_that_does_not_answer_is_ended_nevertheless(tmp_path):
     process = subprocess.Popen(["sleep", "1000"])
     assert dump_and_kill(process.pid, tmp_path / "none.txt", wait_s=0.1).endswith("it did not tell its stacks")

@@ -23,6 +23,8 @@ STATES = {
     psutil.STATUS_ZOMBIE: DEAD,
 }
 POLL_S = 0.05
+QUIET_S = 0.5
+"""Stacks are written piece by piece; on a busy machine their writer loses its core in between."""
 
 
 def dump_stacks_to(file: IO[str]) -> None:
@@ -62,14 +64,12 @@ def dump_and_kill(pid: int, file: Path, *, wait_s: float = 3.0) -> str:
 
 
 def _wait_for_more(file: Path, before: int, wait_s: float) -> None:
-    """Until the file has grown and stays as it is."""
-    until_s, size = time.monotonic() + wait_s, before
+    """Until the file has grown and stays as it is for a while."""
+    size, until_s = before, time.monotonic() + wait_s
     while time.monotonic() < until_s:
         time.sleep(POLL_S)
-        now = _size(file)
-        if now > before and now == size:
-            return
-        size = now
+        if (now := _size(file)) != size:
+            size, until_s = now, time.monotonic() + QUIET_S
 
 
 def _size(file: Path) -> int:

@@ -44,7 +44,7 @@ from vlatune.bench.train.watched_program import (
 )
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.early
 
 LOG = (
     b"Training:  25%|##        | 10/40 [00:11<00:13,  2.18step/s]INFO 2026-11-16 22:07:56 ot_train.py:641 step:10 smpl:320 "

@@ -23,7 +23,7 @@ def test_one_worker_carries_its_request_out_a_step_later():
 def test_two_workers_do_what_one_of_them_asked_for(tmp_path):
     program = Path(__file__).with_name("two_agree.py")
     processes = [subprocess.Popen([sys.executable, program, str(rank), tmp_path]) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert [process.wait(timeout=400) for process in processes] == [0, 0]
     for rank in range(2):
         written = json.loads((tmp_path / f"{rank}.json").read_text())
         assert written["told"] == [0, 0, 0, Request.SAVE, 0, 0, Request.STOP]

@@ -56,7 +56,7 @@ def _no_thread_left() -> Iterator[None]:
     yield
     gc.collect()  # a prefetcher that a test has dropped
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert set(threading.enumerate()) <= before
 
 
@@ -75,10 +75,10 @@ def test_while_one_batch_is_used_so_many_are_prepared_and_no_more(depth):
     source = Source(100)
     batches = device_batches(source, CPU, depth=depth)
     for _ in range(depth + 1):  # `depth` that are ready, and one that waits for room
-        assert source.asked_more.acquire(timeout=10)
+        assert source.asked_more.acquire(timeout=60)
     for taken in range(3):
         next(batches)
-        assert source.asked_more.acquire(timeout=10)  # what was taken made room for the next
+        assert source.asked_more.acquire(timeout=60)  # what was taken made room for the next
         assert len(source.asked) == depth + 2 + taken
     assert not source.asked_more.acquire(blocking=False)
     batches.close()
@@ -116,9 +116,9 @@ def test_ctrl_c_while_waiting_for_a_batch_gets_through():
     is_waiting, closed = threading.Event(), threading.Event()
 
     def interrupt() -> None:
-        is_waiting.wait(timeout=10)
+        is_waiting.wait(timeout=60)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        closed.wait(timeout=10)
+        closed.wait(timeout=60)
 
     batches = device_batches(Source(1, interrupt), CPU)
     next(batches)
@@ -165,7 +165,7 @@ def test_cuda_copies_the_next_batch_while_one_computes():
     computed.record(torch.accelerator.current_stream())
     ready = batches._ahead._ready
     with ready._changed:
-        ready._changed.wait_for(lambda: ready._items, timeout=10)
+        ready._changed.wait_for(lambda: ready._items, timeout=60)
         ahead = ready._items[0]
     ahead.copied.synchronize()
     assert not computed.query()

@@ -19,7 +19,7 @@ def folder(tmp_path_factory) -> Path:
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     workers = [subprocess.Popen([*command, str(rank), str(folder)], env=env) for rank in range(WORKERS)]
     try:
-        assert [worker.wait(timeout=200) for worker in workers] == [0] * WORKERS
+        assert [worker.wait(timeout=400) for worker in workers] == [0] * WORKERS
     finally:
         for worker in workers:
             worker.kill()

@@ -1,0 +1,19 @@
+"""A place of their own for what runs put among the temporary files."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path_factory) -> Iterator[Path]:
+    """For this process and those it starts: other runs on the machine leave nothing here. Short, as Ray's sockets lie below."""
+    folder = Path(tempfile.mkdtemp(prefix="vt", dir=Path(tmp_path_factory.getbasetemp().root) / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)  # a killed run's last processes may still write there
