@@ -38,13 +38,13 @@ MODULES = {path.relative_to(SRC).as_posix(): ast.parse(path.read_text("utf-8")) 
 KEPT = {
     "checksums.py: _sums": "asked anew when a dataset's metadata is read, and before a file is refused",
     "checksums.py: _verified": "by the file's version and its sum",
+    "decoder.py: _decoders": "by the file's version and what info.json says of it",
     "frame_id.py: @lru_cache": "pure, over numbers",
     "images.py: _streams": "by the file's version",
     "ray_internals.py: @cache": "what the installed Ray has",
     "remote_fs.py: _instances": "by the options and the variables that it was made of",
     "tables.py: _cache": "by the file's version",
     "tokenizer.py: @lru_cache": "by the versions of the files",
-    "video.py: _decoders": "by the file's version and what info.json says of it",
 }
 """What a process keeps -> why a second run in it sees nothing of the first."""
 EMPTY = ("{}", "[]", "set()", "dict()", "list()", "OrderedDict()", "deque()")

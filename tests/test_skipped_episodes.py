@@ -83,7 +83,7 @@ def test_one_start_sets_up_once(config, monkeypatch):
     from vlatune.train.driver import launch
 
     calls: list[str] = []
-    for module, name in ((run_setup, "find_bad_episodes"), (run_setup, "load_metas")):
+    for module, name in ((run_setup, "find_bad_episodes"), (run_setup, "load_meta")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, partial(_counted, calls, name, real))
 
@@ -93,7 +93,7 @@ def test_one_start_sets_up_once(config, monkeypatch):
     monkeypatch.setattr(launch, "local_ray", no_cluster)
     with pytest.raises(RuntimeError, match="no cluster today"):
         launch.train(config)
-    assert sorted(calls) == ["find_bad_episodes", "load_metas"]
+    assert sorted(calls) == ["find_bad_episodes", "load_meta"]
     assert len(read_skipped(config.run_dir)) == 1
 
 
