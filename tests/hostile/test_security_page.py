@@ -7,9 +7,9 @@ from fnmatch import fnmatch
 from typing import Any
 
 import pytest
+from cases import CASES
 from page import page
 from repository_files import ROOT
-from test_hostile import CASES
 
 PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 LOADS = ("load", "loads", "Unpickler", "open")

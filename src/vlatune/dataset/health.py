@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vlatune.dataset.episodes import frames_of_others
 from vlatune.dataset.listing import check_present, one_per_file
 from vlatune.dataset.meta import DatasetMeta
 from vlatune.dataset.reader import CameraSpec, ReadSpec
@@ -90,6 +91,11 @@ class _Job:
             reasons = bad | reasons  # the first reason is enough
             count()
         episodes, root = self._meta.episodes, self._spec.root
+        for camera in self._cameras:
+            shared = frames_of_others(episodes, camera.name, self._meta.fps)
+            wanted = {position for group in self._data for position in group}
+            bad = {position: f"dataset '{root.url}': {text}" for position, text in shared.items() if position in wanted}
+            reasons = bad | reasons
         for position in sorted(reasons):
             yield BadEpisode(self._spec.dataset_index, root.url, int(episodes.index[position]), reasons[position])
 
@@ -119,6 +125,10 @@ def check_first(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selecti
             continue
         cameras = [camera for camera in spec.cameras if camera.kind == "video"]
         check_present(meta, [camera.name for camera in cameras], positions)
+        for camera in cameras:
+            shared = frames_of_others(meta.episodes, camera.name, meta.fps)
+            for position in (position for position in positions if position in shared):
+                raise ValueError(f"dataset '{spec.root.url}': {shared[position]}")
         first = positions[0]
         _, bad = check_data_file(meta, spec, [first])
         if bad:
