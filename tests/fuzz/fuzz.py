@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mutate import mutate
+from mutate import mutate, replace_file
 
 LIMIT_S, LIMIT_BYTES = 10.0, 1 << 30
 GOOD = ("refused", "fine", "changed")
@@ -147,7 +147,10 @@ def choose(folder: Path, case: int) -> tuple[str, str, random.Random]:
         kind += " with checksums"
     files = sorted(path.relative_to(folder / kind).as_posix() for path in (folder / kind).rglob("*") if path.is_file())
     files = [name for name in files if name != "meta/checksums.json" and not name.endswith((".lock", ".pen"))]
-    weights = [4.0 if name.startswith("meta/") or name.endswith((".json", ".jsonl")) else 1.0 for name in files]
+    weights = [
+        2.0 if name.endswith(".mp4") else 4.0 if name.startswith("meta/") or name.endswith((".json", ".jsonl")) else 1.0
+        for name in files
+    ]
     return kind, rng.choices(files, weights)[0], rng
 
 
@@ -156,12 +159,25 @@ def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
     kind, file, rng = choose(folder, case)
     shutil.copytree(folder / kind, place / "x", copy_function=os.link)
     what = f"{file}, {mutate(place / 'x' / file, rng)}"
+    if kind == "run" and file.startswith("checkpoints/") and not file.endswith("manifest.json") and rng.random() < 0.7:
+        seal(place / "x/checkpoints/00000002")
+        what += ", sealed anew"
     try:
         changed = _read(folder, kind, place / "x")
     except (Exception, KeyboardInterrupt) as error:
         return {"kind": kind, "what": what, "result": "refused", "said": _explain(error)}
     result = "fine" if not changed else "silent" if "checksums" in kind else "changed"
     return {"kind": kind, "what": what, "result": result, "said": ""}
+
+
+def seal(checkpoint: Path) -> None:
+    """Right hashes for what was changed: an attacker can compute them, and what lies behind them is reached, too."""
+    manifest = checkpoint / "manifest.json"
+    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path != manifest]
+    files = {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in paths}
+    sealed = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
+    content = json.loads(manifest.read_text()) | {"files": sealed}
+    replace_file(manifest, json.dumps(content).encode())
 
 
 def _read(folder: Path, kind: str, changed: Path) -> bool:

@@ -21,6 +21,7 @@ from bombs import (
     rows_of,
     stats_of,
     table,
+    understated,
     updated_camera,
 )
 from place import (
@@ -273,6 +274,19 @@ BOMBS = [
         table(TASKS, lambda: a_sentence_of(100 << 20)),
         INSPECT,
         "VLATUNE_MAX_PARQUET_UNPACKED_BYTES=",
+        1,
+    ),
+    Case(
+        "a list of 5 million values that the footer hides",
+        understated(table(DATA, lambda: a_list_of(5_000_000)), DATA, "action", "num_values"),
+        TRAIN,
+        "its pages hold 5,000,000 values",
+    ),
+    Case(
+        "a sentence of 100 MB that the footer hides",
+        understated(table(TASKS, lambda: a_sentence_of(100 << 20)), TASKS, "task", "total_uncompressed_size"),
+        INSPECT,
+        "bytes or more, its footer tells of",
         1,
     ),
     Case("a sentence of 1 MB", table(TASKS, lambda: a_sentence_of(1 << 20)), TRAIN, "VLATUNE_MAX_TEXT_CHARS=1048576"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import ray.data  # noqa: F401 see above
-from bombs import a_sentence_of, at, column, one_byte, table
+from bombs import a_group_without_end, a_sentence_of, at, column, one_byte, table
 from cases import CASES, DATA, INFO, NAN, OUT, TASKS, TRAIN, VIDEO
 from place import CANARY, READ, Case, Place, linked_out, updated
 
@@ -59,6 +59,22 @@ def test_a_cap_is_a_setting(place: Place, capsys, monkeypatch) -> None:
     monkeypatch.setenv("VLATUNE_MAX_TEXT_CHARS", "30000")
     cli.main(["inspect", str(place.dataset)])
     assert "MAX_TEXT_CHARS" not in capsys.readouterr().out
+
+
+def test_decoding_has_a_limit_of_time(place: Place, monkeypatch) -> None:
+    import numpy as np
+
+    from vlatune.dataset.video import VideoPlace, decode_into
+
+    file, out = place.folder / "long.mp4", np.empty((1, 3, 32, 32), np.uint8)
+    a_group_without_end(file, 1500)
+    where = VideoPlace("x", 3, "top", "long.mp4")
+    decode_into(str(file), [149.9], out, tolerance_s=1e-3, place=where)
+    monkeypatch.setenv("VLATUNE_MAX_DECODE_S", "0")
+    with pytest.raises(
+        ValueError, match=r"episode 3, camera 'top', long.mp4: decoding took seconds: .*VLATUNE_MAX_DECODE_S="
+    ):
+        decode_into(str(file), [120.0], out, tolerance_s=1e-3, place=where)
 
 
 def test_the_reader_names_the_frame_that_is_no_number(place: Place) -> None:
