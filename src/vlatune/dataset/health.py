@@ -92,7 +92,7 @@ class _Job:
             count()
         episodes, root = self._meta.episodes, self._spec.root
         for camera in self._cameras:
-            shared = frames_of_others(episodes, camera.name, self._meta.fps)
+            shared = _frames_of_others(self._meta, camera)
             wanted = {position for group in self._data for position in group}
             bad = {position: f"dataset '{root.url}': {text}" for position, text in shared.items() if position in wanted}
             reasons = bad | reasons
@@ -126,7 +126,7 @@ def check_first(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selecti
         cameras = [camera for camera in spec.cameras if camera.kind == "video"]
         check_present(meta, [camera.name for camera in cameras], positions)
         for camera in cameras:
-            shared = frames_of_others(meta.episodes, camera.name, meta.fps)
+            shared = _frames_of_others(meta, camera)
             for position in (position for position in positions if position in shared):
                 raise ValueError(f"dataset '{spec.root.url}': {shared[position]}")
         first = positions[0]
@@ -136,6 +136,13 @@ def check_first(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selecti
         for camera in cameras:
             place = _place(meta, spec, camera, first)
             check_ends(spec.root, place.file, camera.recorded, place)
+
+
+def _frames_of_others(meta: DatasetMeta, camera: CameraSpec) -> dict[int, str]:
+    """Nothing where every episode has a file of its own."""
+    if "{episode_" in meta.templates["video_path"]:
+        return {}
+    return frames_of_others(meta.episodes, camera.name, meta.fps)
 
 
 def _place(meta: DatasetMeta, spec: ReadSpec, camera: CameraSpec, position: int) -> VideoPlace:
