@@ -52,7 +52,7 @@ def a_list_of(count: int) -> dict[str, Any]:
     import numpy as np
     import pyarrow as pa
 
-    values = pa.array(np.zeros(count, np.float32))
+    values = pa.array(np.zeros(count, np.bool_))  # the smallest to write; it is not read
     one = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), values)
     names = ("index", "episode_index", "frame_index", "task_index")
     return {
