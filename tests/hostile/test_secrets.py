@@ -45,7 +45,7 @@ def run(dataset_v3: Path, small_base: Path, tmp_path_factory: pytest.TempPathFac
         "policy.train": "heads",
         "output_dir": folder / "run",
     }
-    flags |= {"steps": 2, "batch_size": 4, "log_freq": 1, "ray.num_cpus": 2, "save_freq": 1}
+    flags |= {"steps": 2, "batch_size": 4, "log_freq": 1, "ray.num_cpus": 2, "save_freq": 1, "num_workers": 2}
     script = Path(__file__).parent / "watched_run.py"
     words = [
         sys.executable,

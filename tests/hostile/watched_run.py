@@ -54,12 +54,10 @@ def ask_cluster() -> Iterator[str]:
     """The jobs with their entry points, and every value of Ray's key-value store, as bytes are shown."""
     import ray
     from ray._private.worker import global_worker
-    from ray.util import state
 
     yield str(ray.get_runtime_context().runtime_env)
     gcs = global_worker.gcs_client
     yield str(gcs.get_all_job_info())
-    assert state is not None
     for namespace in (
         None,
         b"fun",

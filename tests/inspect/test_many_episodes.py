@@ -45,7 +45,7 @@ def make_many(folder: Path, times: int) -> Path:
                 target = folder / "videos" / camera / _at(VIDEO, chunk, file)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.link(folder / "videos" / camera / VIDEO, target)
-    pq.write_table(pa.concat_tables(parts), folder / EPISODES / "file-000.parquet")
+    pq.write_table(pa.concat_tables(parts).combine_chunks(), folder / EPISODES / "file-000.parquet")
     info |= {"total_episodes": FEW * times, "total_frames": frames * times}
     (folder / "meta/info.json").write_text(json.dumps(info))
     return folder
