@@ -82,7 +82,7 @@ def starters(site: Path) -> Iterator[str]:
 
 
 def look_up(lock: Path) -> tuple[str, bool]:
-    """What pip-audit says, and whether that is good news; it asks pypi.org for advisories."""
+    """What pip-audit says, and whether that is good news; it asks the package index for advisories."""
     if shutil.which("pip-audit") is None:
         return "known weaknesses were NOT looked up: install pip-audit (it needs a network) and run this again", True
     command = ["pip-audit", "--requirement", str(lock), "--require-hashes", "--disable-pip"]

@@ -129,7 +129,7 @@ def check_pages(
     prefixes = None if columns is None else tuple(f"{column}." for column in columns)
     for number in groups:
         group = metadata.row_group(number)
-        for chunk in map(group.column, range(group.num_columns)):
+        for chunk in map(group.column, range(group.num_columns)) if group.num_rows else ():
             if prefixes is None or f"{chunk.path_in_schema}.".startswith(prefixes):
                 _check_pages_of(file, chunk)
 

@@ -6,7 +6,7 @@ cluster around it, so that nothing else is in the figure.
 """
 
 import json
-import os
+import multiprocessing
 import resource
 import statistics
 import subprocess
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def checks_share(plan: ReadPlan) -> float:
     shares = []
     for number in range(ROUNDS):
         order = (True, False) if number % 2 else (False, True)
-        cost = {checked: _in_child(lambda checked=checked: _cpu_seconds(plan, checked=checked)) for checked in order}
+        cost = {checked: _in_child(plan, checked=checked) for checked in order}
         shares.append(cost[True] / cost[False] - 1)
     return statistics.median(shares)
 
@@ -104,22 +105,22 @@ def without_checks() -> Iterator[None]:
             setattr(module, name, check)
 
 
-def _in_child(measure: Callable[[], float]) -> float:
-    here, there = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.write(there, str(measure()).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(there)
-    with os.fdopen(here) as answer:
-        text = answer.read()
-    if os.waitpid(pid, 0)[1] != 0:
-        raise RuntimeError("a pass of reading broke off; see above")
-    return float(text)
+def _in_child(plan: ReadPlan, *, checked: bool) -> float:
+    context = multiprocessing.get_context("fork")  # with the imports of this process, and none of its caches
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(there, plan, checked))
+    child.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:
+        raise RuntimeError("a pass of reading broke off; see above") from None
+    finally:
+        child.join()
+
+
+def _answer(there: Connection, plan: ReadPlan, checked: bool) -> None:
+    there.send(_cpu_seconds(plan, checked=checked))
 
 
 def _seconds_per_row(plan: ReadPlan) -> float:
