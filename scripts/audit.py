@@ -91,7 +91,7 @@ def look_up(lock: Path) -> tuple[str, bool]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lock", type=Path, default=Path("requirements.lock"))
     parser.add_argument("--site", type=Path, help="another site-packages than this interpreter's")
     options = parser.parse_args(argv)
