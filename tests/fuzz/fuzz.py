@@ -9,6 +9,7 @@ when rows of a dataset with checksums come out changed. Of rows that change with
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -333,6 +334,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("FUZZ_MINUTES", "2")))
     parser.add_argument("--seed", type=int, default=0, help="the first case; the same seed gives the same cases")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--cases", type=int, help="so many from the seed on, however long they take")
+    parser.add_argument("--also", type=int, nargs="*", default=[], help="further cases")
+    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="after which a case hangs")
     parser.add_argument("--case", type=int, help="run one case here, with its traceback")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="vlatune-fuzz-") as made:
@@ -349,10 +353,12 @@ def main() -> int:
 
 def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
     until_s = time.monotonic() + 60 * options.minutes
+    fixed = None if options.cases is None else range(options.seed, options.seed + options.cases)
+    cases = itertools.chain(options.also, _until(options.seed, until_s) if fixed is None else fixed)
     results: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     bad = 0
-    for one in run_cases(folder, _until(options.seed, until_s), jobs=options.jobs, work=work):
+    for one in run_cases(folder, cases, jobs=options.jobs, work=work, limit_s=options.limit_s):
         results[one.result] += 1
         if one.result == "changed":
             kinds[one.what.split("/")[0] + " " + one.what.rpartition(", ")[2].partition(":")[0]] += 1
