@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlatune.batch import SLOT, TOKEN_MASK, TOKENS, Columns
-from vlatune.dataset.order import OrderSpec
+from vlatune.dataset.order.sample_order import OrderSpec
 from vlatune.pipeline.coordinator import SegmentHead
 from vlatune.pipeline.feed import StageTimes, assemble
 from vlatune.pipeline.plan import Share
