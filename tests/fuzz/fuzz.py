@@ -360,7 +360,7 @@ def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
     bad = 0
     for one in run_cases(folder, cases, jobs=options.jobs, work=work, limit_s=options.limit_s):
         if one.result == "hang":
-            one = _again(folder, work, one, options.limit_s)  # noqa: PLW2901
+            one = _again(folder, work, one, options.limit_s)
         results[one.result] += 1
         if one.result == "changed":
             kinds[one.what.split("/")[0] + " " + one.what.rpartition(", ")[2].partition(":")[0]] += 1
@@ -374,7 +374,10 @@ def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
 
 def _again(folder: Path, work: Path, hung: Outcome, limit_s: float) -> Outcome:
     """A fork of a process whose libraries have threads may hang by itself; what hangs for its file does so each time."""
-    return next(run_cases(folder, iter([hung.case]), jobs=1, work=work, limit_s=limit_s))
+    apart = work / "again"
+    apart.mkdir(exist_ok=True)
+    (found,) = run_cases(folder, iter([hung.case]), jobs=1, work=apart, limit_s=limit_s)
+    return found
 
 
 def _until(first: int, until_s: float) -> Iterator[int]:
