@@ -5,13 +5,14 @@ NAME ?= reader
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint bench lock clean
+.PHONY: help setup demo test fuzz audit lint bench lock clean
 
 help:
 	@echo "make setup   build .venv from requirements.lock"
 	@echo "make demo    make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report"
 	@echo "make test    run the tests"
 	@echo "make fuzz    change files at random and read them, FUZZ_MINUTES=20"
+	@echo "make audit   hold the installed packages against requirements.lock and their own hashes"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run one benchmark, NAME=reader"
 	@echo "make lock    compile requirements.lock from pyproject.toml"
@@ -30,6 +31,10 @@ test: setup
 # The same seed gives the same cases; ARGS="--seed=5000", ARGS="--case=17" for one of them with its traceback.
 fuzz: setup
 	@$(VENV)/python tests/fuzz/fuzz.py $(ARGS)
+
+# Advisories are looked up only where pip-audit is installed, and need a network.
+audit: setup
+	@$(VENV)/python scripts/audit.py $(ARGS)
 
 lint: setup
 	@$(VENV)/ruff check .

@@ -10,7 +10,7 @@ import pytest
 
 from vlatune import cli
 from vlatune.dataset.storage.storage_options import secrets_in
-from vlatune.outgoing import SECRET_WORDS, has_secret, printable, progress_bar, redacted, say, warn
+from vlatune.outgoing import SECRET_WORDS, SHORT_WORDS, has_secret, printable, progress_bar, redacted, say, warn
 
 SRC = Path(__file__).parents[1] / "src" / "vlatune"
 OTHERS = {
@@ -29,6 +29,10 @@ WITH_SECRET = [
     f"https://storage.googleapis.com/x?X-Goog-Signature={SECRET}",
     f"https://acct.blob.core.windows.net/c/x?sv=2024-01-01&se=2030&sig={SECRET}",
     f"https://host/x?access_token={SECRET}",
+    *(
+        f"https://host/x?a=1&{name}={SECRET}"
+        for name in ("pw", "user_pw", "pwd", "bearer", "jwt", "pem", "connection_string")
+    ),
 ]
 WITHOUT = [
     "s3://bucket/a@2x/b",
@@ -38,6 +42,7 @@ WITHOUT = [
     "/data/user:name@host",
     "sftp://me@host/x",
     "https://host/x?revision=main",
+    "https://host/x?sigma=1&pwm=2&tokenizer=3",
 ]
 
 
@@ -63,6 +68,11 @@ def test_an_address_without_one_stays_as_it_is(url) -> None:
         f"DefaultEndpointsProtocol=https;AccountName=x;AccountKey={SECRET}==;EndpointSuffix=y",
         f"token hf_{SECRET}",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.aaBBcc11dd22ee33ff44",
+        f"got {{'anon': False, 'pw': '{SECRET}'}}",
+        f'got {{"client_secret": "{SECRET}", "region": "x"}}',
+        f"S3FileSystem(key='x', connection_string='{SECRET}')",
+        f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
+        f"-----BEGIN PRIVATE KEY-----\n{SECRET}",
     ],
 )
 def test_tokens_in_a_text_are_cut_out(text) -> None:
@@ -80,7 +90,19 @@ def test_the_place_of_a_secret_is_no_secret(monkeypatch, tmp_path) -> None:
     assert redacted(f"no key in {tmp_path}") == f"no key in {tmp_path}"
 
 
-@pytest.mark.parametrize("word", SECRET_WORDS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "policy 'x': its key: 'features' is not known",
+        "{'tokenizer_name': 'google/paligemma-3b-pt-224'}",
+        '--rename_map=\'{"state": "observation.state"}\'',
+    ],
+)
+def test_what_only_sounds_like_one_stays(text) -> None:
+    assert redacted(text) == text
+
+
+@pytest.mark.parametrize("word", [*SECRET_WORDS, *SHORT_WORDS])
 def test_one_list_of_words_says_what_is_secret(word, monkeypatch) -> None:
     """In an address, a variable and an option alike."""
     url = f"https://host/x?my_{word}={SECRET}"

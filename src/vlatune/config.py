@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vlatune.outgoing import has_secret
 from vlatune.policies.registry import DEFAULT_TYPE, Policy, get_policy
 from vlatune.recipes import find_recipe
 
+MAX_COUNT = 10**15
+"""Of steps, bytes and seconds: more could not be read back from config.json."""
 CHANGEABLE = ("base", "dataset", "config", "versions")
 
 
@@ -228,6 +231,11 @@ def validate(config: RunConfig) -> None:
     at_least |= {"keep_best": 0, "save_every_s": 0, "prefetch_batches": 1, "hang_timeout_s": 0, "grace_s": 0}
     for name, least in at_least.items():
         _require(getattr(config, name) >= least, f"--{name}={getattr(config, name)}: must be {least} or more")
+        _require(getattr(config, name) <= MAX_COUNT, f"--{name}={getattr(config, name)}: must be {MAX_COUNT} or less")
+    _require(
+        Path(config.job_name).name == config.job_name and config.job_name not in ("", ".", ".."),
+        f"--job_name={config.job_name}: must be the name of a folder below runs/; give a path with --output_dir",
+    )
     threads = config.torch_threads
     _require(threads is None or threads >= 1, f"--torch_threads={threads}: must be 1 or more")
     for name, least in {"run_length": 1, "window_rows": 1}.items():
@@ -247,6 +255,12 @@ def validate(config: RunConfig) -> None:
         f"no base model: name one with --policy.path=FOLDER_OR_REPO{example}, or let --recipe=tiny make a small one for the "
         f"dataset",
     )
+    for flag, text in {"--storage_path": config.storage_path, "--policy.path": config.policy.path}.items():
+        _require(
+            text is None or not has_secret(text),
+            f"{flag}: its address holds a password, a token or a signature, and a run's settings are written to its folder; give "
+            f"it in the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...)",
+        )
     for group in config.allow_changed:
         _one_of("--allow_changed", group, CHANGEABLE)
     _one_of("--policy.train", config.policy.train, tuple(policy.train_ways))

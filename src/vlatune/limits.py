@@ -28,6 +28,7 @@ LIMITS = {
     "video_frames": 5_000_000,  # of one mp4 file: 46 hours at 30 fps
     "video_streams": 16,
     "video_header_bytes": 256 << 20,
+    "decode_s": 600,  # for the frames of one unit of work, some 32 of an episode; a second is usual
     "policy_number": 65_536,  # chunk_size, max_action_dim, a side of image_resolution and the like
     "model_depth": 512,
     "model_width": 1 << 20,

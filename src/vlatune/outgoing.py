@@ -16,15 +16,25 @@ from typing import Any, TextIO
 CUT = "***"
 SECRET_WORDS = ("key", "secret", "token", "pass", "sas", "credential", "connection_string", "auth", "cookie", "header")
 """Parts of names of what is secret: options of fsspec's drivers (account_key, sas_token, ...), queries, variables."""
+SHORT_WORDS = ("pw", "pwd", "jwt", "pem", "bearer", "sig")
+"""The same, where they are a word of the name by themselves (`user_pw`): as parts they are in others (`pwm`, `sigma`)."""
+NO_SECRETS = ("pwd", "oldpwd")
+"""Variables of every shell."""
 USER_AND_PASSWORD = re.compile(r"(://)[^/@\s'\"]*:(?!\d{1,5}(?:[/?#]|$))(?P<password>[^@\s'\"]*)@")
 """s3://key:sec/ret@bucket; not the port in http://host:8080/a@b."""
 TOKEN_AS_USER = re.compile(r"\b((?:https?|s3a?|hf|gs|gcs)://)[^/:@\s'\"]+@")
 """https://TOKEN@host; in other schemes a name before the @ is a user's, or a container's (abfs)."""
-IN_QUERY = re.compile(
-    rf"([?&;](?:[\w-]*(?:{'|'.join(SECRET_WORDS)})[\w-]*|[\w-]*signature|sig|googleaccessid)=)[^&;\s'\"]+",
-    re.IGNORECASE,
+_NAME = (
+    rf"(?![\w-]*tokenizer)(?:[\w-]*(?:{'|'.join(SECRET_WORDS)})[\w-]*|(?:[\w-]*[_-])?(?:{'|'.join(SHORT_WORDS)})(?:[_-][\w-]*)?"
+    r"|[\w-]*signature|googleaccessid)"
 )
+IN_QUERY = re.compile(rf"([?&;]{_NAME}=)[^&;\s'\"]+", re.IGNORECASE)
 """Presigned addresses of S3 and Google, SAS of Azure, its connection strings, and what others put into a query."""
+AS_OPTION = re.compile(
+    rf"((?:(?<=['\"]){_NAME}['\"]: ?|(?<![\w.-]){_NAME}=))(?P<quote>['\"])(?:(?!(?P=quote)).)+(?P=quote)", re.IGNORECASE
+)
+"""{'secret': 'x'} and secret='x', as errors show the options that they were given."""
+PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 IN_TEXT = re.compile(
     r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{12,}|(\b(?:accountkey|sharedaccesssignature)=)[^;\s'\"]+"
     r"|()\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)",
@@ -36,7 +46,10 @@ MIN_SECRET_CHARS = 8
 
 
 def is_secret_name(name: str) -> bool:
-    return any(word in name.lower() for word in SECRET_WORDS)
+    low = name.lower()
+    return any(word in low for word in SECRET_WORDS) or any(
+        word in re.split(r"[^a-z0-9]+", low) for word in SHORT_WORDS
+    )
 
 
 def has_secret(url: str) -> bool:
@@ -47,12 +60,26 @@ def has_secret(url: str) -> bool:
 def redacted(text: str) -> str:
     """The text without what looks like a secret, or is one: the value of a variable such as AWS_SECRET_ACCESS_KEY."""
     for name, value in os.environ.items():
-        if len(value) >= MIN_SECRET_CHARS and value in text and is_secret_name(name) and not Path(value).exists():
+        if value in text and _is_secret_variable(name, value):
             text = text.replace(value, CUT)
+    text = PRIVATE_KEY.sub(CUT, text)
     text = USER_AND_PASSWORD.sub(rf"\1{CUT}@", text)
     text = TOKEN_AS_USER.sub(rf"\1{CUT}@", text)
     text = IN_QUERY.sub(rf"\1{CUT}", text)
+    text = AS_OPTION.sub(rf"\1\g<quote>{CUT}\g<quote>", text)
     return IN_TEXT.sub(lambda found: f"{found[1] or found[2] or ''}{CUT}", text)
+
+
+def _is_secret_variable(name: str, value: str) -> bool:
+    is_named_so = name.lower() not in NO_SECRETS and is_secret_name(name)
+    return len(value) >= MIN_SECRET_CHARS and is_named_so and not _is_path(value)
+
+
+def _is_path(value: str) -> bool:
+    try:
+        return Path(value).exists()
+    except (OSError, ValueError):  # too long for a name, as a key is
+        return False
 
 
 def printable(text: str) -> str:

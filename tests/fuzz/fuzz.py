@@ -9,6 +9,7 @@ when rows of a dataset with checksums come out changed. Of rows that change with
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mutate import mutate
+from mutate import mutate, replace_file
 
 LIMIT_S, LIMIT_BYTES = 10.0, 1 << 30
 GOOD = ("refused", "fine", "changed")
@@ -147,7 +148,10 @@ def choose(folder: Path, case: int) -> tuple[str, str, random.Random]:
         kind += " with checksums"
     files = sorted(path.relative_to(folder / kind).as_posix() for path in (folder / kind).rglob("*") if path.is_file())
     files = [name for name in files if name != "meta/checksums.json" and not name.endswith((".lock", ".pen"))]
-    weights = [4.0 if name.startswith("meta/") or name.endswith((".json", ".jsonl")) else 1.0 for name in files]
+    weights = [
+        2.0 if name.endswith(".mp4") else 4.0 if name.startswith("meta/") or name.endswith((".json", ".jsonl")) else 1.0
+        for name in files
+    ]
     return kind, rng.choices(files, weights)[0], rng
 
 
@@ -156,12 +160,25 @@ def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
     kind, file, rng = choose(folder, case)
     shutil.copytree(folder / kind, place / "x", copy_function=os.link)
     what = f"{file}, {mutate(place / 'x' / file, rng)}"
+    if kind == "run" and file.startswith("checkpoints/") and not file.endswith("manifest.json") and rng.random() < 0.7:
+        seal(place / "x/checkpoints/00000002")
+        what += ", sealed anew"
     try:
         changed = _read(folder, kind, place / "x")
     except (Exception, KeyboardInterrupt) as error:
         return {"kind": kind, "what": what, "result": "refused", "said": _explain(error)}
     result = "fine" if not changed else "silent" if "checksums" in kind else "changed"
     return {"kind": kind, "what": what, "result": result, "said": ""}
+
+
+def seal(checkpoint: Path) -> None:
+    """Right hashes for what was changed: an attacker can compute them, and what lies behind them is reached, too."""
+    manifest = checkpoint / "manifest.json"
+    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path != manifest]
+    files = {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in paths}
+    sealed = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
+    content = json.loads(manifest.read_text()) | {"files": sealed}
+    replace_file(manifest, json.dumps(content).encode())
 
 
 def _read(folder: Path, kind: str, changed: Path) -> bool:
@@ -316,6 +333,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("FUZZ_MINUTES", "2")))
     parser.add_argument("--seed", type=int, default=0, help="the first case; the same seed gives the same cases")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--cases", type=int, help="so many from the seed on, however long they take")
+    parser.add_argument("--also", type=int, nargs="*", default=[], help="further cases")
+    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="after which a case hangs")
     parser.add_argument("--case", type=int, help="run one case here, with its traceback")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="vlatune-fuzz-") as made:
@@ -332,10 +352,14 @@ def main() -> int:
 
 def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
     until_s = time.monotonic() + 60 * options.minutes
+    fixed = None if options.cases is None else range(options.seed, options.seed + options.cases)
+    cases = itertools.chain(options.also, _until(options.seed, until_s) if fixed is None else fixed)
     results: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     bad = 0
-    for one in run_cases(folder, _until(options.seed, until_s), jobs=options.jobs, work=work):
+    for one in run_cases(folder, cases, jobs=options.jobs, work=work, limit_s=options.limit_s):
+        if one.result == "hang":
+            one = _again(folder, work, one, options.limit_s)
         results[one.result] += 1
         if one.result == "changed":
             kinds[one.what.split("/")[0] + " " + one.what.rpartition(", ")[2].partition(":")[0]] += 1
@@ -345,6 +369,14 @@ def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
     print(f"rows that changed without checksums, by file and change: {dict(kinds.most_common(20))}")
     print(json.dumps({"cases": sum(results.values()), "bad": bad, "seed": options.seed, **results}))
     return 1 if bad else 0
+
+
+def _again(folder: Path, work: Path, hung: Outcome, limit_s: float) -> Outcome:
+    """A fork of a process whose libraries have threads may hang by itself; what hangs for its file does so each time."""
+    apart = work / "again"
+    apart.mkdir(exist_ok=True)
+    (found,) = run_cases(folder, iter([hung.case]), jobs=1, work=apart, limit_s=limit_s)
+    return found
 
 
 def _until(first: int, until_s: float) -> Iterator[int]:

@@ -58,6 +58,7 @@ ODD += [[0] * 1000, {"a": {"b": {"c": 1}}}]
 def mutate(path: Path, rng: random.Random) -> str:
     """Change a file in place; returns what was done."""
     by_kind = {".json": (json_values, raw), ".jsonl": (json_lines, raw), ".parquet": (parquet_values, raw)}
+    by_kind |= {".mp4": (mp4_boxes, raw)}
     ways: tuple[Callable[[Path, random.Random], str], ...] = by_kind.get(path.suffix, (raw,))
     way = ways[0] if rng.random() < 0.7 else ways[-1]
     return way(path, rng)
@@ -92,6 +93,57 @@ def raw(path: Path, rng: random.Random) -> str:
         )
     replace_file(path, bytes(data))
     return f"bytes: {how}"
+
+
+BOXES = (
+    b"moov",
+    b"trak",
+    b"mdia",
+    b"mdhd",
+    b"tkhd",
+    b"stbl",
+    b"stsd",
+    b"stts",
+    b"ctts",
+    b"stsc",
+    b"stsz",
+    b"stco",
+    b"stss",
+)
+BOXES += (b"avc1", b"avcC", b"elst", b"mvhd", b"hdlr", b"mdat", b"ftyp")
+
+
+def mp4_boxes(path: Path, rng: random.Random) -> str:
+    """The size of a box, its name, or a number in its first part."""
+    data = bytearray(path.read_bytes())
+    there = [name for name in BOXES if name in data]
+    if not there:
+        return raw(path, rng)
+    name = rng.choice(there)
+    at = data.index(name)
+    how = rng.choice(("size", "name", "number", "number", "number", "copy"))
+    if how == "size":
+        data[at - 4 : at] = rng.choice(
+            (b"\0\0\0\0", b"\0\0\0\1", b"\0\0\0\x09", b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff")
+        )
+    elif how == "name":
+        data[at : at + 4] = rng.choice((*BOXES, b"cmov", b"free", b"moof", b"\0\0\0\0"))
+    elif how == "number":
+        place = at + 4 + 4 * rng.randrange(8)
+        numbers = (
+            b"\0\0\0\0",
+            b"\0\0\0\1",
+            b"\0\0\1\0",
+            b"\0\x98\x96\x80",
+            b"\x7f\xff\xff\xff",
+            b"\x80\0\0\0",
+            b"\xff\xff\xff\xff",
+        )
+        data[place : place + 4] = rng.choice(numbers)
+    else:
+        data[at - 4 : at - 4] = data[at - 4 : at + 60]
+    replace_file(path, bytes(data))
+    return f"box {name.decode()}: {how}"
 
 
 def json_values(path: Path, rng: random.Random) -> str:

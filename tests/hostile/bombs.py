@@ -52,7 +52,7 @@ def a_list_of(count: int) -> dict[str, Any]:
     import numpy as np
     import pyarrow as pa
 
-    values = pa.array(np.zeros(count, np.float32))
+    values = pa.array(np.zeros(count, np.bool_))  # the smallest to write; it is not read
     one = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), values)
     names = ("index", "episode_index", "frame_index", "task_index")
     return {
@@ -162,3 +162,46 @@ def one_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def understated(make: Make, file: str, column: str, what: str) -> Make:
+    """The footer says 1 of a column where it says more; the pages stay. `what` as pyarrow calls it: num_values, ..."""
+
+    def change(place: Place) -> None:
+        import pyarrow.parquet as pq
+
+        make(place)
+        path = place.dataset / file
+        group = pq.read_metadata(path).row_group(0)
+        chunks = [group.column(number) for number in range(group.num_columns)]
+        told = next(getattr(one, what) for one in chunks if f"{one.path_in_schema}.".startswith(f"{column}."))
+        data, true = path.read_bytes(), _varint(2 * told)
+        footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+        assert true in data[footer:]
+        path.write_bytes(data[:footer] + data[footer:].replace(true, _varint(2, len(true))))
+
+    return change
+
+
+def _varint(value: int, length: int = 0) -> bytes:
+    """Seven bits a byte, the lowest first; zeros fill it up to a length."""
+    parts = []
+    while value or not parts or len(parts) < length:
+        parts.append(value & 127)
+        value >>= 7
+    return bytes([*(part | 128 for part in parts[:-1]), parts[-1]])
+
+
+def a_group_without_end(path: Path, frames: int) -> None:
+    """A video with one key frame, at its begin: whoever wants the last frame decodes all of them."""
+    import av
+    import numpy as np
+
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 96
+        stream.codec_context.gop_size = 10**6
+        for number in range(frames):
+            picture = np.full((96, 96, 3), number % 200, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))

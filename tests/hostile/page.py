@@ -7,7 +7,8 @@ HEAD = """# Hostile and broken files, and what happens
 
 Every row is a case of `tests/hostile/test_hostile.py`: a copy of an honest dataset, base model or run with one thing changed, and a
 command. Each ends with this message and exit code, and after each no payload has run, nothing outside was read out or changed, and no
-traceback or terminal escape was printed. This page is printed by `tests/hostile/page.py`.
+traceback or terminal escape was printed. `read_lerobot` is the Python function, whose ValueError counts as exit code 2. The rows
+stand in `tests/hostile/cases.py` and `rows.py`; this page is printed by `tests/hostile/page.py`.
 
 | what is wrong | command | says | exit |
 |---|---|---|---|
@@ -15,7 +16,7 @@ traceback or terminal escape was printed. This page is printed by `tests/hostile
 
 
 def page() -> str:
-    from test_hostile import CASES
+    from cases import CASES
 
     rows = [f"| {case.name} | `{_shown(case.command)}` | {_shown(case.says)} | {case.code} |" for case in CASES]
     return HEAD + "\n".join(rows) + "\n"

@@ -16,6 +16,14 @@ from pathlib import Path
 from typing import Any
 
 CANARY = "canary-4f1d-must-not-be-carried-out"
+INSPECT, REPORT, EXPORT = "inspect {dataset}", "report {run}", "export {run} {out}"
+TRAIN = "train --dataset.root={dataset} --policy.path={base} --output_dir={out} --batch_size=4"
+RESUME = (
+    "train --resume=true --dataset.root={dataset} --policy.path={base} --output_dir={run} --batch_size=4 --steps=20 "
+    "--dataset.run_length=4 --dataset.window_rows=8 --policy.train=heads"
+)
+READ = "read_lerobot {dataset}"
+"""Not of the command line: the Python function, its rows taken. An error of it counts as the commands' exit codes do."""
 
 
 @dataclass

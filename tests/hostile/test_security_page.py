@@ -1,15 +1,19 @@
 """SECURITY.md is true in what can be looked up: the tests and rows that it names exist; and what no module may call."""
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import Any
 
 import pytest
+from cases import CASES
 from page import page
 from repository_files import ROOT
-from test_hostile import CASES
+
+from vlatune import config
+from vlatune.outgoing import is_secret_name
 
 PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 LOADS = ("load", "loads", "Unpickler", "open")
@@ -120,3 +124,18 @@ def test_no_text_of_a_file_is_a_format() -> None:
 def test_the_page_of_hostile_inputs_is_the_table() -> None:
     written = (ROOT / "docs/hostile_inputs.md").read_text(encoding="utf-8")
     assert written == page(), "print it anew: PYTHONPATH=src python tests/hostile/page.py > docs/hostile_inputs.md"
+
+
+def test_no_setting_is_for_a_secret() -> None:
+    """Settings are written to config.json and are seen in lists of processes."""
+    classes = [config.RunConfig, config.EvalConfig, config.ExportConfig, config.DemoConfig]
+    names = [name for one in classes for name in _names(one)]
+    assert "storage_path" in names
+    assert [name for name in names if is_secret_name(name)] == []
+
+
+def _names(cls: Any) -> Iterator[str]:
+    for field in dataclasses.fields(cls):
+        yield field.name
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from _names(field.default_factory)

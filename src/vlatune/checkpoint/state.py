@@ -14,13 +14,14 @@ rank.
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import Tensor
@@ -74,7 +75,7 @@ def has_ema(folder: Path) -> bool:
 def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer its stored moments and step counts, each put on its parameter's device by itself."""
     per_parameter: dict[int, dict[str, Tensor]] = {}
-    with safe_open(real_path(folder, OPTIMIZER), framework="pt") as stored:
+    with _stored(folder / OPTIMIZER) as stored:
         keys_of: dict[str, list[str]] = {}
         for key in stored.keys():  # noqa: SIM118  (it is no dict)
             keys_of.setdefault(key.rpartition("|")[0], []).append(key)
@@ -87,9 +88,19 @@ def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Opti
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 
 
+@contextmanager
+def _stored(file: Path) -> Iterator[Any]:
+    """The tensors of a checkpoint's file; one that is none, though its hash is right, is told by name."""
+    try:
+        with safe_open(real_path(file.parent, file.name), framework="pt") as stored:
+            yield stored
+    except SafetensorError as error:
+        raise ValueError(f"'{file}' is damaged ({error}); restore the checkpoint, or remove it") from error
+
+
 def _copy(file: Path, into: Tensors) -> None:
     """One tensor at a time: what is stored may be larger than the host's memory."""
-    with safe_open(real_path(file.parent, file.name), framework="pt") as stored:
+    with _stored(file) as stored:
         _check_same(file, {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}, into)  # noqa: SIM118
         with torch.no_grad():
             for name, tensor in into.items():

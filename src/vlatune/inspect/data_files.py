@@ -201,12 +201,22 @@ def _positions_in(meta: DatasetMeta, file: str) -> list[int]:
 
 def _times(meta: DatasetMeta, file: str, columns: Mapping[str, np.ndarray]) -> list[Problem]:
     expected_s = columns["frame_index"] / meta.fps
+    no_times = np.flatnonzero(~np.isfinite(columns["timestamp"]))
     wrong = np.flatnonzero(~(np.abs(columns["timestamp"] - expected_s) <= TIME_TOLERANCE_S))
     lines = [
         f"row {row}: {columns['timestamp'][row]:.4f} s, not {expected_s[row]:.4f} s"
         for row in wrong[:MAX_EXAMPLES].tolist()
     ]
-    return with_examples(
+    of_no_time = with_examples(
+        "error",
+        [f"row {row}: {columns['timestamp'][row]} s" for row in no_times[:MAX_EXAMPLES].tolist()],
+        count=len(no_times),
+        place=file,
+        found="rows whose timestamp is no finite number",
+        expected="seconds that rise from frame to frame",
+        fix="record or convert these episodes anew, or leave them out with --dataset.on_bad_episode=skip",
+    )
+    return of_no_time or with_examples(
         "warning",
         lines,
         count=len(wrong),

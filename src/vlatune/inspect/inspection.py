@@ -198,7 +198,8 @@ def _all_problems(
         problems += video_problems(meta, camera, videos, files.videos[camera])
     there = {name: rows for name, rows in files.data.items() if name in present["data"]}
     of_data = data_problems(meta, there, every=every)
-    return problems + of_data + ([] if of_data else row_stats_problems(meta, every=every))
+    is_told = any(problem.severity == "error" for problem in problems)
+    return problems + of_data + ([] if of_data else row_stats_problems(meta, every=every, is_told=is_told))
 
 
 def _text(value: Any) -> str | None:

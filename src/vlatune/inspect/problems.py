@@ -189,6 +189,7 @@ def _wrong_stats(meta: DatasetMeta, names: Sequence[str]) -> list[Problem]:
     stats = {name: meta.stats.get(name, {}) for name in names}
     nan = [f"{name}: {dim}" for name in names for dim in nan_dims(stats[name], meta.features[name])]
     flat = [f"{name}: {dim}" for name in names for dim in degenerate_dims(stats[name], meta.features[name])]
+    turned = [f"{name}: {dim}" for name in names for dim in upside_down_dims(stats[name], meta.features[name])]
     wide = [f"{name}: {text}" for name in names for text in wrong_widths(stats[name], meta.features[name])]
     recompute = "compute the statistics anew (delete them: vlatune then computes its own)"
     return [
@@ -207,6 +208,14 @@ def _wrong_stats(meta: DatasetMeta, names: Sequence[str]) -> list[Problem]:
             found="dims whose statistics are not finite numbers",
             expected="finite numbers",
             fix=f"look for NaN in the data files, then {recompute}",
+        ),
+        *with_examples(
+            "warning",
+            turned,
+            place="statistics",
+            found="dims whose q01 lies above q99",
+            expected="q01 below q99: normalising would turn the values upside down",
+            fix=recompute,
         ),
         *with_examples(
             "warning",
@@ -239,6 +248,13 @@ def degenerate_dims(stats: Mapping[str, np.ndarray], feature: Feature) -> list[s
         return []
     flat = is_flat(stats[low], stats[high]) & (stats[low] <= stats[high])
     return [dim_name(int(dim), feature) for dim in np.flatnonzero(flat)]
+
+
+def upside_down_dims(stats: Mapping[str, np.ndarray], feature: Feature) -> list[str]:
+    low, high = stats.get("q01"), stats.get("q99")
+    if low is None or high is None or low.shape != high.shape:
+        return []
+    return [dim_name(int(dim), feature) for dim in np.flatnonzero(low > high)]
 
 
 def dim_name(dim: int, feature: Feature) -> str:

@@ -8,20 +8,24 @@ from vlatune.batch import ACTION, STATE
 from vlatune.dataset.features import likely_name
 from vlatune.dataset.health.stats_check import MAX_FILES, MAX_ROWS, RowsSeen, doubts, is_flat, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
-from vlatune.inspect.problems import COMPUTE, Problem, dim_name, is_normalised, with_examples
+from vlatune.inspect.problems import COMPUTE, Problem, dim_name, is_normalised, refusal, with_examples
 
 FIX = f"train with {COMPUTE}, which takes the statistics of all rows"
 
 
-def row_stats_problems(meta: DatasetMeta, *, every: bool) -> list[Problem]:
-    """Data files that cannot be read are told of elsewhere."""
+def row_stats_problems(meta: DatasetMeta, *, every: bool, is_told: bool) -> list[Problem]:
+    """Of data files whose footers and first rows are as they should be; `is_told`: why some cannot be read is known."""
     limits = {} if not every else {"max_files": len(meta.episodes), "max_rows": meta.num_frames}
     problems: list[Problem] = []
     for own in _normalised(meta):
         stats = meta.stats.get(own, {})
         try:
             seen = look_at_rows(meta, own, stats, **({"max_files": MAX_FILES, "max_rows": MAX_ROWS} | limits))
-        except ValueError:
+        except ValueError as error:  # null values, lists of several lengths: no footer tells of them
+            if is_told:
+                continue
+            place, expected = f"data files, feature '{own}'", "a value of the feature's shape in every row"
+            problems.append(refusal(error, meta.root.url, place=place, expected=expected))
             continue
         problems += _of_feature(meta, own, seen) if seen else []
     return problems

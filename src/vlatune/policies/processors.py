@@ -39,6 +39,11 @@ def is_count(value: Any) -> bool:
     return is_number(value) and 0 <= value <= limit("policy_number") and value == int(value)
 
 
+def is_size(value: Any) -> bool:
+    """The same, of which there must be one at least."""
+    return is_count(value) and value >= 1
+
+
 def is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -92,6 +97,7 @@ KIND: Mapping[Check, str] = {
     is_numbers: "a list of numbers",
     is_plain_map: "a mapping of names to plain values",
     is_count: f"a number: a whole one, from 0 to {limit('policy_number'):,}",
+    is_size: f"a number: a whole one, from 1 to {limit('policy_number'):,}",
     is_sides: "two numbers: height and width",
 }
 NORMALISER: Fields = {

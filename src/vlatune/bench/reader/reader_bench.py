@@ -117,7 +117,8 @@ def _table(one: Measured) -> str:
     table = format_table(["way", "rows/s", "of the limit", "spread", "in the store per row"], rows)
     return (
         f"{table}\na read task of ours: {one.reading['task_bytes'] / 1e6:.0f} MB over the interpreter's; "
-        f"{one.reading['rows'] / one.reading['few_rows']:.0f} x the episodes cost {one.reading['tenfold_cost']:.2f} of as many times the time"
+        f"{one.reading['rows'] / one.reading['few_rows']:.0f} x the episodes cost {one.reading['tenfold_cost']:.2f} of as many times the time; "
+        f"checks of what is read take {100 * one.reading['checks_share']:.1f} % of its CPU time"
     )
 
 
@@ -130,6 +131,7 @@ def _figures(measured: Mapping[str, Measured], first_row_s: float) -> dict[str, 
         "time_to_first_row_s": first_row_s,
         "bytes_per_row": max(one["bytes_per_row"] for one in by_dataset.values()),
         "peak_task_bytes": max(one["peak_task_bytes"] for one in by_dataset.values()),
+        "checks_share": max(one["checks_share"] for one in by_dataset.values()),
         "by_dataset": by_dataset,
     }
 
@@ -144,6 +146,7 @@ def _figures_of(one: Measured) -> dict[str, Any]:
         "bytes_per_row": one.bytes_per_row[OURS],
         "peak_task_bytes": one.reading["task_bytes"],
         "tenfold_cost": one.reading["tenfold_cost"],
+        "checks_share": one.reading["checks_share"],
         "rows_per_s": {way: results.median(way) for way in results.rounds},
         "bytes_per_row_of": dict(one.bytes_per_row),
         "not_run": results.not_run,

@@ -15,6 +15,7 @@ import numpy as np
 from vlatune.dataset.health.row_health import Times, check_data_file
 from vlatune.dataset.health.video_health import check_ends, check_frames, frame_times
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.meta.episodes import frames_of_others
 from vlatune.dataset.meta.listing import check_present, one_per_file
 from vlatune.dataset.order.select import Selection, pick
 from vlatune.dataset.reader import CameraSpec, ReadSpec
@@ -89,6 +90,11 @@ class _Job:
             reasons = bad | reasons  # the first reason is enough
             count()
         episodes, root = self._meta.episodes, self._spec.root
+        for camera in self._cameras:
+            shared = _frames_of_others(self._meta, camera)
+            wanted = {position for group in self._data for position in group}
+            bad = {position: f"dataset '{root.url}': {text}" for position, text in shared.items() if position in wanted}
+            reasons = bad | reasons
         for position in sorted(reasons):
             yield BadEpisode(self._spec.dataset_index, root.url, int(episodes.index[position]), reasons[position])
 
@@ -118,6 +124,10 @@ def check_first(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selecti
             continue
         cameras = [camera for camera in spec.cameras if camera.kind == "video"]
         check_present(meta, [camera.name for camera in cameras], positions)
+        for camera in cameras:
+            shared = _frames_of_others(meta, camera)
+            for position in (position for position in positions if position in shared):
+                raise ValueError(f"dataset '{spec.root.url}': {shared[position]}")
         first = positions[0]
         _, bad = check_data_file(meta, spec, [first])
         if bad:
@@ -125,6 +135,13 @@ def check_first(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selecti
         for camera in cameras:
             place = _place(meta, spec, camera, first)
             check_ends(spec.root, place.file, camera.recorded, place)
+
+
+def _frames_of_others(meta: DatasetMeta, camera: CameraSpec) -> dict[int, str]:
+    """Nothing where every episode has a file of its own."""
+    if "{episode_" in meta.templates["video_path"]:
+        return {}
+    return frames_of_others(meta.episodes, camera.name, meta.fps)
 
 
 def _place(meta: DatasetMeta, spec: ReadSpec, camera: CameraSpec, position: int) -> VideoPlace:

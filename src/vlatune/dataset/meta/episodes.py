@@ -89,6 +89,25 @@ def _check_spans(where: str, episodes: Episodes, remedy: str) -> None:
             )
 
 
+def frames_of_others(episodes: Episodes, camera: str, fps: float) -> dict[int, str]:
+    """Position -> what is wrong, of episodes whose frames in a camera's mp4 file are another's, too, by more than half of one."""
+    span = episodes.videos[camera]
+    order = np.lexsort((span.from_s, span.file, span.chunk))
+    before, after = order[:-1], order[1:]
+    is_same_file = (span.chunk[before] == span.chunk[after]) & (span.file[before] == span.file[after])
+    end_s = span.from_s[before] + (episodes.length[before] - 0.5) / fps
+    wrong = {}
+    for one in np.flatnonzero(is_same_file & (span.from_s[after] < end_s)).tolist():
+        first, second = int(before[one]), int(after[one])
+        text = (
+            f"camera '{camera}': episode {episodes.index[second]} begins at {span.from_s[second]:.4f} s of its mp4 file, inside of "
+            f"episode {episodes.index[first]} of {episodes.length[first]} frames from {span.from_s[first]:.4f} s on, so that one "
+            f"would show the other's pictures; convert the dataset anew, or leave bad episodes out with on_bad_episode=skip"
+        )
+        wrong |= {first: text, second: text}
+    return wrong
+
+
 def sentences_in_order(root: Root, name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:
     """The sentences of task_index 0, 1, 2, ... out of (task_index, sentence); `name` is their file.
 

@@ -4,14 +4,18 @@ Whoever imports ray.data, datasets or pandas registers Arrow extension types. Th
 a type from the footer's note `ARROW:schema`, and again when values are converted; ray's `arrow_pickled_object` unpickles
 them. So the footer is read here as bytes and the note's key is renamed before Arrow sees it: files are read by the types
 that parquet itself stores. The note is looked at apart, with its extension names made inert the same way.
+
+A footer may tell less than its pages hold. Of a local file the pages' own headers are added up before they are unpacked;
+of a remote one each would be a request more.
 """
 
 import base64
 import binascii
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO
+from io import BufferedReader
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +28,12 @@ MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
 """Read at once from the end of a file: it holds most footers."""
 BUFFER_BYTES = 1 << 20
+HEADER_BYTES, MAX_HEADER_BYTES = 2 << 10, 4 << 20
+"""Of a page: most have a hundred bytes; one with the least and greatest text as statistics may have many."""
+SLACK_BYTES = 1 << 20
+"""Writers differ in what they count into a column's size."""
+DATA_PAGES = (5, 8)
+"""Fields of a page's header that are a data page's own, by version; 7 is a dictionary's."""
 NOTE, INERT_NOTE = b"ARROW:schema", b"inert:schema"
 NAME, INERT_NAME = b"ARROW:extension:name", b"inert:extension:name"
 """Of the same length, so that a replacement moves nothing in the footer or in the note."""
@@ -81,11 +91,136 @@ def open_parquet(file: IO[bytes]) -> pq.ParquetFile:
     metadata = pq.ParquetFile(pa.BufferReader(alone), arrow_extensions_enabled=False).metadata
     _check_rows(metadata)
     check_plain(_noted_schema(metadata))
-    parquet = pq.ParquetFile(
+    parquet = PageCheckedFile(
         file, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
     )
+    parquet.pages = file if isinstance(file, BufferedReader) else None
     check_plain(parquet.schema_arrow)
     return parquet
+
+
+class PageCheckedFile(pq.ParquetFile):
+    """Looks at the headers of pages before it reads them."""
+
+    pages: IO[bytes] | None = None
+    """The file itself, where it is a local one."""
+
+    def read(self, columns: list[str] | None = None, **options: Any) -> pa.Table:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._check(range(self.num_row_groups), columns)
+        return super().read(columns, **options)
+
+    def read_row_group(self, i: int, columns: list[str] | None = None, **options: Any) -> pa.Table:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._check([i], columns)
+        return super().read_row_group(i, columns, **options)
+
+    def iter_batches(self, batch_size: int = 65536, row_groups: Any = None, columns: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._check(range(self.num_row_groups) if row_groups is None else row_groups, columns)
+        return super().iter_batches(batch_size, row_groups, columns, **options)
+
+    def _check(self, groups: Iterable[int], columns: Sequence[str] | None) -> None:
+        if self.pages is not None:
+            check_pages(self.pages, self.metadata, groups, columns)
+
+
+def check_pages(
+    file: IO[bytes], metadata: pq.FileMetaData, groups: Iterable[int], columns: Sequence[str] | None
+) -> None:
+    """Refuse a column whose pages hold more than the footer tells of it: that is what the caps were held against."""
+    prefixes = None if columns is None else tuple(f"{column}." for column in columns)
+    for number in groups:
+        group = metadata.row_group(number)
+        for chunk in map(group.column, range(group.num_columns)) if group.num_rows else ():
+            if prefixes is None or f"{chunk.path_in_schema}.".startswith(prefixes):
+                _check_pages_of(file, chunk)
+
+
+def _check_pages_of(file: IO[bytes], chunk: pq.ColumnChunkMetaData) -> None:
+    at = chunk.data_page_offset
+    if chunk.has_dictionary_page and chunk.dictionary_page_offset:
+        at = min(at, chunk.dictionary_page_offset)
+    end, num_bytes, num_values = at + chunk.total_compressed_size, 0, 0
+    while at < end:
+        header, at = _page_header(file, at)
+        if not (
+            isinstance(header.get(2), int) and isinstance(header.get(3), int) and header[2] >= 0 and header[3] >= 0
+        ):
+            raise pa.ArrowInvalid(f"column '{chunk.path_in_schema[:80]}': a page has no size")
+        at += header[3]
+        num_bytes += header[2]
+        num_values += sum(header[field].get(1, 0) for field in DATA_PAGES if isinstance(header.get(field), dict))
+        if num_values > chunk.num_values or num_bytes > 2 * chunk.total_uncompressed_size + SLACK_BYTES:
+            raise TooMuchError(
+                f"column '{chunk.path_in_schema[:80]}': its pages hold {num_values:,} values and {num_bytes:,} bytes or more, its footer "
+                f"tells of {chunk.num_values:,} and {chunk.total_uncompressed_size:,}; fetch the file anew"
+            )
+
+
+def _page_header(file: IO[bytes], at: int) -> tuple[dict[int, Any], int]:
+    """The fields of a page's header by number, and where it ends."""
+    size = HEADER_BYTES
+    while size <= MAX_HEADER_BYTES:
+        file.seek(at)
+        data = file.read(size)
+        try:
+            fields, used = _fields(data, 0, 0)
+        except IndexError:
+            if len(data) < size:
+                break
+            size *= 16
+            continue
+        return fields, at + used
+    raise pa.ArrowInvalid(f"the header of a page at byte {at} does not end")
+
+
+def _fields(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
+    """A struct in Thrift's compact form: (step to the field's number, kind) in a byte, its value, ... until a zero."""
+    found: dict[int, Any] = {}
+    number = 0
+    while data[at]:
+        step, kind = data[at] >> 4, data[at] & 15
+        at += 1
+        if not step:
+            number, at = _zigzag(data, at)
+        else:
+            number += step
+        found[number], at = _value(data, at, kind, depth)
+    return found, at + 1
+
+
+def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
+    if kind in (1, 2):
+        return kind == 1, at
+    if kind == 3:
+        return data[at], at + 1
+    if kind in (4, 5, 6):
+        return _zigzag(data, at)
+    if kind == 7:
+        return None, at + 8
+    if kind == 8:
+        length, at = _varint(data, at)
+        if at + length > len(data):
+            raise IndexError
+        return None, at + length
+    if kind == 12 and depth < 8:
+        return _fields(data, at, depth + 1)
+    raise pa.ArrowInvalid("the header of a page is damaged")  # lists and maps: no page's header has one
+
+
+def _zigzag(data: bytes, at: int) -> tuple[int, int]:
+    value, at = _varint(data, at)
+    return (value >> 1) ^ -(value & 1), at
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at += 1
+        if data[at - 1] < 128:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise pa.ArrowInvalid("the header of a page is damaged")
 
 
 def check_plain(schema: pa.Schema) -> None:

@@ -6,6 +6,8 @@ neighbour in its place. A packet that does not decode is an error. Local files u
 work mostly goes on where this one ended, and then neither opens nor seeks (8 % of reading h264).
 """
 
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -29,6 +31,7 @@ from vlatune.dataset.video.recorded import (
     video_stream,
 )
 from vlatune.dataset.video.resize import CENTRED, Letterbox
+from vlatune.limits import check_limit, limit
 
 EXACT_S = 1e-6
 """A frame this near to the wanted time is the nearest one; no need to decode the next to know."""
@@ -128,12 +131,14 @@ class Decoder:
         self._now: tuple[Any, float] | None = None
         self._rest: Iterator[tuple[Any, float]] = iter(())
         self._last_s, self._drained = np.inf, False
+        self._place, self._begun_s = place, time.monotonic()
 
     def close(self) -> None:
         self._now, self._rest = None, iter(())
         self._container.close()
 
     def read_into(self, wanted_s: Sequence[float], out_NCHW: np.ndarray, tolerance_s: float, place: VideoPlace) -> None:
+        self._place, self._begun_s = place, time.monotonic()
         row, before, before_s = 0, None, -np.inf
         for frame, frame_s in self._frames_between(wanted_s[0], wanted_s[-1]):
             while row < len(wanted_s) and frame_s >= wanted_s[row] - EXACT_S:
@@ -193,8 +198,12 @@ class Decoder:
         """Decoders of H.264 hold frames back and give them for later packets. When all that is wanted is in, and the next
         packet is a key frame, the dearest of all, they are asked for the rest instead; it can only be followed by a seek.
         """
-        fed_s = -np.inf
+        fed_s, most_s = -np.inf, limit("decode_s")
         for packet in self._container.demux(self._stream):
+            if time.monotonic() - self._begun_s > most_s:
+                check_limit(
+                    "decode_s", math.ceil(time.monotonic() - self._begun_s), f"{self._place}: decoding took seconds:"
+                )
             if packet.is_keyframe and fed_s >= self._last_s - EXACT_S:
                 self._drained = True
                 yield from self._timed(self._stream.codec_context.decode(None))

@@ -17,7 +17,7 @@ from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.dataset.meta.meta_info import MAX_FPS, MIN_FPS
 from vlatune.dataset.video.mp4_header import check_mp4
 from vlatune.files import open_file
-from vlatune.limits import check_limit
+from vlatune.limits import check_limit, limit
 
 RATE_SHARE = 0.01
 """Containers round the rate, and 29.97 is taken for 30: whether frames are at their rows' times is checked for each."""
@@ -58,7 +58,8 @@ def open_container(source: str | IO[bytes], place: object) -> Any:
         "codec_whitelist": ",".join(DECODERS),
         "protocol_whitelist": "file" if isinstance(source, str) else "none",
     }
-    return av.open(source, format=CONTAINER, options=options, metadata_errors="ignore")
+    most_s = float(limit("decode_s"))  # for opening, and for each read: a file system that does not answer
+    return av.open(source, format=CONTAINER, options=options, metadata_errors="ignore", timeout=most_s or None)
 
 
 def recorded_camera(meta: DatasetMeta, camera: str) -> Recorded:

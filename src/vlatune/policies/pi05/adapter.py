@@ -37,6 +37,7 @@ from vlatune.policies.processors import (
     is_numbers,
     is_plain_map,
     is_sides,
+    is_size,
     is_text,
     is_texts,
 )
@@ -49,8 +50,9 @@ SCHEMA = Schema(
     type="pi05",
     config={
         **dict.fromkeys(("paligemma_variant", "action_expert_variant", "dtype", "compile_mode"), is_text),
-        **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_count),
-        **dict.fromkeys(("num_inference_steps", "empty_cameras", "tokenizer_max_length"), is_count),
+        **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_size),
+        **dict.fromkeys(("num_inference_steps", "tokenizer_max_length"), is_size),
+        "empty_cameras": is_count,
         **dict.fromkeys(("time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale"), is_number),
         **dict.fromkeys(("time_sampling_offset", "min_period", "max_period"), is_number),
         **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),

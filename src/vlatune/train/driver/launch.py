@@ -38,9 +38,9 @@ def train(config: RunConfig) -> None:
     metas = load_metas(config)
     config = with_base(config, metas, say=_say)
     folder = RunFolder(config.run_dir)
-    setup = make_setup(
-        config, metas, preflight=True
-    )  # all checks that need no lock, so that a wrong call touches nothing
+    setup = make_setup(config, metas, preflight=True)  # all that needs no lock: a wrong call touches nothing
+    run_shape(config, setup)  # makes a row, and with it the tokenizer
+    check_run(config)  # the lock is a file of its own, which a folder of somebody else's must not get
     with only_one(folder):
         check_run(config)
         start = find_resume_point(config, setup, say=_say)
