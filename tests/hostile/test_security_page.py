@@ -44,7 +44,7 @@ OURS = {
     "ray_internals.py": "parts of Ray, out of a table in it",
     "cluster.py": "a formatter of log records",
     "world.py": "the demo's own sentences",
-    "writer_layout.py": "the templates that a new dataset gets",
+    "writer_meta.py": "the templates that a new dataset gets",
 }
 """Modules that may call one of them, or fill a pattern -> why that is none of a file's."""
 
