@@ -23,7 +23,7 @@ OTHERS = {
     "checkpoint/store.py": "writes into the store's new folder",
     "train/worker/checkpointer.py": "the same",
     "dataset/storage/root.py": "leads to the door, or to an object store",
-    "dataset/health/checksums.py": "through dataset/storage/root.py",
+    "dataset/storage/checksums.py": "through dataset/storage/root.py",
     "dataset/video/images.py": "pictures in memory, out of parquet",
     "dataset/meta/meta_v21.py": "through dataset/storage/root.py",
     "dataset/storage/parquet.py": "through dataset/storage/root.py",

@@ -19,8 +19,8 @@ from repository_files import ROOT
 from vlatune import cli, run_setup
 from vlatune.batch import TASK, TOKENS
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.dataset.health.checksums import CHECKSUMS
 from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.storage.checksums import CHECKSUMS
 from vlatune.dataset.storage.remote_fs import filesystem_for
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.decoder import VideoPlace, decode_into

@@ -550,13 +550,13 @@ EPISODES_OF = [
         (
             "rows in another order",
             column(DATA, "frame_index", lambda rows: rows[::-1]),
-            "rows that do not follow the row before them",
+            "rows that are not where meta/episodes places them",
             "row 0 is episode_index 0, frame_index 12",
         ),
         (
             "rows of another episode",
             column(DATA, "episode_index", lambda rows: [5] * len(rows)),
-            "rows that do not follow the row before them",
+            "rows that are not where meta/episodes places them",
             "row 0 is episode_index 5",
         ),
         (

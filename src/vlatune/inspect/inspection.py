@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlatune.dataset.features import own_map, with_names
-from vlatune.dataset.health.checksums import CHECKSUMS, write_checksums
 from vlatune.dataset.meta.dataset_meta import SUPPORTED, DatasetMeta, load_meta
 from vlatune.dataset.meta.listing import list_files, top_folder
+from vlatune.dataset.storage.checksums import CHECKSUMS, write_checksums
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.recorded import camera_fps
 from vlatune.files import parse_json

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vlatune.dataset.health.checksums import forget_sums
 from vlatune.dataset.meta import meta_v21, meta_v30
 from vlatune.dataset.meta.episodes import Episodes, check_episodes
 from vlatune.dataset.meta.meta_info import SUPPORTED, Feature, read_info
+from vlatune.dataset.storage.checksums import forget_sums
 from vlatune.dataset.storage.root import Root
 
 __all__ = ["SUPPORTED", "DatasetMeta", "Feature", "check_complete", "fill_template", "load_meta"]

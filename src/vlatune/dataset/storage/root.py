@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, cast
 
-from vlatune.dataset.health.checksums import verify
+from vlatune.dataset.storage.checksums import verify
 from vlatune.dataset.storage.remote_file import RemoteFile
 from vlatune.dataset.storage.remote_fs import filesystem_for, version_tag
 from vlatune.dataset.storage.remote_retry import retried
