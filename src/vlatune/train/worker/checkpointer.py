@@ -106,7 +106,7 @@ class Checkpointer:
 
     def save(self, done: int, loss_sum: Tensor, loss_count: int, gather: Callable[[Any], list[Any]]) -> None:
         """Copy now, write meanwhile and later; all ranks call it at the same step."""
-        sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync
+        sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
         everyone = gather((*sums, get_rng(self._device)))
         if self._writer:
             self._writer.wait()  # the buffer is for one save at a time
