@@ -13,7 +13,7 @@ from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.files import whole_folder
 from vlatune.policies.registry import get_adapter
 from vlatune.run_setup import load_metas
-from vlatune.train.driver.folder_checks import check_run
+from vlatune.train.driver.resume_rules import check_run
 from vlatune.train.driver.tiny_base import with_base
 
 pytestmark = pytest.mark.early

@@ -39,7 +39,7 @@ KEPT = {
     "checksums.py: _sums": "asked anew when a dataset's metadata is read, and before a file is refused",
     "checksums.py: _verified": "by the file's version and its sum",
     "decoder.py: _decoders": "by the file's version and what info.json says of it",
-    "frame_id.py: @lru_cache": "pure, over numbers",
+    "generate.py: @lru_cache": "pure, over numbers",
     "images.py: _streams": "by the file's version",
     "ray_internals.py: @cache": "what the installed Ray has",
     "remote_fs.py: _instances": "by the options and the variables that it was made of",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlatune import cli
-from vlatune.dataset.storage.storage_options import secrets_in
+from vlatune.dataset.storage.remote_fs import secrets_in
 from vlatune.outgoing import SECRET_WORDS, SHORT_WORDS, has_secret, printable, progress_bar, redacted, say, warn
 
 SRC = Path(__file__).parents[1] / "src" / "vlatune"

@@ -100,7 +100,7 @@ def evaluate(options: EvalConfig, run_dir: str) -> None:
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
-        from vlatune.evaluate.eval_text import eval_text
+        from vlatune.evaluate.evaluate_run import eval_text
         from vlatune.report.run_folder import REPORT_FILE
 
         say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / REPORT_FILE}")

@@ -25,11 +25,11 @@ from vlatune.dataset.health.bad_episodes import (
 from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats
+from vlatune.dataset.order.partition import Selection, hold_out, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
-from vlatune.dataset.order.select import Selection, hold_out, select_episodes
 from vlatune.dataset.reader import ReadSpec, augmented
+from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
-from vlatune.dataset.storage.storage_options import parse_storage_options
 from vlatune.dataset.video.resize import Letterbox
 from vlatune.files import read_json, write_json
 from vlatune.outgoing import progress_bar, warn

@@ -13,8 +13,7 @@ from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
-from vlatune.train.driver.folder_checks import open_run
-from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point
+from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point, open_run
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.optimizer import Ema, make_optimizer
 

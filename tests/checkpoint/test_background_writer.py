@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
 from vlatune.checkpoint.local_store import LocalStore
+from vlatune.checkpoint.snapshot import BackgroundWriter, Keep
 from vlatune.checkpoint.store import find_newest
 from vlatune.errors import RunStoppedError
-from vlatune.train.driver.failures import root_cause
+from vlatune.train.failures import root_cause
 
 SMALL = np.zeros(1000, dtype=np.float32)
 BIG = np.zeros(2_000_000, dtype=np.float32)

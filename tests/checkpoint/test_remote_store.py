@@ -12,11 +12,10 @@ from kill_at_phase import content, save_twice
 from safetensors.numpy import load_file, save_file
 from upload_server import environment, running_upload_server
 
-from vlatune.checkpoint import remote_store
-from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
+from vlatune.checkpoint import store as remote_store
 from vlatune.checkpoint.manifest import MANIFEST, PHASES
-from vlatune.checkpoint.remote_store import RemoteStore
-from vlatune.checkpoint.store import find_newest, open_store, write_checkpoint
+from vlatune.checkpoint.snapshot import BackgroundWriter, Keep
+from vlatune.checkpoint.store import RemoteStore, find_newest, open_store, write_checkpoint
 from vlatune.dataset.storage import remote_file, remote_retry
 from vlatune.errors import RunStoppedError
 

@@ -14,8 +14,7 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import CHANGEABLE, OptimizerConfig, RunConfig, validate
 from vlatune.flags import leaf_types
 from vlatune.train import fingerprint
-from vlatune.train.driver.folder_checks import check_run
-from vlatune.train.driver.resume_rules import FREE, ResumePoint, find_resume_point
+from vlatune.train.driver.resume_rules import FREE, ResumePoint, check_run, find_resume_point
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from vlatune.dataset.reader import (
     read_into,
     read_unit,
 )
-from vlatune.dataset.synthetic.frame_id import read_frame_id
-from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset, read_frame_id
 from vlatune.dataset.video import decoder as video
 from vlatune.dataset.video.resize import letterbox_box
 

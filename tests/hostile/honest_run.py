@@ -12,8 +12,7 @@ def make_run(dataset: Path, base: Path, run: Path) -> None:
     from vlatune.checkpoint.store import write_checkpoint
     from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, to_json
     from vlatune.report.sinks import MetricsFile
-    from vlatune.train.driver.folder_checks import open_run
-    from vlatune.train.driver.resume_rules import find_resume_point
+    from vlatune.train.driver.resume_rules import find_resume_point, open_run
 
     config = RunConfig(
         dataset=DatasetConfig(root=(str(dataset),), run_length=4, window_rows=8),

@@ -17,9 +17,9 @@ from vlatune.batch import Columns, num_rows
 from vlatune.pipeline import feed as feed_module
 from vlatune.pipeline.coordinator import end_coordinators, start_ahead
 from vlatune.pipeline.feed import MAX_LOST, Feed
+from vlatune.pipeline.memory import read_counters
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.source import READER_NICENESS
-from vlatune.pipeline.spill_meter import read_counters
 
 pytestmark = pytest.mark.ray
 LOOK_S, LOOKS = 2.0, 10

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vlatune.pipeline.host import Host, free_shm_bytes, read_host, usable_cpus, usable_ram_bytes
+from vlatune.pipeline.sizing import Host, free_shm_bytes, read_host, usable_cpus, usable_ram_bytes
 
 GB = 10**9
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   16777216 kB"

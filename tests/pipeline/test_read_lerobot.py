@@ -19,8 +19,7 @@ from ray.data.block import BlockAccessor
 import vlatune
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.storage import tables
-from vlatune.dataset.synthetic.frame_id import draw_frame_id, read_frame_id
-from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
+from vlatune.dataset.synthetic.generate import SyntheticSpec, draw_frame_id, make_dataset, read_frame_id
 from vlatune.dataset.video.resize import letterbox_box
 from vlatune.pipeline.read_lerobot import make_source
 

@@ -12,7 +12,6 @@ from repository_files import ROOT
 
 from vlatune.dataset.order.sample_order import OrderSpec, choose_lanes, epoch_order
 from vlatune.dataset.reader import Unit
-from vlatune.pipeline.host import Host
 from vlatune.pipeline.memory import STORE_SHARE
 from vlatune.pipeline.plan import SEGMENT_TASKS, Share, plan_pieces
 from vlatune.pipeline.sizing import (
@@ -21,6 +20,7 @@ from vlatune.pipeline.sizing import (
     RAM_SHARE,
     SHM_SHARE,
     USUAL_STORE_BYTES,
+    Host,
     Node,
     RunShape,
     Sizing,

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from vlatune.pipeline import spill_meter
-from vlatune.pipeline.spill_meter import SpillMeter, StoreCounters, read_counters
+from vlatune.pipeline import memory as spill_meter
+from vlatune.pipeline.memory import SpillMeter, StoreCounters, read_counters
 
 MB = 1024 * 1024
 

@@ -83,7 +83,7 @@ def test_any_threads_cpu_time_can_be_read():
 WATCH = """
 import hashlib, json, os, subprocess, sys, threading, time
 from vlatune.report.cpu_clocks import CpuClocks
-from vlatune.report.cpu_split import cpu_summary, keeper, split
+from vlatune.report.cpu_clocks import cpu_summary, keeper, split
 
 def watch(work, enough):
     "Works until `enough` says so of what was spent."

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.report.cpu_clocks import UNKNOWN, Reading, ThreadTimes
-from vlatune.report.cpu_split import HANDOVER_S, SPENT_CPU, cpu_rates, cpu_summary, keeper, split
+from vlatune.report.cpu_clocks import (
+    HANDOVER_S,
+    SPENT_CPU,
+    UNKNOWN,
+    Reading,
+    ThreadTimes,
+    cpu_rates,
+    cpu_summary,
+    keeper,
+    split,
+)
 
 ALONE = Reading(
     wall_s=10.0,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.report.cpu_split import SPENT_CPU
+from vlatune.report.cpu_clocks import SPENT_CPU
 from vlatune.report.meters import SPENT, STAGES, StepMeter
 
 

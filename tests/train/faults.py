@@ -74,7 +74,7 @@ def worker_with(
 
 
 def arm(faults: Faults) -> None:
-    from vlatune.checkpoint.background_writer import BackgroundWriter
+    from vlatune.checkpoint.snapshot import BackgroundWriter
     from vlatune.train.worker.loop import Worker
     from vlatune.train.worker.metrics_logger import MetricsLogger
     from vlatune.train.worker.optimizer import Updater

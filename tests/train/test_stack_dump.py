@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from vlatune.train.stack_dump import dump_and_kill, process_state
+from vlatune.train.failures import dump_and_kill, process_state
 
 PROGRAM = """
 import ctypes, sys, threading, time
-from vlatune.train.stack_dump import dump_stacks_to
+from vlatune.train.failures import dump_stacks_to
 
 there = threading.Event()
 

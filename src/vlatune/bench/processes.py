@@ -1,7 +1,12 @@
-"""A command in a session of its own: who belongs to it, and the end of all of them.
+"""A command in a session of its own: who belongs to it, when it made which step, who used the cores, and the end of all.
 
 Ray starts a dozen processes below a driver, and some outlive it for seconds. They may lose their parent and change
 their title, but they stay in the session that the command was started in.
+
+A training program says in a file that it goes on, a line every so many optimizer steps: ours in metrics.jsonl, LeRobot's in
+its log. The moment a line is seen is the moment of its step; nothing in the programs is changed for it. A process belongs
+to a part of the program by the titles it ever had: a Ray worker reads for a while, then idles under another name. What a
+process had taken before it ended stays counted.
 """
 
 import contextlib
@@ -10,10 +15,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 POLL_S = 0.1
@@ -101,3 +108,198 @@ class Session:
                 raise RuntimeError(f"processes {sorted(left)} live {END_S:g} s after SIGKILL; end them by hand")
             time.sleep(POLL_S)
         self._process.wait()
+
+
+TRAINING, READERS, OTHERS = "training", "readers", "others"
+"""The process with the training thread; what reads and decodes; Ray's own processes, the scheduler, and the driver."""
+READER_TITLES = ("ray::Read", "ray::MapBatches", "--multiprocessing-fork")
+"""Ray Data's tasks, and the workers of a torch DataLoader."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """CPU seconds so far."""
+
+    at_s: float
+    """By the monotonic clock."""
+    processes: Mapping[int, float]
+    threads: Mapping[int, float]
+    """Of the training process."""
+
+
+@dataclass
+class CpuMeter:
+    """Reads the processes of one session. `trainer` is in the title of the training process; empty for the command itself."""
+
+    session: int
+    trainer: str = ""
+    titles: dict[int, set[str]] = field(default_factory=dict)
+    readings: list[Reading] = field(default_factory=list)
+
+    def read(self) -> None:
+        found = processes_in(self.session)
+        for pid, title in found.items():
+            self.titles.setdefault(pid, set()).add(title)
+        trainers = [pid for pid in found if self._is_trainer(pid)]
+        processes: dict[int, float] = {}
+        threads: dict[int, float] = {}
+        for pid in found:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just gone
+                process = psutil.Process(pid)
+                processes[pid] = sum(process.cpu_times()[:2])
+                if pid in trainers:
+                    threads |= {one.id: one.user_time + one.system_time for one in process.threads()}
+        self.readings.append(Reading(time.monotonic(), processes, threads))
+
+    def cpu(self) -> "CpuSeries":
+        """All readings, by part."""
+        parts = {pid: TRAINING if self._is_trainer(pid) else part_of(titles) for pid, titles in self.titles.items()}
+        at_s = np.array([one.at_s for one in self.readings])
+        by_pid = _grow([one.processes for one in self.readings])
+        zero = np.zeros(len(at_s))
+        by_part = {
+            part: sum((seconds for pid, seconds in by_pid.items() if parts[pid] == part), zero)
+            for part in (TRAINING, READERS, OTHERS)
+        }
+        return CpuSeries(at_s, by_part, _grow([one.threads for one in self.readings]))
+
+    def _is_trainer(self, pid: int) -> bool:
+        if not self.trainer:
+            return pid == self.session
+        return any(self.trainer in title for title in self.titles[pid])
+
+
+@dataclass(frozen=True)
+class CpuSeries:
+    """CPU seconds at moments, which only grow."""
+
+    at_s: np.ndarray
+    parts: Mapping[str, np.ndarray]
+    threads: Mapping[int, np.ndarray]
+    """Of the training process."""
+
+    def spent_s(self, part: str, begin_s: float, end_s: float) -> float:
+        return self._between(self.parts[part], begin_s, end_s)
+
+    def threads_spent_s(self, begin_s: float, end_s: float) -> list[float]:
+        """Of every thread of the training process, the busiest first."""
+        return sorted((self._between(one, begin_s, end_s) for one in self.threads.values()), reverse=True)
+
+    def when(self, part: str, share: float) -> float:
+        """The moment at which a part had spent this share of all its CPU time."""
+        spent = self.parts[part]
+        return float(self.at_s[np.searchsorted(spent, share * spent[-1])])
+
+    def _between(self, spent: np.ndarray, begin_s: float, end_s: float) -> float:
+        begin, end = np.interp([begin_s, end_s], self.at_s, spent)
+        return float(end - begin)
+
+
+def part_of(titles: set[str]) -> str:
+    """Of a process that does not train."""
+    reads = any(title.startswith(READER_TITLES[:2]) or READER_TITLES[2] in title for title in titles)
+    return READERS if reads else OTHERS
+
+
+def _grow(readings: Sequence[Mapping[int, float]]) -> dict[int, np.ndarray]:
+    """Number -> its seconds at every reading: 0 before it was there, its last value after it has gone."""
+    numbers = {number for one in readings for number in one}
+    return {number: np.maximum.accumulate([one.get(number, 0.0) for one in readings]) for number in sorted(numbers)}
+
+
+LOOK_EVERY_S = 0.1
+CPU_EVERY_S = 1.0
+"""Reading all processes' counters takes a few milliseconds."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program, and how to see its steps."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    output: Path
+    """Where what it prints goes."""
+    progress: Path
+    """The file in which it says that it goes on; may be `output`."""
+    is_mark: Callable[[bytes], bool]
+    """Is this line of `progress` one that comes every `log_freq` optimizer steps?"""
+    log_freq: int
+    trainer: str = ""
+    """In the title of the process that trains; empty for the command itself."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """So many optimizer steps were made at this moment of the monotonic clock."""
+
+    optimizer_step: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of one run."""
+
+    begin_s: float
+    """The command's start, by the monotonic clock as all moments here."""
+    end_s: float
+    marks: tuple[Mark, ...]
+    cpu: CpuSeries
+
+
+class NewLines:
+    """The whole lines of a file that were not there at the last look."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._read, self._rest = file, 0, b""
+
+    def take(self) -> list[bytes]:
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as opened:
+            opened.seek(self._read)
+            new = opened.read()
+        self._read += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        return lines
+
+
+def watch(program: Program, *, timeout_s: float) -> Seen:
+    """Run it to its end. Whatever it started is gone afterwards."""
+    marks: list[Mark] = []
+    lines = NewLines(program.progress)
+    begin_s = next_cpu_s = looked_s = time.monotonic()
+    with Session(program.command, program.output, env=program.env) as session:
+        meter = CpuMeter(session.pid, program.trainer)
+        while True:
+            code = session.exit_code()  # asked first: what was written before the end is still read
+            now_s = time.monotonic()
+            new = sum(map(program.is_mark, lines.take()))
+            for number in range(1, new + 1):  # those of one look are spread over the time since the last
+                at_s = looked_s + (now_s - looked_s) * number / new
+                marks.append(Mark((len(marks) + 1) * program.log_freq, at_s))
+            looked_s = now_s
+            if now_s >= next_cpu_s:
+                meter.read()
+                next_cpu_s = now_s + CPU_EVERY_S
+            if code is not None:
+                break
+            _check_time(now_s - begin_s, timeout_s, program, session)
+            time.sleep(LOOK_EVERY_S)
+        _check_end(code, marks, program, session)
+    return Seen(begin_s, now_s, tuple(marks), meter.cpu())
+
+
+def _check_time(passed_s: float, timeout_s: float, program: Program, session: Session) -> None:
+    if passed_s > timeout_s:
+        raise RuntimeError(
+            f"{program.command[2]} was not done after {timeout_s:g} s (--timeout_s); its last words:\n{session.tail()}"
+        )
+
+
+def _check_end(code: int, marks: Sequence[Mark], program: Program, session: Session) -> None:
+    if code != 0 or len(marks) < 2:
+        raise RuntimeError(
+            f"{program.command[2]} ended with code {code} after {len(marks)} lines of progress; its last words:\n{session.tail()}"
+        )

@@ -1,4 +1,4 @@
-"""How well a run's model does on episodes it never saw: validation loss and open-loop action error.
+"""How well a run's model does on episodes it never saw: validation loss and open-loop action error, and their text.
 
 Deterministic: samples, noise and times are functions of the settings. Reads the held-out frames in this process, once,
 through the same reader and transforms as training. Four figures say whether the model looks and listens: its error,
@@ -6,7 +6,7 @@ that of always predicting the mean action, and its own with the pictures or the 
 checkpoint with one kind of weights, trained or averaged; one command evaluates as many as are asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.meta.stats import feature_stats
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
-from vlatune.outgoing import warn
+from vlatune.outgoing import printable, warn
 from vlatune.policies.base import ModuleOptions
+from vlatune.report.formatting import format_number, plural
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
 from vlatune.report.run_folder import read_config, write_evaluation
+from vlatune.report.verdict import eval_meaning
 from vlatune.run_setup import Setup, make_setup
 
 SHOWN_SAMPLES = 6
@@ -174,3 +176,71 @@ def choose_device(name: str | None) -> torch.device:
         there = f"{count} of type {here.type}" if here else "none but the CPU"
         raise ValueError(f"--device={name}: there is no such device here ({there}); leave the flag out, or give cpu")
     return device
+
+
+MAX_DIMS = 16
+MAX_NAME = 40
+
+
+def eval_text(figures: Mapping[str, Any], run: str) -> str:
+    """All of it, with one line on what the figures mean."""
+    parts = [[_basis(figures, run)], list(error_lines(figures))]
+    if len(figures["variants"]) > 1:
+        parts.append(list(_variant_lines(figures["variants"])))
+    parts.append(list(_dim_lines(figures["per_dim_error"])))
+    parts.append([eval_meaning(dict(figures))])
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def error_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """The model's error beside those that it must beat, and those without a part of its input."""
+    error = figures["action_error"]
+    lines = {
+        "the fine-tuned model": error,
+        "predicting the mean action": figures["mean_action_error"],
+        "the model with its pictures blanked": figures.get("blank_images_error"),
+        "the model with its sentence blanked": figures.get("blank_sentence_error"),
+    }
+    yield "open-loop action error on held-out episodes (mean absolute, lower is better):"
+    for what, value in (
+        (what, value) for what, value in lines.items() if value is not None
+    ):  # not every policy has both
+        times = f"   {value / error:5.2f} x" if error > 0 else ""
+        yield f"  {what:<38} {value:.4f}{times}"
+
+
+def _basis(figures: Mapping[str, Any], run: str) -> str:
+    of = f"{plural(figures['num_samples'], 'sample')} of {plural(len(figures['episodes']), 'held-out episode')}"
+    return (
+        f"{run}: checkpoint {figures['checkpoint']}, {figures['weights']} weights, on {figures['device']}; {of}; "
+        f"validation loss {format_number(figures['val_loss'])} (seed {figures['seed']})"
+    )
+
+
+def _variant_lines(variants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    keys = {
+        "checkpoint": "checkpoint",
+        "weights": "weights",
+        "val_loss": "validation loss",
+        "action_error": "error",
+        "blank_images_error": "pictures blanked",
+        "blank_sentence_error": "sentence blanked",
+    }
+    keys = {key: title for key, title in keys.items() if key in variants[0]}
+    rows = [list(keys.values()), *([_cell(variant[key]) for key in keys] for variant in variants)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield "variants:"
+    for row in rows:
+        yield "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _dim_lines(per_dim_error: Mapping[str, float]) -> Iterator[str]:
+    yield "error by action dimension:"
+    for name, value in list(per_dim_error.items())[:MAX_DIMS]:
+        yield f"  {printable(name)[:MAX_NAME]:<38} {value:.4f}"
+    if len(per_dim_error) > MAX_DIMS:
+        yield f"  and {len(per_dim_error) - MAX_DIMS} more, in eval.json"
+
+
+def _cell(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.4f}"

@@ -17,9 +17,8 @@ from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.recorded import camera_fps
 from vlatune.files import parse_json
 from vlatune.inspect import facts
-from vlatune.inspect.data_files import data_problems, data_rows, file_problems, video_files
+from vlatune.inspect.data_files import data_problems, data_rows, file_problems, row_stats_problems, video_files
 from vlatune.inspect.problems import Problem, meta_problems, refusal
-from vlatune.inspect.row_stats import row_stats_problems
 from vlatune.inspect.videos import VideoFacts, read_videos, span_problems, video_problems
 
 

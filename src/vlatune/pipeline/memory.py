@@ -1,11 +1,18 @@
-"""The byte budget of the object store: arithmetic over its size, a row's size and the number of workers and readers. Pure.
+"""The byte budget of the object store, and the meter that watches that it held.
 
-Blocks, tasks and readers of a worker's pipeline are chosen so that all that it has in flight fits its share of the store.
-How large the store is and how many CPUs readers get is decided in `sizing.py`; `spill_meter.py` watches that it held.
+The budget is arithmetic over the store's size, a row's size and the number of workers and readers, pure: blocks, tasks and
+readers of a worker's pipeline are chosen so that all that it has in flight fits its share of the store. How large the store
+is and how many CPUs readers get is decided in `sizing.py`.
+
+The meter reads the raylets' own counters; they only grow, so it keeps differences from its start. A meter that cannot
+measure raises: a zero that was never measured is worse than an error.
 """
 
 import math
+import threading
 from dataclasses import dataclass
+
+from vlatune.ray_internals import store_counters
 
 STORE_SHARE = 0.45
 """Of the store that the pipelines of all workers may plan to fill. Ray's limits are soft: it overshoots by about five blocks,
@@ -97,3 +104,64 @@ def _cpus_of_reader(num_cpus: int, num_workers: int) -> float:
     """A whole part of one CPU, so that all readers find a place also where the CPUs are of several nodes."""
     readers_per_cpu = math.ceil(num_workers / num_cpus)
     return 1000 // readers_per_cpu / 1000
+
+
+SAMPLE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class StoreCounters:
+    spilled_bytes: int
+    fallback_bytes: int
+    used_bytes: int
+
+
+def read_counters() -> StoreCounters:
+    """Cluster-wide counters of the object stores, from the raylets."""
+    try:
+        return StoreCounters(*store_counters())
+    except Exception as error:
+        raise RuntimeError(
+            f"the object store's counters cannot be read ({error}); without them a spill would go unseen"
+        ) from error
+
+
+class SpillMeter:
+    """Samples the counters on a thread; `latest()` and `peak_bytes` are free to read."""
+
+    def __init__(self) -> None:
+        self._start = read_counters()
+        self._latest = self._start
+        self.peak_bytes = self._start.used_bytes
+        self._failure: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="spill-meter", daemon=True)
+        self._thread.start()
+
+    def latest(self) -> StoreCounters:
+        """Spilled and fallback bytes since the meter's start, and bytes in use."""
+        if self._failure is not None:
+            raise RuntimeError(f"the spill meter stopped: {self._failure}")
+        now, start = self._latest, self._start
+        return StoreCounters(
+            now.spilled_bytes - start.spilled_bytes, now.fallback_bytes - start.fallback_bytes, now.used_bytes
+        )
+
+    def close(self) -> StoreCounters:
+        """A last exact reading."""
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        return self.latest()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLE_EVERY_S):
+            try:
+                self._sample()
+            except Exception as error:  # kept for the next reader; a thread must not die unseen
+                self._failure = error
+                return
+
+    def _sample(self) -> None:
+        self._latest = read_counters()
+        self.peak_bytes = max(self.peak_bytes, self._latest.used_bytes)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.order.partition import Selection
 from vlatune.dataset.order.sample_order import OrderSpec, epoch_order
-from vlatune.dataset.order.select import Selection
 from vlatune.dataset.reader import ReadSpec, Unit, allocate, make_unit
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.transforms import Transform, apply_all

@@ -15,8 +15,15 @@ import numpy as np
 
 from vlatune.dataset.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, skip_line
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
-from vlatune.dataset.order.partition import EpisodeFiles, Span, check_partitioning, cut_rows, partition
-from vlatune.dataset.order.select import Selection, select_episodes
+from vlatune.dataset.order.partition import (
+    EpisodeFiles,
+    Selection,
+    Span,
+    check_partitioning,
+    cut_rows,
+    partition,
+    select_episodes,
+)
 from vlatune.dataset.reader import Unit, make_unit
 from vlatune.dataset.request import Delivery, Request, make_deliveries
 from vlatune.dataset.storage.root import Root

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.report.cpu_clocks import UNKNOWN, CpuClocks, Reading
-from vlatune.report.cpu_split import SPENT_CPU, cpu_rates, cpu_summary, keeper, split
+from vlatune.report.cpu_clocks import SPENT_CPU, UNKNOWN, CpuClocks, Reading, cpu_rates, cpu_summary, keeper, split
 
 STAGES = ("decode", "transport", "collate", "copy")
 """What happens to a batch before the trainer has it, in this order."""

@@ -48,7 +48,7 @@ class Summary:
     time_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the run by what they were spent on, and of the stages beside it; see meters.py."""
     cpu: dict[str, int | float | None] | None = None
-    """Seconds of the training process by thread; see cpu_split.py."""
+    """Seconds of the training process by thread; see cpu_clocks.py."""
     kept_by: str | None = None
     performance_flags: dict[str, Scalar] = field(default_factory=dict)
     shuffle: dict[str, int | float | dict[str, float | None]] | None = None

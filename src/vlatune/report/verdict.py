@@ -189,7 +189,7 @@ def _use_of(what: str, blank_error: float, error: float) -> str:
 
 
 # CPU contention: kept from computing by the process's own threads, by readers on the same cores, by other load. The
-# figures are cpu_split.py's, which says what can be known from them.
+# figures are cpu_clocks.py's, which says what can be known from them.
 
 
 def contention_share(summary: Summary) -> float | None:
@@ -243,7 +243,7 @@ def _by_load(summary: Summary, config: dict[str, Any]) -> str:
 
 
 def _speed(summary: Summary) -> str:
-    """How fast the step runs of how fast it is alone; see cpu_split.py for what an accelerator's queue may hide."""
+    """How fast the step runs of how fast it is alone; see cpu_clocks.py for what an accelerator's queue may hide."""
     cpu, time_s = _cpu(summary), summary.time_s
     kept_s = cpu["kept_own_s"] + cpu["kept_others_s"]
     compute_s = kept_s + time_s.get("compute", cpu["loop_s"] - kept_s)

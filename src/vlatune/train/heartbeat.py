@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.files import make_folder, open_to_append
-from vlatune.train.stack_dump import dump_stacks_no_more, dump_stacks_to
+from vlatune.train.failures import dump_stacks_no_more, dump_stacks_to
 
 
 class Request(IntEnum):

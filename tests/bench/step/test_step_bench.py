@@ -8,7 +8,7 @@ import torch
 from vlatune.bench.base_models import scaled_size
 from vlatune.bench.options import StepBench
 from vlatune.bench.step.step_bench import WayFigures, run
-from vlatune.bench.step.step_meter import StepTime, Stopwatch, hidden_share, peak_bytes
+from vlatune.bench.step.step_ways import StepTime, Stopwatch, hidden_share, peak_bytes
 from vlatune.cli import main
 from vlatune.policies.pi05.size import Pi05Size
 

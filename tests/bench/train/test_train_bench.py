@@ -10,6 +10,20 @@ import numpy as np
 import pytest
 
 from vlatune.bench.options import TrainBench
+from vlatune.bench.processes import (
+    OTHERS,
+    READERS,
+    TRAINING,
+    CpuMeter,
+    CpuSeries,
+    Mark,
+    NewLines,
+    Program,
+    Reading,
+    Seen,
+    part_of,
+    watch,
+)
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.time_to_quality import Course, over_lerobot, wanted_error
 from vlatune.bench.train.train_figures import (
@@ -28,20 +42,6 @@ from vlatune.bench.train.train_figures import (
     step_in_run_s,
 )
 from vlatune.bench.train.train_programs import CASES, TrainJob, choose_log_freq, find_case
-from vlatune.bench.train.watched_program import (
-    OTHERS,
-    READERS,
-    TRAINING,
-    CpuMeter,
-    CpuSeries,
-    Mark,
-    NewLines,
-    Program,
-    Reading,
-    Seen,
-    part_of,
-    watch,
-)
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 
 pytestmark = pytest.mark.early

@@ -20,7 +20,7 @@ import vlatune
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import read_unit
-from vlatune.dataset.synthetic.frame_id import read_frame_id
+from vlatune.dataset.synthetic.generate import read_frame_id
 from vlatune.inspect.inspection import inspect_dataset
 from vlatune.pipeline.read_plan import ReadPlan, task_blocks
 from vlatune.run_setup import make_setup
@@ -388,7 +388,7 @@ def test_a_dataset_all_of_whose_episodes_are_bad_leaves_the_others(root: Path, d
 def test_each_file_is_checked_once_and_counted(root: Path, monkeypatch):
     from vlatune.dataset.health import bad_episodes as health
     from vlatune.dataset.health import video_health
-    from vlatune.dataset.order.select import select_episodes
+    from vlatune.dataset.order.partition import select_episodes
 
     meta = load_meta(str(root))
     specs = [vlatune.plan_read(root, **OPTIONS).tasks[0].delivery.spec]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlatune.dataset.meta.dataset_meta import load_meta
-from vlatune.dataset.order.select import Selection, hold_out, select_episodes
+from vlatune.dataset.order.partition import Selection, hold_out, select_episodes
 
 unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 

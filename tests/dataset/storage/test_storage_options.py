@@ -5,9 +5,9 @@ import traceback
 
 import pytest
 
+from vlatune.dataset.storage.remote_fs import parse_storage_options, secrets_in
 from vlatune.dataset.storage.remote_retry import retried
 from vlatune.dataset.storage.root import Root
-from vlatune.dataset.storage.storage_options import parse_storage_options, secrets_in
 
 
 @pytest.mark.parametrize(

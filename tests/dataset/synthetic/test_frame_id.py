@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlatune.dataset.synthetic.frame_id import MAX_EPISODES, MAX_FRAMES, draw_frame_id, read_frame_id
+from vlatune.dataset.synthetic.generate import MAX_EPISODES, MAX_FRAMES, draw_frame_id, read_frame_id
 from vlatune.dataset.synthetic.writer import ENCODERS, Encoder, VideoWriter
 from vlatune.dataset.video.resize import letterbox_box
 

@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from vlatune.dataset.synthetic.frame_id import read_frame_id
-from vlatune.dataset.synthetic.generate import SyntheticSpec, episode_lengths, make_dataset
+from vlatune.dataset.synthetic.generate import SyntheticSpec, episode_lengths, make_dataset, read_frame_id
 from vlatune.dataset.synthetic.world import CAMERAS, make_episode
 from vlatune.dataset.synthetic.writer import ENCODERS
 from vlatune.dataset.synthetic.writer_meta import LAYOUTS, plan_places

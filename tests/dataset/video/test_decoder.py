@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.dataset.synthetic.frame_id import read_frame_id
-from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset, read_frame_id
 from vlatune.dataset.video import decoder as video
 from vlatune.dataset.video.decoder import VideoPlace, decode_into
 from vlatune.dataset.video.recorded import decoder_options

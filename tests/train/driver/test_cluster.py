@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig, validate
-from vlatune.pipeline import host as hosts
-from vlatune.pipeline.host import Host
-from vlatune.pipeline.sizing import Node, RunShape, plan_on_host, plan_on_nodes
+from vlatune.pipeline import sizing as hosts
+from vlatune.pipeline.sizing import Host, Node, RunShape, plan_on_host, plan_on_nodes
 from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import (
     PREFIX,

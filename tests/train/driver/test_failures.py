@@ -3,7 +3,7 @@
 import pytest
 
 from vlatune.errors import RunStoppedError, TerminatedError
-from vlatune.train.driver.failures import root_cause
+from vlatune.train.failures import root_cause
 
 
 class WorkerGroupError(Exception):

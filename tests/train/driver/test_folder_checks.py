@@ -9,7 +9,7 @@ from summaries import summary
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.report.run_folder import RunFolder
 from vlatune.report.summary import write_summary
-from vlatune.train.driver.folder_checks import only_one, open_run
+from vlatune.train.driver.resume_rules import only_one, open_run
 
 
 @pytest.fixture

@@ -25,11 +25,10 @@ from vlatune.evaluate.predictions import predict_all
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup, make_setup
-from vlatune.train.worker.collate import collate
 from vlatune.train.worker.collectives import mean_and_each
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import Ema, Updater, make_optimizer
-from vlatune.train.worker.transfer import StreamTransfer
+from vlatune.train.worker.transfer import StreamTransfer, collate
 
 FRAMES = np.arange(2)
 

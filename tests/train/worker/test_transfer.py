@@ -15,9 +15,7 @@ from vlatune.pipeline.coordinator import SegmentHead
 from vlatune.pipeline.feed import StageTimes, assemble
 from vlatune.pipeline.plan import Share
 from vlatune.pipeline.source import READ_S
-from vlatune.train.worker.collate import HostBatch
-from vlatune.train.worker.prefetch import Prefetcher
-from vlatune.train.worker.transfer import MOST_UNDER_WAY, HostTransfer, StreamTransfer
+from vlatune.train.worker.transfer import MOST_UNDER_WAY, HostBatch, HostTransfer, Prefetcher, StreamTransfer
 
 
 class FakeEvent:

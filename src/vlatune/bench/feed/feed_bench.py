@@ -26,7 +26,7 @@ from vlatune.bench.options import FeedBench, ReaderBench
 from vlatune.bench.peer_readers import make_videos
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import ReadSpec, Unit, make_unit, read_unit
-from vlatune.pipeline.host import usable_cpus
+from vlatune.pipeline.sizing import usable_cpus
 
 READER, FEED = "vlatune.read_lerobot, warm", "vlatune's feed"
 NAMES = {"reader": "vlatune.read_lerobot", "ours": "vlatune's feed", "template": "the template's way"}

@@ -22,13 +22,12 @@ from vlatune.bench import peer_readers as peers
 from vlatune.bench.peer_readers import start_ray
 from vlatune.bounded_queue import ReadAhead
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
+from vlatune.dataset.order.partition import select_episodes
 from vlatune.dataset.order.sample_order import OrderSpec, choose_lanes
-from vlatune.dataset.order.select import select_episodes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec
 from vlatune.pipeline.feed import Feed, queued_batches
-from vlatune.pipeline.memory import plan_budget
+from vlatune.pipeline.memory import SpillMeter, plan_budget, read_counters
 from vlatune.pipeline.plan import DataPlan, Share
-from vlatune.pipeline.spill_meter import SpillMeter, read_counters
 
 MORE_STEPS = 200
 """A feed plans further than its consumer goes, as in a run that goes on: at the end as many rows are under way as were at

@@ -24,7 +24,7 @@ from vlatune.bench.options import ReaderBench
 from vlatune.bench.peer_readers import decode_rows_per_s, make_videos, start_ray
 from vlatune.bench.reader.read_task_cost import measure_reading
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
-from vlatune.pipeline.host import usable_cpus
+from vlatune.pipeline.sizing import usable_cpus
 
 LIMIT = "plain PyAV, decode + RGB (the limit)"
 DECODE = "plain PyAV, decode only"

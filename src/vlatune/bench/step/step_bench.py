@@ -24,9 +24,8 @@ from vlatune.bench.base_models import Base, make_base, make_rows, make_small_bas
 from vlatune.bench.harness import alternate, format_table, last_line, say
 from vlatune.bench.options import StepBench
 from vlatune.bench.step.host_sync import HostSyncSpy
-from vlatune.bench.step.step_meter import StepTime, copies_hidden_share, peak_bytes
-from vlatune.bench.step.step_ways import LeRobotWay, OurWay, make_accelerator
-from vlatune.pipeline.host import usable_cpus
+from vlatune.bench.step.step_ways import LeRobotWay, OurWay, StepTime, copies_hidden_share, make_accelerator, peak_bytes
+from vlatune.pipeline.sizing import usable_cpus
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.module import Pi05Module, load_pi05
 from vlatune.policies.pi05.trainable import TRAINED as TRAIN_WAYS

@@ -23,9 +23,9 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup, make_setup
 from vlatune.train.driver.cluster import size_for_this_host
 from vlatune.train.driver.launch import run_shape
-from vlatune.train.worker.collate import collate
 from vlatune.train.worker.device import set_performance_flags
 from vlatune.train.worker.optimizer import Updater, make_optimizer
+from vlatune.train.worker.transfer import collate
 
 MEASURE_S = 8.0
 WARM_UP_S = 2.0

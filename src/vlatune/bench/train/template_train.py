@@ -25,7 +25,7 @@ from vlatune.bench.peer_readers import start_ray
 from vlatune.bench.train.train_programs import TEMPLATE_MARK, TemplateJob
 from vlatune.config import OptimizerConfig
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
-from vlatune.pipeline.host import usable_cpus
+from vlatune.pipeline.sizing import usable_cpus
 from vlatune.policies.pi05.load import load_policy
 from vlatune.train.worker.optimizer import make_optimizer
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from vlatune.bench.harness import say
 from vlatune.bench.options import TrainBench
+from vlatune.bench.processes import Program, Seen, watch
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.train_figures import ErrorPoint, first_step_at, seconds_to_error
 from vlatune.bench.train.train_programs import TrainJob
-from vlatune.bench.train.watched_program import Program, Seen, watch
 from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.policy_files import TOKENIZER_FOLDER
 from vlatune.checkpoint.store import list_checkpoints

@@ -19,7 +19,7 @@ from typing import Any
 
 from vlatune.bench.harness import Results, alternate, format_table, last_line, say
 from vlatune.bench.options import TrainBench
-from vlatune.bench.processes import ends_in_order
+from vlatune.bench.processes import Program, Seen, ends_in_order, watch
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.time_to_quality import (
     Course,
@@ -42,8 +42,7 @@ from vlatune.bench.train.train_figures import (
     step_in_run_s,
 )
 from vlatune.bench.train.train_programs import TrainJob, find_case, make_job
-from vlatune.bench.train.watched_program import Program, Seen, watch
-from vlatune.pipeline.host import usable_cpus
+from vlatune.pipeline.sizing import usable_cpus
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import Summary, read_summary
 

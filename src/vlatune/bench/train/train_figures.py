@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.bench.train.watched_program import OTHERS, READERS, TRAINING, CpuSeries, Mark, Seen
+from vlatune.bench.processes import OTHERS, READERS, TRAINING, CpuSeries, Mark, Seen
 
 WARM_SHARE = 0.25
 """Of the samples, before which nothing counts: by then more was consumed than the store can hold."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from vlatune.bench.harness import say
 from vlatune.bench.options import StepBench, TrainBench
-from vlatune.bench.train.watched_program import Program
+from vlatune.bench.processes import Program
 from vlatune.config import RunConfig, to_json
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
+from vlatune.dataset.storage.remote_fs import secrets_in
 from vlatune.dataset.storage.remote_retry import retried
 from vlatune.dataset.storage.root import Root
-from vlatune.dataset.storage.storage_options import secrets_in
 
 MAX_DEPTH = 8
 """Folders inside folders; LeRobot's layouts have three. A link that points upwards ends here."""

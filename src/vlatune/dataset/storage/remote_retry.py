@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from vlatune.dataset.storage.storage_options import cut_out
+from vlatune.dataset.storage.remote_fs import cut_out
 from vlatune.outgoing import redacted
 
 MAX_TRIES = 8

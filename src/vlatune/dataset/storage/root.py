@@ -15,9 +15,8 @@ from typing import IO, Any, cast
 
 from vlatune.dataset.storage.checksums import verify
 from vlatune.dataset.storage.remote_file import RemoteFile
-from vlatune.dataset.storage.remote_fs import filesystem_for, version_tag
+from vlatune.dataset.storage.remote_fs import filesystem_for, secrets_in, version_tag
 from vlatune.dataset.storage.remote_retry import retried
-from vlatune.dataset.storage.storage_options import secrets_in
 from vlatune.files import MAX_JSON_BYTES, RefusedFileError, open_file, real_path
 from vlatune.outgoing import has_secret
 

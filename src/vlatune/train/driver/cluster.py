@@ -218,8 +218,7 @@ def on_loopback() -> Iterator[None]:
 
 def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
     """What a cluster of our own gets, and why; what the user asks for goes before what is found."""
-    from vlatune.pipeline.host import read_host
-    from vlatune.pipeline.sizing import plan_on_host
+    from vlatune.pipeline.sizing import plan_on_host, read_host
 
     host = read_host(gpus=count_gpus())
     if config.ray.num_cpus is not None:

@@ -20,11 +20,10 @@ from vlatune.report.html import write_report
 from vlatune.report.run_folder import SKIPPED_FILE, RunFolder
 from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
-from vlatune.train.driver.failures import FINAL, root_cause
-from vlatune.train.driver.folder_checks import check_run, only_one, open_run
 from vlatune.train.driver.progress import Progress
-from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point
+from vlatune.train.driver.resume_rules import ResumePoint, check_run, find_resume_point, only_one, open_run
 from vlatune.train.driver.tiny_base import with_base
+from vlatune.train.failures import FINAL, root_cause
 
 if TYPE_CHECKING:
     from vlatune.pipeline.sizing import RunShape, Sizing

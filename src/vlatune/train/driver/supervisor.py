@@ -25,9 +25,8 @@ from vlatune.files import write_text
 from vlatune.ray_internals import draining_nodes
 from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import Cluster
-from vlatune.train.driver.failures import root_cause
+from vlatune.train.failures import dump_and_kill, root_cause
 from vlatune.train.heartbeat import NO_REQUEST, RankState, Request, remove_empty_stacks, stacks_file, start_monitor
-from vlatune.train.stack_dump import dump_and_kill
 
 LOOK_S = 1.0
 STARTING = 3

@@ -19,7 +19,7 @@ from vlatune.files import put_folder, read_json, remove_leftovers, write_json
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import get_policy
 from vlatune.report.run_folder import CONFIG_FILE, RunFolder
-from vlatune.train.driver.folder_checks import check_run, only_one
+from vlatune.train.driver.resume_rules import check_run, only_one
 
 BASE, ASIDE = "base", ".base.making"
 MADE_FOR = "made_for.json"

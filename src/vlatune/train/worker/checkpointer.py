@@ -2,7 +2,7 @@
 
 Rank 0 writes; the others give it their random states and losses. On the hot path are one gather of a few KB and the
 copy of the tensors to the host, through a bounded buffer (`checkpoint/snapshot.py`); everything else is
-`checkpoint/background_writer.py`'s thread.
+`checkpoint/snapshot.py`'s thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +15,9 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
 
-from vlatune.checkpoint.background_writer import BackgroundWriter, Keep
 from vlatune.checkpoint.manifest import OnPhase, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
-from vlatune.checkpoint.snapshot import Snapshot, Staging, TorchHost
+from vlatune.checkpoint.snapshot import BackgroundWriter, Keep, Snapshot, Staging, TorchHost
 from vlatune.checkpoint.state import (
     RNG,
     Tensors,

@@ -10,9 +10,7 @@ import torch.utils.deterministic
 
 from vlatune.batch import Columns
 from vlatune.report.cpu_clocks import find_team
-from vlatune.train.worker.collate import DeviceBatch
-from vlatune.train.worker.prefetch import Prefetcher, Transfer
-from vlatune.train.worker.transfer import HostTransfer, StreamTransfer, TorchMachine
+from vlatune.train.worker.transfer import DeviceBatch, HostTransfer, Prefetcher, StreamTransfer, TorchMachine, Transfer
 from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
 
 __all__ = [

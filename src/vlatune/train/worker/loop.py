@@ -45,7 +45,7 @@ from vlatune.train.worker.optimizer import (
     make_parallel,
     set_learning_rate,
 )
-from vlatune.train.worker.prefetch import Prefetcher
+from vlatune.train.worker.transfer import Prefetcher
 from vlatune.train.worker_job import WorkerJob
 
 

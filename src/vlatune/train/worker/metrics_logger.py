@@ -12,7 +12,7 @@ from vlatune.config import to_json
 from vlatune.dataset.order.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
 from vlatune.files import make_folder, open_to_append
-from vlatune.pipeline.spill_meter import SpillMeter
+from vlatune.pipeline.memory import SpillMeter
 from vlatune.report.run_folder import WRITER_LOCK, RunFolder
 from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
 from vlatune.report.summary import Scalar, Summary, write_summary

@@ -1,4 +1,8 @@
-"""How a collated batch reaches the device, and how long the device waited for it.
+"""Host columns -> batches on the device, the next ones prepared on a thread while one computes: the only thread between
+the object store and the device.
+
+Collate: ids are set apart, the prompt's padding is cut. Everything that decides a tensor's shape is decided here, on the
+host, before a byte goes to the device: asking the device for the longest prompt would make the host wait for it.
 
 Accelerators: the feed puts a batch together in page-locked memory that `empty` gives; from there it goes to the device on
 a stream of its own. The memory is held until the copy out of it is done, then given out again. The compute stream waits
@@ -10,14 +14,15 @@ that were cut, and batches that come from elsewhere than the feed.
     copy stream                      [ copy N+1, event ]
     compute stream        [ N computes ............ ] wait for event [ N+1 computes
 
-The CPU: tensors over the feed's memory, nothing is copied but what was cut.
+The CPU: tensors over the feed's memory, nothing is copied but what was cut. The prefetcher takes host columns from the
+feed, waits for room, collates and sends them; so `depth` batches lie ready on the device and one more on the host.
 """
 
 import math
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +31,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlatune.train.worker.collate import DeviceBatch, HostBatch
+from vlatune.batch import IDS, SLOT, TOKEN_MASK, TOKENS, Columns
+from vlatune.bounded_queue import ReadAhead
+from vlatune.pipeline.reorder_buffer import Empty
+
+PROMPT_MULTIPLE = 8
+"""Prompts are cut to a multiple of this: few different shapes for the allocator and for torch.compile."""
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    tensors: dict[str, Tensor]
+    samples: np.ndarray
+    """(B, 2): dataset_index and index of every row, on the host."""
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    columns: Columns
+    """What goes to the device, key by key; views of the feed's arrays."""
+    samples: np.ndarray
+
+    def wrapped(self) -> DeviceBatch:
+        """Tensors over the same memory; only a column that was cut is copied, to be in one piece again."""
+        whole = {key: np.ascontiguousarray(values) for key, values in self.columns.items()}
+        return DeviceBatch({key: torch.from_numpy(values) for key, values in whole.items()}, self.samples)
+
+
+def collate(columns: Columns) -> HostBatch:
+    """A batch of the feed as the policy takes it."""
+    samples = np.stack([columns["dataset_index"], columns["index"]], axis=1)
+    if TOKEN_MASK in columns:
+        columns = cut_prompts(columns)
+    return HostBatch({key: values for key, values in columns.items() if key not in (*IDS, SLOT)}, samples)
+
+
+def cut_prompts(columns: Columns) -> Columns:
+    """Tokens and their mask cut behind the batch's longest prompt, rounded up; what is cut off is padding in every row.
+
+    mask_BL   1 1 1 0 0 0 0 0 0 0 ... 0        longest 3 -> 8 of 200 columns stay
+              1 1 0 0 0 0 0 0 0 0 ... 0
+    """
+    used = np.flatnonzero(columns[TOKEN_MASK].any(axis=0))
+    longest = int(used[-1]) + 1 if len(used) else 1  # a policy is never given prompts of no columns at all
+    kept = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE  # beyond the last column a slice ends by itself
+    return columns | {key: columns[key][:, :kept] for key in (TOKENS, TOKEN_MASK)}
+
 
 MOST_UNDER_WAY = 2
 """Copies to the device: with the batch that is put together meanwhile, three batches lie in page-locked memory."""
@@ -255,3 +305,61 @@ class HostTransfer:
     def take_waited_s(self) -> float:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
+
+
+class Transfer(Protocol):
+    """See transfer.py: what is staged and sent is its own business."""
+
+    collate_s: float
+    copy_s: float
+
+    empty: Empty
+    """Memory that batches are best put together in; for the thread that stages and sends."""
+
+    def enter_thread(self) -> None: ...
+    def stage(self, batch: HostBatch, /) -> Any: ...
+    def send(self, staged: Any, /) -> Any: ...
+    def ask(self) -> Any: ...
+    def receive(self, sent: Any, asked: Any, /) -> DeviceBatch: ...
+    def take_waited_s(self) -> float: ...
+
+
+class Prefetcher:
+    """An iterator of batches on the device; for one consuming thread."""
+
+    def __init__(self, source: Iterator[Columns], transfer: Transfer, *, depth: int) -> None:
+        self._transfer = transfer
+        self._is_first = True
+
+        def send(columns: Columns) -> Any:
+            return transfer.send(transfer.stage(collate(columns)))
+
+        self._ahead = ReadAhead(_on_thread(source, transfer), depth=depth, name="prefetch", prepare=send)
+
+    def __iter__(self) -> Iterator[DeviceBatch]:
+        return self
+
+    def __next__(self) -> DeviceBatch:
+        # Before the first batch everything waits for the run to start: that is no wait of the loop.
+        asked = None if self._is_first else self._transfer.ask()
+        sent = next(self._ahead)
+        self._is_first = False
+        return self._transfer.receive(sent, asked)
+
+    def take_waited_s(self) -> float:
+        """Seconds since the last call in which the trainer stood still for data; the first batch does not count."""
+        return self._transfer.take_waited_s()
+
+    def stage_s(self) -> dict[str, float]:
+        """Seconds so far that collating and copying took, beside the loop."""
+        return {"collate": self._transfer.collate_s, "copy": self._transfer.copy_s}
+
+    def close(self) -> None:
+        """At any moment. A source whose `next` can block must be closed first: the thread may be waiting in it."""
+        self._ahead.close()
+
+
+def _on_thread(source: Iterator[Columns], transfer: Transfer) -> Iterator[Columns]:
+    """The source, on the thread that has taken its first item."""
+    transfer.enter_thread()
+    yield from source
