@@ -23,7 +23,7 @@ from small_run import SmallRun, make_finished, running, small_config
 from vlatune import cli
 from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
-from vlatune.checkpoint.manifest import MANIFEST, make_manifest, read_manifest
+from vlatune.checkpoint.local_store import MANIFEST, make_manifest, read_manifest
 from vlatune.config import ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.pipeline.transforms import Normalise
 

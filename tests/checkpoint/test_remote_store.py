@@ -12,8 +12,7 @@ from kill_at_phase import content, save_twice
 from safetensors.numpy import load_file, save_file
 from upload_server import environment, running_upload_server
 
-from vlatune.checkpoint import store as remote_store
-from vlatune.checkpoint.manifest import MANIFEST, PHASES
+from vlatune.checkpoint.local_store import MANIFEST, PHASES
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep
 from vlatune.checkpoint.store import RemoteStore, find_newest, open_store, write_checkpoint
 from vlatune.dataset.storage import remote_file, remote_retry
@@ -118,7 +117,7 @@ def test_an_upload_that_broke_off_is_ignored_and_cleaned(store, s3):
 
 @pytest.mark.parametrize("kind", ["503", "500", "reset", "hang"])
 def test_a_fault_that_passes_is_not_noticed(store, s3, kind, monkeypatch):
-    monkeypatch.setattr(remote_store, "UPLOAD_GRACE_S", 1.0)
+    monkeypatch.setattr("vlatune.checkpoint.store.UPLOAD_GRACE_S", 1.0)
     writer = BackgroundWriter(store, Keep(last=1))
     s3.faults.append(Fault(kind, times=1, method="PUT", part=FILE))
     writer.save(5, files(), loss=None)
@@ -130,7 +129,7 @@ def test_a_fault_that_passes_is_not_noticed(store, s3, kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["503", "403", "hang", "deaf"])
 @pytest.mark.parametrize("part", [FILE, MANIFEST])
 def test_a_fault_that_stays_ends_the_run_and_the_last_good_one_loads(store, s3, kind, part, monkeypatch):
-    monkeypatch.setattr(remote_store, "UPLOAD_GRACE_S", 0.2)
+    monkeypatch.setattr("vlatune.checkpoint.store.UPLOAD_GRACE_S", 0.2)
     writer = BackgroundWriter(store, Keep(last=1))
     writer.save(5, files(), loss=None)
     writer.wait()

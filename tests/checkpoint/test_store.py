@@ -8,7 +8,7 @@ import pytest
 from kill_at_phase import content, save_twice
 
 from vlatune.checkpoint.local_store import ASIDE, REMOVING, LocalStore
-from vlatune.checkpoint.manifest import MANIFEST, PHASES, parse_manifest
+from vlatune.checkpoint.local_store import MANIFEST, PHASES, parse_manifest
 from vlatune.checkpoint.store import (
     absolute_storage,
     choose,

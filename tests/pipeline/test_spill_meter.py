@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from vlatune.pipeline import memory as spill_meter
+from vlatune.pipeline import memory
 from vlatune.pipeline.memory import SpillMeter, StoreCounters, read_counters
 
 MB = 1024 * 1024
@@ -22,8 +22,8 @@ def readings(monkeypatch) -> list[StoreCounters | Exception]:
             raise said
         return said
 
-    monkeypatch.setattr(spill_meter, "read_counters", read)
-    monkeypatch.setattr(spill_meter, "SAMPLE_EVERY_S", 0.0)
+    monkeypatch.setattr(memory, "read_counters", read)
+    monkeypatch.setattr(memory, "SAMPLE_EVERY_S", 0.0)
     return coming
 
 

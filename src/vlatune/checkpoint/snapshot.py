@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vlatune.bounded_queue import BoundedQueue
-from vlatune.checkpoint.manifest import OnPhase, no_phase
+from vlatune.checkpoint.local_store import OnPhase, no_phase
 from vlatune.checkpoint.state import Tensors
 from vlatune.checkpoint.store import Store, WriteFile, prune, write_checkpoint
 from vlatune.errors import RunStoppedError

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vlatune.checkpoint.local_store import ASIDE, LocalStore, folder_name
-from vlatune.checkpoint.manifest import (
+from vlatune.checkpoint.local_store import (
     MANIFEST,
     Entry,
     Manifest,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig, validate
-from vlatune.pipeline import sizing as hosts
+from vlatune.pipeline import sizing
 from vlatune.pipeline.sizing import Host, Node, RunShape, plan_on_host, plan_on_nodes
 from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import (
@@ -146,7 +146,7 @@ def test_what_ray_prints_goes_to_the_log(monkeypatch, tmp_path, capfd):
 
 
 def test_flags_go_before_what_is_found(monkeypatch):
-    monkeypatch.setattr(hosts, "read_host", lambda gpus: HOST)
+    monkeypatch.setattr(sizing, "read_host", lambda gpus: HOST)
     found = size_for_this_host(RunConfig(), RUN)
     assert found == plan_on_host(HOST, RUN)
     (node,) = size_for_this_host(RunConfig(ray=RayConfig(num_cpus=3, object_store_bytes=GB)), RUN).nodes
@@ -168,7 +168,7 @@ def test_gpus_are_those_that_ray_will_use(monkeypatch, visible, used):
     monkeypatch.setattr("ray._private.accelerators.get_accelerator_manager_for_resource", lambda _: Manager)
     monkeypatch.setattr(Manager, "get_current_node_num_accelerators", staticmethod(lambda: 4))
     monkeypatch.setattr(Manager, "get_current_process_visible_accelerator_ids", staticmethod(lambda: visible))
-    monkeypatch.setattr(hosts, "read_host", lambda gpus: Host(8, 32 * GB, 16 * GB, gpus))
+    monkeypatch.setattr(sizing, "read_host", lambda gpus: Host(8, 32 * GB, 16 * GB, gpus))
     assert size_for_this_host(RunConfig(), RUN).nodes[0].gpus == used
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
 
-from vlatune.checkpoint.manifest import OnPhase, no_phase
+from vlatune.checkpoint.local_store import OnPhase, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep, Snapshot, Staging, TorchHost
 from vlatune.checkpoint.state import (
