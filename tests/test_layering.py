@@ -52,6 +52,7 @@ RAY_FILES = {
     "vlatune.train.driver.supervisor",
     "vlatune.train.driver.trainer",
     "vlatune.train.worker.loop",
+    "vlatune.train.worker.validation",
 }
 """The only modules that may import ray, at the top or inside a function."""
 

@@ -144,6 +144,12 @@ class RunConfig:
     """Only kernels that give the same numbers each time, which is slower on a GPU; on a CPU all of them do."""
     log_freq: int = 10
     """Optimizer steps between two lines of metrics.jsonl."""
+    eval_freq: int = 500
+    """Optimizer steps between two validations: loss and action error on the held-out episodes; 0 for none."""
+    eval_samples: int = 128
+    """Held-out samples that a validation looks at, spread evenly."""
+    early_stop: int = 0
+    """Validations in a row without a lower action error after which the run ends; 0 never ends it."""
     save_freq: int = 500
     """Optimizer steps between two checkpoints; 0 leaves it to save_every_s."""
     save_every_s: float = 600.0
@@ -153,7 +159,7 @@ class RunConfig:
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
     keep_best: int = 0
-    """How many stay beside them: those of lowest training loss, the mean over the steps since the checkpoint before."""
+    """How many stay beside them: those of lowest validation error; without validation, of lowest training loss since the one before."""
     storage_path: str | None = None
     """Folder or URL for checkpoints, as s3://bucket/runs: they go below it, under the run folder's name."""
     resume: bool = False
@@ -227,7 +233,7 @@ def validate(config: RunConfig) -> None:
     """Refuse what cannot work, before anything is started or loaded."""
     at_least = {"steps": 1, "batch_size": 1, "grad_accum": 1, "num_workers": 1, "log_freq": 1, "save_freq": 0}
     at_least |= {"keep_checkpoints": 1, "max_restarts": 0, "max_spilled_bytes": 0, "seed": 0}
-    at_least |= {"save_buffer_bytes": 1024**2}
+    at_least |= {"save_buffer_bytes": 1024**2, "eval_freq": 0, "eval_samples": 1, "early_stop": 0}
     at_least |= {"keep_best": 0, "save_every_s": 0, "prefetch_batches": 1, "hang_timeout_s": 0, "grace_s": 0}
     for name, least in at_least.items():
         _require(getattr(config, name) >= least, f"--{name}={getattr(config, name)}: must be {least} or more")
@@ -261,6 +267,11 @@ def validate(config: RunConfig) -> None:
             f"{flag}: its address holds a password, a token or a signature, and a run's settings are written to its folder; give "
             f"it in the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...)",
         )
+    _require(
+        not config.early_stop or validates(config),
+        f"--early_stop={config.early_stop}: there is no validation that it could go by; give --eval_freq at most --steps, and hold "
+        f"episodes out with --dataset.eval_split",
+    )
     for group in config.allow_changed:
         _one_of("--allow_changed", group, CHANGEABLE)
     _one_of("--policy.train", config.policy.train, tuple(policy.train_ways))
@@ -287,6 +298,11 @@ def _check_ray(ray: RayConfig) -> None:
     for name, least in {"num_cpus": 1, "object_store_bytes": least_store}.items():
         value = getattr(ray, name)
         _require(value is None or value >= least, f"--ray.{name}={value}: must be {least} or more")
+
+
+def validates(config: RunConfig) -> bool:
+    """Whether the run comes to a validation at all."""
+    return 0 < config.eval_freq <= config.steps and config.dataset.eval_split > 0
 
 
 def makes_base(config: RunConfig) -> bool:

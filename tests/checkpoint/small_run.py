@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vlatune.batch import IDS, SLOT, Columns
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.evaluate.evaluate_run import read_held_out
+from vlatune.evaluate.held_out import read_held_out
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point, open_run

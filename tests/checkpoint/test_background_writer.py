@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vlatune.checkpoint.local_store import LocalStore
+from vlatune.checkpoint.local_store import NO_SCORE, LocalStore, Score
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep
 from vlatune.checkpoint.store import find_newest
 from vlatune.errors import RunStoppedError
@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> LocalStore:
 def test_saves_are_committed_and_pruned(store):
     writer = BackgroundWriter(store, Keep(last=2, best=1))
     for step, loss in ((1, 0.1), (2, 0.3), (3, 0.2), (4, 0.4)):
-        writer.save(step, tensors(SMALL), loss=loss)
+        writer.save(step, tensors(SMALL), score=Score(loss=loss))
     writer.wait()
     assert store.steps() == [1, 3, 4]
 
@@ -52,11 +52,11 @@ def test_at_most_one_is_in_flight_and_the_loop_goes_on_meanwhile(store):
         events.append(f"end {path.parent.name}")
 
     writer = BackgroundWriter(store, Keep(last=3))
-    writer.save(1, {"weights.bin": slow}, loss=None)
+    writer.save(1, {"weights.bin": slow}, score=NO_SCORE)
     writer.check()  # the loop is here, and the save cannot be done
     assert store.steps() == []
     threading.Timer(0.01, go_on.set).start()
-    writer.save(2, {"weights.bin": slow}, loss=None)  # waits for the first
+    writer.save(2, {"weights.bin": slow}, score=NO_SCORE)  # waits for the first
     assert 1 in store.steps()
     writer.wait()
     first, second = ".writing-00000001", ".writing-00000002"
@@ -68,13 +68,13 @@ def test_a_failed_save_is_raised_at_the_next_step_and_every_later_one(store):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     writer = BackgroundWriter(store, Keep(last=1))
-    writer.save(1, tensors(SMALL), loss=None)
-    writer.save(2, {"weights.bin": fail}, loss=None)
+    writer.save(1, tensors(SMALL), score=NO_SCORE)
+    writer.save(2, {"weights.bin": fail}, score=NO_SCORE)
     writer.join()
     expected = (
         r"00000002 could not be written: No space left on device; the last good one is of step 1; free some space"
     )
-    for surfaces in (writer.check, writer.wait, lambda: writer.save(3, tensors(SMALL), loss=None)):
+    for surfaces in (writer.check, writer.wait, lambda: writer.save(3, tensors(SMALL), score=NO_SCORE)):
         with pytest.raises(RunStoppedError, match=expected):
             surfaces()
     assert find_newest(store, warn=pytest.fail, strict=True) == 1
@@ -85,7 +85,7 @@ def test_the_failure_survives_the_way_to_the_driver_whole(store):
         raise RuntimeError("gave up after 8 tries")  # as the retries of an object store end
 
     writer = BackgroundWriter(store, Keep(last=1))
-    writer.save(1, {"weights.bin": fail}, loss=None)
+    writer.save(1, {"weights.bin": fail}, score=NO_SCORE)
     writer.join()
     with pytest.raises(RunStoppedError) as found:
         writer.check()
@@ -97,14 +97,14 @@ def test_the_failure_survives_the_way_to_the_driver_whole(store):
 
 def test_an_old_one_that_cannot_be_removed_is_told_as_such(store, monkeypatch):
     writer = BackgroundWriter(store, Keep(last=1))
-    writer.save(1, tensors(SMALL), loss=None)
+    writer.save(1, tensors(SMALL), score=NO_SCORE)
     writer.wait()
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(store, "remove", refuse)
-    writer.save(2, tensors(SMALL), loss=None)
+    writer.save(2, tensors(SMALL), score=NO_SCORE)
     with pytest.raises(RunStoppedError, match="00000002 is written, but an older one could not be removed: Permission"):
         writer.wait()
     assert store.steps() == [1, 2]
@@ -116,7 +116,7 @@ def test_time_is_counted_from_the_last_save(store):
     assert not writer.is_due()
     now[0] = 10.0
     assert writer.is_due()
-    writer.save(1, tensors(SMALL), loss=None)
+    writer.save(1, tensors(SMALL), score=NO_SCORE)
     assert not writer.is_due()
     writer.wait()
     assert not BackgroundWriter(store, Keep(last=1), every_s=0, clock=lambda: 1e9).is_due()
@@ -143,8 +143,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_ends_the_run_and_the_last_good_one_loads(small_disk):
     store = LocalStore(small_disk / "checkpoints")
     writer = BackgroundWriter(store, Keep(last=1))
-    writer.save(1, tensors(SMALL), loss=None)
-    writer.save(2, tensors(BIG), loss=None)
+    writer.save(1, tensors(SMALL), score=NO_SCORE)
+    writer.save(2, tensors(BIG), score=NO_SCORE)
     with pytest.raises(
         RunStoppedError, match="No space left on device; the last good one is of step 1; free some space"
     ):
@@ -159,8 +159,8 @@ def test_a_file_size_limit_ends_the_run_and_the_last_good_one_loads(store):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
         writer = BackgroundWriter(store, Keep(last=1))
-        writer.save(1, tensors(SMALL), loss=None)
-        writer.save(2, tensors(BIG), loss=None)
+        writer.save(1, tensors(SMALL), score=NO_SCORE)
+        writer.save(2, tensors(BIG), score=NO_SCORE)
         writer.join()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -177,7 +177,7 @@ def as_nobody() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         writer = BackgroundWriter(LocalStore(folder), Keep(last=1))
-        writer.save(1, tensors(SMALL), loss=None)
+        writer.save(1, tensors(SMALL), score=NO_SCORE)
         writer.wait()
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o555)
@@ -195,7 +195,7 @@ def test_a_folder_without_permission_ends_the_run_and_is_found_at_the_start(as_n
     with pytest.raises(ValueError, match=r"cannot be written to .*Permission denied.*--storage_path"):
         store.check_writable()
     writer = BackgroundWriter(store, Keep(last=1))
-    writer.save(2, tensors(SMALL), loss=None)
+    writer.save(2, tensors(SMALL), score=NO_SCORE)
     with pytest.raises(RunStoppedError, match="Permission denied; the last good one is of step 1; give this user"):
         writer.wait()
     assert find_newest(store, warn=pytest.fail, strict=True) == 1

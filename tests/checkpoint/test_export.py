@@ -23,7 +23,7 @@ from small_run import SmallRun, make_finished, running, small_config
 from vlatune import cli
 from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
-from vlatune.checkpoint.local_store import MANIFEST, make_manifest, read_manifest
+from vlatune.checkpoint.local_store import MANIFEST, NO_SCORE, make_manifest, read_manifest
 from vlatune.config import ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.pipeline.transforms import Normalise
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_cannot_name_a_tokenizer_of_somebody_else(make_config, tmp_
         if one["registry_name"] == "tokenizer_processor":
             one["config"]["tokenizer_name"] = "/elsewhere/somebody/else"
     file.write_text(json.dumps(content))
-    (checkpoint / MANIFEST).write_bytes(make_manifest(checkpoint, step, None).to_bytes())
+    (checkpoint / MANIFEST).write_bytes(make_manifest(checkpoint, step, NO_SCORE).to_bytes())
     folder = export(run, tmp_path / "exported")
     assert "somebody" not in (folder / "policy_preprocessor.json").read_text()
     assert str(folder / "tokenizer") in (folder / "policy_preprocessor.json").read_text()

@@ -12,7 +12,7 @@ from kill_at_phase import content, save_twice
 from safetensors.numpy import load_file, save_file
 from upload_server import environment, running_upload_server
 
-from vlatune.checkpoint.local_store import MANIFEST, PHASES
+from vlatune.checkpoint.local_store import MANIFEST, NO_SCORE, PHASES, Score
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep
 from vlatune.checkpoint.store import RemoteStore, find_newest, open_store, write_checkpoint
 from vlatune.dataset.storage import remote_file, remote_retry
@@ -61,12 +61,12 @@ def key(store: RemoteStore, name: str) -> str:
 
 
 def test_round_trip_with_the_manifest_last(store, s3):
-    write_checkpoint(store, 5, files(), loss=0.5)
+    write_checkpoint(store, 5, files(), score=Score(loss=0.5))
     sent = [one.target.partition("?")[0] for one in s3.seen if one.method in ("PUT", "POST")]
     assert len(sent) == 3
     assert sent[-1].endswith(f"00000005/{MANIFEST}")
     assert find_newest(store, warn=pytest.fail, strict=True) == 5
-    assert store.manifest(5).loss == 0.5
+    assert store.manifest(5).score.loss == 0.5
     with store.opened(5) as folder:
         assert (load_file(folder / FILE)["weights"] == WEIGHTS).all()
         assert (folder / "policy" / "config.json").read_text() == "{}"
@@ -77,7 +77,7 @@ def test_round_trip_with_the_manifest_last(store, s3):
 def test_what_need_not_be_kept_goes_after_the_new_one_is_there(store, s3):
     writer = BackgroundWriter(store, Keep(last=1))
     for step in (1, 2):
-        writer.save(step, files(), loss=None)
+        writer.save(step, files(), score=NO_SCORE)
     writer.wait()
     assert store.steps() == [2]
     order = [(one.method, one.target.partition("?")[0]) for one in s3.seen]
@@ -120,7 +120,7 @@ def test_a_fault_that_passes_is_not_noticed(store, s3, kind, monkeypatch):
     monkeypatch.setattr("vlatune.checkpoint.store.UPLOAD_GRACE_S", 1.0)
     writer = BackgroundWriter(store, Keep(last=1))
     s3.faults.append(Fault(kind, times=1, method="PUT", part=FILE))
-    writer.save(5, files(), loss=None)
+    writer.save(5, files(), score=NO_SCORE)
     writer.wait()
     assert s3.faults[0].times == 0
     assert find_newest(store, warn=pytest.fail, strict=True) == 5
@@ -131,10 +131,10 @@ def test_a_fault_that_passes_is_not_noticed(store, s3, kind, monkeypatch):
 def test_a_fault_that_stays_ends_the_run_and_the_last_good_one_loads(store, s3, kind, part, monkeypatch):
     monkeypatch.setattr("vlatune.checkpoint.store.UPLOAD_GRACE_S", 0.2)
     writer = BackgroundWriter(store, Keep(last=1))
-    writer.save(5, files(), loss=None)
+    writer.save(5, files(), score=NO_SCORE)
     writer.wait()
     s3.faults.append(Fault(kind, times=-1, method="PUT", part=f"00000010/{part}"))
-    writer.save(10, files(WEIGHTS + 1), loss=None)
+    writer.save(10, files(WEIGHTS + 1), score=NO_SCORE)
     reason = "access denied" if kind == "403" else "gave up after"
     with pytest.raises(
         RunStoppedError, match=rf"{store.where(10)} could not be written: .*{reason}.*of step 5"

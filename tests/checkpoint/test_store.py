@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kill_at_phase import content, save_twice
 
-from vlatune.checkpoint.local_store import ASIDE, REMOVING, LocalStore
+from vlatune.checkpoint.local_store import ASIDE, REMOVING, LocalStore, Score
 from vlatune.checkpoint.local_store import MANIFEST, PHASES, parse_manifest
 from vlatune.checkpoint.store import (
     absolute_storage,
@@ -27,9 +27,11 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "checkpoints")
 
 
-def write(store: LocalStore, step: int, text: str = "weights", loss: float | None = None) -> Path:
+def write(
+    store: LocalStore, step: int, text: str = "weights", loss: float | None = None, val_error: float | None = None
+) -> Path:
     files = {FILE: lambda path: path.write_text(text), NESTED: lambda path: path.write_text("{}")}
-    write_checkpoint(store, step, files, loss=loss)
+    write_checkpoint(store, step, files, score=Score(loss, val_error))
     return store.path(step)
 
 
@@ -122,6 +124,13 @@ def test_the_newest_and_the_best_are_kept(store):
     write(store, 6, loss=0.9)
     prune(store, keep_last=1)
     assert store.steps() == [6]
+
+
+def test_validation_decides_which_is_best_where_there_is_one(store):
+    for step, loss, error in ((1, 0.1, None), (2, 0.5, 0.3), (3, 0.4, 0.2), (4, 0.3, 0.4), (5, 0.2, 0.5)):
+        write(store, step, loss=loss, val_error=error)
+    prune(store, keep_last=1, keep_best=2)
+    assert store.steps() == [2, 3, 5]
 
 
 def test_damaged_ones_are_not_among_the_best(store):

@@ -17,6 +17,7 @@ from vlatune import cli
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.evaluate.evaluate_run import evaluate_run
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
@@ -44,6 +45,8 @@ def base_config(ray_local, dataset_v3, small_base) -> RunConfig:
         batch_size=8,
         log_freq=1,
         save_freq=5,
+        eval_freq=4,
+        eval_samples=10,
         log_samples=True,
         max_restarts=0,
     )
@@ -65,7 +68,7 @@ def other_run(base_config, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "other"
     policy = replace(base_config.policy, train="expert", flow_samples=4)
     averaged = replace(base_config.optimizer, ema_decay=0.5)
-    config = replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2)
+    config = replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2, eval_freq=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "run_worker", worker_whose_reading_dies())
         return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
@@ -118,6 +121,23 @@ def test_the_report_shows_what_the_run_wrote_down(first_run):
     assert "not recorded" not in page.lower()
     assert "Checkpoints kept, by optimizer step: 5, 10, 12." in page
     assert told.reader_restarts == 0
+
+
+@pytest.mark.parametrize(("name", "steps", "weights"), [("first_run", [4, 8, 12], "trained"), ("other_run", [2], "ema")])
+def test_validation_while_it_trains_is_what_eval_says_of_that_checkpoint(name, steps, weights, request):
+    """To the last bit, with several draws and averaged weights too: the very same function on the same batches."""
+    folder = request.getfixturevalue(name)
+    looked_at = read_jsonl(folder / "validation.jsonl")
+    assert [line["optimizer_step"] for line in looked_at] == steps
+    figures = evaluate_run(folder, EvalConfig(checkpoint=(str(steps[-1]),), max_samples=10))
+    assert figures["weights"] == weights
+    told = {"val_loss": figures["val_loss"], "val_action_error": figures["action_error"]}
+    assert looked_at[-1] == {"optimizer_step": steps[-1]} | told
+    summary = read_summary(folder)
+    assert summary is not None
+    assert summary.best_validation is not None
+    assert summary.best_validation["action_error"] == min(line["val_action_error"] for line in looked_at)
+    assert summary.time_s["validation"] > 0
 
 
 def test_checkpoints_elsewhere_and_a_process_of_readers_that_died_are_in_the_report(other_run):
@@ -271,7 +291,7 @@ def test_ctrl_c_ends_an_evaluation_and_leaves_the_one_before(first_run, capsys, 
 
 def test_the_host_reads_an_evaluation_once_however_many_batches_it_has(first_run):
     from vlatune.bench.step.host_sync import HostSyncSpy
-    from vlatune.evaluate.evaluate_run import read_held_out
+    from vlatune.evaluate.held_out import read_held_out
     from vlatune.evaluate.predictions import predict_all
 
     config = replace(read_config(first_run), output_dir=str(first_run))

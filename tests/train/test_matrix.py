@@ -7,7 +7,6 @@ the checkpoint holds, tensor by tensor, and does what ours does.
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,12 @@ from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import RunConfig
-from vlatune.evaluate.evaluate_run import read_held_out
+from vlatune.evaluate.held_out import read_held_out
 from vlatune.pipeline.transforms import Normalise, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05 import POLICY
 from vlatune.report.run_folder import read_config
 from vlatune.run_setup import make_setup
-from vlatune.train.driver import trainer
-from vlatune.train.worker import loop
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -49,18 +46,6 @@ ALWAYS = (
     ("lora", "float32", 4, 1),
 )
 """Every pair of way, dtype and draws. A start of two workers takes half a minute: once here, the rest is slow."""
-
-
-@pytest.fixture
-def without_ray_train(monkeypatch) -> None:
-    """The one worker in this process, as Ray Train would call it in another: a start then costs no imports."""
-    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
-    monkeypatch.setattr(loop.ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(loop, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(trainer, "make_trainer", lambda work, job, **_: SimpleNamespace(fit=lambda: work({"job": job})))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -49,15 +49,28 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Score:
+    """How good a checkpoint is held to be, the lower the better; None where it is not known."""
+
+    loss: float | None = None
+    """Mean training loss of the steps since the checkpoint before."""
+    val_error: float | None = None
+    """Action error of the newest validation at or before its step."""
+
+
+NO_SCORE = Score()
+
+
+@dataclass(frozen=True)
 class Manifest:
     optimizer_step: int
-    loss: float | None
-    """Mean training loss of the steps since the checkpoint before; the lower, the better a checkpoint is held to be."""
+    score: Score
     files: dict[str, Entry]
 
     def to_bytes(self) -> bytes:
         files = {name: {"bytes": one.num_bytes, "sha256": one.sha256} for name, one in self.files.items()}
-        content = {"format": FORMAT, "optimizer_step": self.optimizer_step, "loss": self.loss, "files": files}
+        scores = {"loss": self.score.loss, "val_error": self.score.val_error}
+        content = {"format": FORMAT, "optimizer_step": self.optimizer_step, **scores, "files": files}
         return json.dumps(content, indent=2).encode()
 
 
@@ -66,8 +79,8 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         raw: dict[str, Any] = parse_json(data, "it", remedy="restore it")
         files = {str(name): Entry(int(one["bytes"]), str(one["sha256"])) for name, one in raw["files"].items()}
-        loss = raw.get("loss")
-        found = Manifest(int(raw["optimizer_step"]), None if loss is None else float(loss), files)
+        scores = {name: None if raw.get(name) is None else float(raw[name]) for name in ("loss", "val_error")}
+        found = Manifest(int(raw["optimizer_step"]), Score(**scores), files)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{MANIFEST} is not readable ({type(error).__name__}: {error})") from None
     if not files:
@@ -78,11 +91,11 @@ def parse_manifest(data: bytes) -> Manifest:
     return found
 
 
-def make_manifest(folder: Path, optimizer_step: int, loss: float | None) -> Manifest:
+def make_manifest(folder: Path, optimizer_step: int, score: Score) -> Manifest:
     """Hash everything in a folder and below it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     files = {path.relative_to(folder).as_posix(): Entry(path.stat().st_size, hash_file(path)) for path in paths}
-    return Manifest(optimizer_step, loss, files)
+    return Manifest(optimizer_step, score, files)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vlatune.bounded_queue import BoundedQueue
-from vlatune.checkpoint.local_store import OnPhase, no_phase
+from vlatune.checkpoint.local_store import OnPhase, Score, no_phase
 from vlatune.checkpoint.state import Tensors
 from vlatune.checkpoint.store import Store, WriteFile, prune, write_checkpoint
 from vlatune.errors import RunStoppedError
@@ -224,7 +224,7 @@ class Keep:
 
     last: int
     best: int = 0
-    """By training loss; see Manifest.loss."""
+    """By validation error, or by training loss; see `Score`."""
 
 
 class BackgroundWriter:
@@ -252,7 +252,7 @@ class BackgroundWriter:
         optimizer_step: int,
         files: Mapping[str, WriteFile],
         *,
-        loss: float | None,
+        score: Score,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         """Write a checkpoint on the thread; waits first for the one that is under way.
@@ -262,7 +262,7 @@ class BackgroundWriter:
         self.wait()
         self._last_s = self._clock()
         self._thread = threading.Thread(
-            target=self._write, args=(optimizer_step, files, loss, on_failure), name="checkpoint", daemon=True
+            target=self._write, args=(optimizer_step, files, score, on_failure), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -286,12 +286,12 @@ class BackgroundWriter:
         self,
         optimizer_step: int,
         files: Mapping[str, WriteFile],
-        loss: float | None,
+        score: Score,
         on_failure: Callable[[], None] | None,
     ) -> None:
         doing = f"checkpoint {self._store.where(optimizer_step)} could not be written"
         try:
-            write_checkpoint(self._store, optimizer_step, files, loss=loss, on_phase=self._on_phase)
+            write_checkpoint(self._store, optimizer_step, files, score=score, on_phase=self._on_phase)
             doing = f"checkpoint {self._store.where(optimizer_step)} is written, but an older one could not be removed"
             prune(self._store, keep_last=self._keep.last, keep_best=self._keep.best, on_phase=self._on_phase)
         except Exception as error:  # raised on the loop's thread, at its next step

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from vlatune.checkpoint.local_store import ASIDE, LocalStore, folder_name
+from vlatune.checkpoint.local_store import ASIDE, NO_SCORE, LocalStore, Score, folder_name
 from vlatune.checkpoint.local_store import (
     MANIFEST,
     Entry,
@@ -94,14 +94,14 @@ def write_checkpoint(
     optimizer_step: int,
     files: Mapping[str, WriteFile],
     *,
-    loss: float | None = None,
+    score: Score = NO_SCORE,
     on_phase: OnPhase = no_phase,
 ) -> None:
     """Write each file (name -> what writes it), then the manifest, then make it the checkpoint of this step."""
     aside = store.begin(optimizer_step)
     try:
         on_phase("begun")
-        _fill(aside, optimizer_step, files, loss, on_phase)
+        _fill(aside, optimizer_step, files, score, on_phase)
         store.commit(optimizer_step, aside, on_phase)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)  # at once: on a full disk it is in the way
@@ -110,7 +110,7 @@ def write_checkpoint(
 
 
 def _fill(
-    aside: Path, optimizer_step: int, files: Mapping[str, WriteFile], loss: float | None, on_phase: OnPhase
+    aside: Path, optimizer_step: int, files: Mapping[str, WriteFile], score: Score, on_phase: OnPhase
 ) -> None:
     for name, write in files.items():
         path = aside / name
@@ -120,7 +120,7 @@ def _fill(
         sync(path)
         on_phase("file")
     on_phase("written")
-    (aside / MANIFEST).write_bytes(make_manifest(aside, optimizer_step, loss).to_bytes())
+    (aside / MANIFEST).write_bytes(make_manifest(aside, optimizer_step, score).to_bytes())
     for path in (aside / MANIFEST, *(path for path in aside.rglob("*") if path.is_dir()), aside):
         sync(path)
     on_phase("synced")
@@ -168,7 +168,10 @@ def choose(store: Store, name: str | None, *, warn: Callable[[str], None]) -> in
 
 
 def prune(store: Store, *, keep_last: int, keep_best: int = 0, on_phase: OnPhase = no_phase) -> None:
-    """Remove all but the newest `keep_last` and the `keep_best` of lowest loss; call it when a new one is committed."""
+    """Remove all but the newest `keep_last` and the `keep_best`; call it when a new one is committed.
+
+    Those of lowest validation error are best; where none was validated, those of lowest training loss.
+    """
     steps = store.steps()
     kept = set(steps[-keep_last:]) | set(_best(store, steps, keep_best))
     for step in steps:
@@ -180,15 +183,18 @@ def prune(store: Store, *, keep_last: int, keep_best: int = 0, on_phase: OnPhase
 def _best(store: Store, steps: Iterable[int], count: int) -> list[int]:
     if count == 0:
         return []
-    losses = {step: loss for step in steps if (loss := _loss(store, step)) is not None}
-    return sorted(losses, key=lambda step: (losses[step], -step))[:count]
+    scores = {step: _score(store, step) for step in steps}
+    by_loss = {step: score.loss for step, score in scores.items() if score.loss is not None}
+    by_error = {step: score.val_error for step, score in scores.items() if score.val_error is not None}
+    figures = by_error or by_loss
+    return sorted(figures, key=lambda step: (figures[step], -step))[:count]
 
 
-def _loss(store: Store, optimizer_step: int) -> float | None:
+def _score(store: Store, optimizer_step: int) -> Score:
     try:
-        return store.manifest(optimizer_step).loss
+        return store.manifest(optimizer_step).score
     except ValueError:  # damaged: not among the best
-        return None
+        return NO_SCORE
 
 
 MIN_UPLOAD_BYTES_PER_S = 1_000_000

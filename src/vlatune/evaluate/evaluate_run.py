@@ -20,7 +20,7 @@ from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import Store, choose, open_store
 from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.meta.stats import feature_stats
-from vlatune.dataset.reader import allocate, make_unit, read_into
+from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
 from vlatune.outgoing import printable, warn
 from vlatune.policies.base import ModuleOptions
@@ -92,26 +92,6 @@ def _wanted_steps(store: Store, names: Sequence[str]) -> list[int]:
         names = [str(step) for step in store.steps()]
     steps = {choose(store, name, warn=_warn) for name in names or [None]}
     return sorted(steps, reverse=True)
-
-
-def read_held_out(setup: Setup, max_samples: int) -> Columns:
-    """Frames spread evenly over the held-out episodes, as the reader delivers them."""
-    lengths = setup.held_out.length
-    total = int(lengths.sum())
-    chosen = np.unique(np.linspace(0, total - 1, min(max_samples, total)).round().astype(np.int64))
-    starts = np.cumsum(lengths) - lengths
-    columns = allocate(setup.specs[0], len(chosen))
-    at = 0
-    for episode, start in enumerate(starts):
-        frames = chosen[(chosen >= start) & (chosen < start + lengths[episode])] - start
-        if len(frames):
-            dataset, position = int(setup.held_out.dataset[episode]), int(setup.held_out.position[episode])
-            spec = setup.specs[dataset]
-            read_into(
-                spec, make_unit(setup.metas[dataset], spec, position, frames, at + np.arange(len(frames))), columns, at
-            )
-            at += len(frames)
-    return columns
 
 
 def _figures(setup: Setup, options: EvalConfig, found: Sequence[Evaluated]) -> dict[str, Any]:

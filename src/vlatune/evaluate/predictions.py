@@ -3,7 +3,7 @@
 A function of weights, rows and seed: noise and times are fixed by them. No checkpoint, no report, no Ray.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,29 +49,67 @@ def predict_all(
     blanks: Sequence[str] = BLANKS,
     on_batch: OnBatch = lambda done, total: None,
 ) -> dict[str, Predictions]:
-    """Actions and loss for every blank, in one pass over the rows, on the module's device.
+    """Actions and loss for every blank, in one pass over the rows, on the module's device."""
+    batches = dict(enumerate(_batches(rows, options.batch_size)))
+    results = predict_batches(setup, module, batches, options, blanks=blanks, on_batch=on_batch)
+    truth = {number: (batch[ACTION], batch[ACTION_IS_PAD]) for number, batch in batches.items()}
+    return join_results(setup, options, truth, results, blanks=blanks)
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Of one batch, a row for every blank; actions still normalised."""
+
+    loss_K: np.ndarray
+    chunk_KNTA: np.ndarray
+
+
+def predict_batches(
+    setup: Setup,
+    module: Any,
+    batches: Mapping[int, Columns],
+    options: EvalConfig,
+    *,
+    blanks: Sequence[str],
+    on_batch: OnBatch,
+) -> dict[int, BatchResult]:
+    """Number of a batch -> its result. What a batch gives depends on no other, so workers can share them out.
 
     The host reads nothing of what is computed before the end, so it prepares a batch while the one before computes.
     """
     transforms = setup.eval_transforms(options.seed)
     device = next(module.parameters()).device
-    num_batches = -(-num_rows(rows) // options.batch_size)
-    counts, losses, chunks = [], [], []
-    for number, batch_rows in enumerate(_batches(rows, options.batch_size)):
-        counts.append(num_rows(batch_rows))
-        of_blanks = [_run(module, apply_all(transforms, _blank(batch_rows, setup, b)), device, options) for b in blanks]
+    losses, chunks = [], []
+    for done, rows in enumerate(batches.values(), start=1):
+        of_blanks = [_run(module, apply_all(transforms, _blank(rows, setup, b)), device, options) for b in blanks]
         losses.append(torch.stack([loss for loss, _ in of_blanks]))
         chunks.append(torch.stack([chunk for _, chunk in of_blanks]))
-        on_batch(number + 1, num_batches)
-    losses_BK = torch.stack(losses).cpu().double().numpy()  # device sync, after all batches: nothing is left to overlap
-    chunks_KNTA = torch.cat(chunks, dim=1).cpu().numpy()  # the same, already waited for
-    unscale, loss_K = _action_normaliser(transforms), np.array(counts) @ losses_BK / sum(counts)
+        on_batch(done, len(batches))
+    losses_BK = torch.stack(losses).cpu().double().numpy() if losses else []  # device sync, after all batches
+    return {
+        number: BatchResult(loss_K, chunk.cpu().numpy())  # already waited for
+        for number, loss_K, chunk in zip(batches, losses_BK, chunks, strict=True)
+    }
+
+
+def join_results(
+    setup: Setup,
+    options: EvalConfig,
+    truth: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    results: Mapping[int, BatchResult],
+    *,
+    blanks: Sequence[str],
+) -> dict[str, Predictions]:
+    """All batches in the order of their numbers; `truth` has the actions and pad masks of each."""
+    unscale = _action_normaliser(setup.eval_transforms(options.seed))
+    numbers = sorted(truth)
+    true_NTA, is_pad_NT = (np.concatenate([truth[number][what] for number in numbers]) for what in (0, 1))
+    counts = np.array([len(truth[number][0]) for number in numbers])
+    loss_K = counts @ np.stack([results[number].loss_K for number in numbers]) / counts.sum()
+    chunks_KNTA = np.concatenate([results[number].chunk_KNTA for number in numbers], axis=1)
     return {
         blank: Predictions(
-            rows[ACTION],
-            unscale.inverse(chunks_KNTA[k]) if unscale else chunks_KNTA[k],
-            ~rows[ACTION_IS_PAD],
-            float(loss_K[k]),
+            true_NTA, unscale.inverse(chunks_KNTA[k]) if unscale else chunks_KNTA[k], ~is_pad_NT, float(loss_K[k])
         )
         for k, blank in enumerate(blanks)
     }

@@ -166,7 +166,21 @@ def _tile(name: str, value: Any, write: Callable[[Any], str], *, note: str = "",
 def _learning(run: Run) -> Html:
     if not plots.has(run.metrics, "loss"):
         return _section("Learning", _missing("No loss was logged: the run has not reached its first log line."))
-    return _section("Learning", plots.loss_chart(run.metrics), plots.learning_charts(run.metrics))
+    held_out = [_validated(run), plots.validation_chart(run.validations)] if run.validations else []
+    charts = (plots.loss_chart(run.metrics, run.validations), *held_out, plots.learning_charts(run.metrics))
+    return _section("Learning", *charts)
+
+
+def _validated(run: Run) -> Html:
+    """Whether the model still got better on what it never saw, in one sentence."""
+    errors = {one["optimizer_step"]: one["val_action_error"] for one in run.validations}
+    best, last = min(errors, key=lambda step: (errors[step], step)), max(errors)
+    text = f"On held-out samples the action error was lowest at step {best:,}: {format_number(errors[best])}"
+    if best == last:
+        return tag("p", f"{text}, at the last look; more steps may make it lower still.")
+    return tag(
+        "p", f"{text}; at step {last:,} it is {format_number(errors[last])}. --keep_best=1 keeps such a checkpoint."
+    )
 
 
 def _seen(run: Run) -> Html:

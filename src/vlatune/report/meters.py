@@ -1,7 +1,7 @@
 """Where a worker's time goes, and how many samples it makes of it.
 
-The loop tells the meter what it did: `first_batch`, `waited`, `stepped`, `saved`. What is neither waiting nor
-saving is compute, so the parts always add up to the wall clock. Everything before the first batch is `start` and
+The loop tells the meter what it did: `first_batch`, `waited`, `stepped`, `saved`, `validated`. What is none of waiting,
+saving and validating is compute, so the parts always add up to the wall clock. Everything before the first batch is `start` and
 counts in no rate: a short run is not judged by its start-up. One meter sees one rank and one attempt. At log steps it
 is told what every worker spent, and reports the one that waited longest and the one that was kept from computing most: all
 others wait for them in turn. The stages that prepare data run beside the loop, on other threads and machines; their seconds
@@ -32,6 +32,7 @@ class _Span:
     begin_s: float
     wait_s: float = 0.0
     checkpoint_s: float = 0.0
+    validation_s: float = 0.0
     optimizer_steps: int = 0
     samples: int = 0
 
@@ -93,6 +94,11 @@ class StepMeter:
         self._interval.checkpoint_s += seconds
         self._run.checkpoint_s += seconds
 
+    def validated(self, seconds: float) -> None:
+        """The loop looked at held-out samples."""
+        self._interval.validation_s += seconds
+        self._run.validation_s += seconds
+
     def stepped(self, samples: int) -> None:
         """One optimizer step over this many samples is done."""
         for span in (self._interval, self._run):
@@ -132,7 +138,7 @@ class StepMeter:
     def totals(self) -> dict[str, Any]:
         """The same for the whole run, its counts, and `time_s` by what it was spent on.
 
-        start, wait, compute, kept_own, kept_others (where known) and checkpoint add up to total; the stages ran beside them.
+        start, wait, compute, kept_own, kept_others (where known), checkpoint and validation add up to total; the stages ran beside them.
         """
         now_s = self._clock()
         spent = np.array([[self._run.wait_s, *[0.0] * len(STAGES), *[UNKNOWN] * len(SPENT_CPU), 0.0]])
@@ -155,7 +161,7 @@ class StepMeter:
         start_s = (self._started_s if self._started_s is not None else now_s) - self._born_s
         loop_s = now_s - self._born_s - start_s
         # The clock is read apart from the callers' stopwatches: rounding may leave a hair below zero.
-        left_s = max(0.0, loop_s - wait_s - self._run.checkpoint_s)
+        left_s = max(0.0, loop_s - wait_s - self._run.checkpoint_s - self._run.validation_s)
         kept_s = {name: hindered[name] for name in ("kept_own", "kept_others") if np.isfinite(hindered[name])}
         shrink = min(1.0, left_s / sum(kept_s.values())) if any(kept_s.values()) else 1.0
         kept_s = {name: seconds * shrink for name, seconds in kept_s.items()}
@@ -165,6 +171,7 @@ class StepMeter:
             "compute": left_s - sum(kept_s.values()),
             **kept_s,
             "checkpoint": self._run.checkpoint_s,
+            "validation": self._run.validation_s,
             "total": start_s + loop_s,
         }
 

@@ -31,6 +31,7 @@ TIME_PARTS = {
     "kept_others": "kept from computing by readers or other load on its cores",
     "wait": "waiting for data",
     "checkpoint": "saving checkpoints",
+    "validation": "looking at held-out samples",
     "other": "other",
 }
 
@@ -42,7 +43,8 @@ STAGES = {
 }
 """What ran beside the loop; see meters.py."""
 
-Records = list[dict[str, Any]]
+Records = Sequence[dict[str, Any]]
+NONE: Records = ()
 Format = Callable[[float], str]
 
 
@@ -51,14 +53,22 @@ def has(metrics: Records, key: str) -> bool:
     return bool(np.isfinite(_column(metrics, key)).any())
 
 
-def loss_chart(metrics: Records) -> Html:
-    """The loss as logged and smoothed; on a log scale when it falls far."""
+def loss_chart(metrics: Records, validations: Records = NONE) -> Html:
+    """The loss as logged, smoothed, and on held-out samples; on a log scale when it falls far."""
     steps, loss = _column(metrics, "optimizer_step"), _column(metrics, "loss")
     seen = loss[np.isfinite(loss)]
     log = bool((seen > 0).all() and seen.max() / seen.min() > LOG_SCALE_RATIO)
     lines = (Line("logged", steps, loss, "raw"), Line("smoothed", steps, smooth(loss)))
+    if has(validations, "val_loss"):
+        held_out = Line("held out", _column(validations, "optimizer_step"), _column(validations, "val_loss"), "truth")
+        lines, loss = (*lines, held_out), np.concatenate([loss, held_out.ys])
     title = "Loss (log scale)" if log else "Loss"
     return draw(Chart(title, lines, span_of(steps), scale_of(loss, log=log, from_zero=not log), height_px=280))
+
+
+def validation_chart(validations: Records) -> Html:
+    """Action error on held-out samples while it trained."""
+    return curve(validations, "val_action_error", "Open-loop action error on held-out samples", noisy=False)
 
 
 def curve(

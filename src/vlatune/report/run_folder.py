@@ -120,7 +120,7 @@ def _check_sample(sample: EvalSample) -> None:
 
 
 CONFIG_FILE, SKIPPED_FILE = "config.json", "skipped_episodes.json"
-METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+METRICS_FILE, SAMPLES_FILE, VALIDATIONS_FILE = "metrics.jsonl", "samples.jsonl", "validation.jsonl"
 EVALUATION_FILE, REPORT_FILE = "eval.json", "report.html"
 LOGS = "logs"
 DRIVER_LOCK, WRITER_LOCK = ".lock", ".pen"
@@ -142,6 +142,7 @@ RECORD = {
     **dict.fromkeys(("object_store_bytes", "time_to_first_batch_s", "peak_object_store_bytes"), Number),
     **dict.fromkeys(("restarts", "reader_restarts"), int | None),
 }
+VALIDATION = {"optimizer_step": int, "val_loss": int | float, "val_action_error": int | float}
 EVALUATION = {
     **dict.fromkeys(("val_loss", "action_error", "mean_action_error"), Number),
     **dict.fromkeys(("blank_images_error", "blank_sentence_error"), Number),
@@ -151,11 +152,13 @@ EVALUATION = {
     "action_names": tuple[str, ...] | None,
     "episodes": list | None,
 }
-"""Kinds of what the report uses of config.json, of a line of metrics.jsonl, and of eval.json; each may be missing."""
+"""Kinds of what the report uses of config.json, of a line of metrics.jsonl and validation.jsonl, and of eval.json; each may
+be missing."""
 RUN_ENTRIES = (
     CONFIG_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    VALIDATIONS_FILE,
     SUMMARY_FILE,
     SKIPPED_FILE,
     EVALUATION_FILE,
@@ -189,6 +192,10 @@ class RunFolder:
     def samples(self) -> Path:
         return self.path / SAMPLES_FILE
 
+    @property
+    def validations(self) -> Path:
+        return self.path / VALIDATIONS_FILE
+
     def new_log(self, name: str) -> Path:
         """A file of `logs/` that is not there yet: what earlier attempts left stays, also those of a killed process."""
         return next(file for number in count() if not (file := self.logs / f"{name}-{number}.txt").exists())
@@ -214,6 +221,7 @@ class Run:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
     summary: Summary | None = None
     evaluation: dict[str, Any] = field(default_factory=dict)
     samples: list[EvalSample] = field(default_factory=list)
@@ -243,19 +251,31 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
     _check_kinds(evaluation, EVALUATION, run_dir / EVALUATION_FILE)
     if eval_samples is None:
         eval_samples = load_eval_samples(run_dir) if (run_dir / EVAL_SAMPLES_FILE).exists() else []
-    metrics_path = RunFolder(run_dir).metrics
-    metrics = read_jsonl(metrics_path) if metrics_path.exists() else []
-    for number, record in enumerate(metrics, start=1):
-        _check_kinds(record, RECORD, f"{metrics_path}, line {number}")
+    folder = RunFolder(run_dir)
     return Run(
         name=str(config.get("job_name") or run_dir.resolve().name),
         config=config,
-        metrics=metrics,
+        metrics=read_records(folder.metrics, RECORD),
+        validations=read_records(folder.validations, VALIDATION),
         summary=summary,
         evaluation=evaluation,
         samples=eval_samples,
         checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
     )
+
+
+def read_records(path: Path, kinds: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of a file, each checked; none where it is not there."""
+    records = read_jsonl(path) if path.exists() else []
+    for number, record in enumerate(records, start=1):
+        _check_kinds(record, kinds, f"{path}, line {number}")
+    return records
+
+
+def read_validation_errors(run_dir: Path) -> dict[int, float]:
+    """Optimizer step -> action error, of every validation of a run."""
+    lines = read_records(RunFolder(run_dir).validations, VALIDATION)
+    return {line["optimizer_step"]: float(line["val_action_error"]) for line in lines if "val_action_error" in line}
 
 
 def read_settings(run_dir: Path) -> dict[str, Any] | None:

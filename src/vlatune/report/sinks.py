@@ -9,10 +9,21 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vlatune.files import MAX_LINES_BYTES, open_file, open_to_append, open_to_change, require_finite, write_aside
 from vlatune.limits import check_limit, limit
+
+
+class Sink(Protocol):
+    """Takes a run's records, each a dict with an `optimizer_step`."""
+
+    def append(self, record: dict[str, Any], /) -> None: ...
+    def keep_until(self, optimizer_step: int, /) -> None:
+        """Forget what came after this step: the run goes on from its checkpoint."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class MetricsFile:

@@ -51,6 +51,8 @@ class Summary:
     """Seconds of the training process by thread; see cpu_clocks.py."""
     kept_by: str | None = None
     performance_flags: dict[str, Scalar] = field(default_factory=dict)
+    best_validation: dict[str, int | float] | None = None
+    """Optimizer step and action error of the best validation while it trained."""
     shuffle: dict[str, int | float | dict[str, float | None]] | None = None
     """How well samples were mixed; see dataset/order/shuffle_meter.py."""
     versions: dict[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.policy_files import TOKENIZER_FOLDER
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import EvalConfig, ExportConfig
-from vlatune.evaluate.evaluate_run import read_held_out
+from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import predict
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.size import read_size, write_size

@@ -125,6 +125,7 @@ def _make_config(case: Case, root: str, base: Path, options: TrainBench) -> RunC
         "log_freq": choose_log_freq(case.steps),
         "save_freq": 0,
         "save_every_s": 0,
+        "eval_freq": 0,
     }
     return config_from_dict(RunConfig, values, f"--config={options.config}")
 

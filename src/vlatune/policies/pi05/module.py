@@ -99,7 +99,7 @@ class Pi05Module(nn.Module):
     def _check_draws(self, noise_BKTP: Tensor, time_BK: Tensor) -> None:
         """Another number would train all the same, at another cost and with another meaning of an epoch."""
         drawn = (noise_BKTP.shape[1], time_BK.shape[1])
-        if drawn != (self.flow_samples, self.flow_samples):
+        if self.training and drawn != (self.flow_samples, self.flow_samples):
             raise ValueError(
                 f"the batch brings {drawn[0]} draws of noise and {drawn[1]} of time per observation, the module was "
                 f"loaded for --policy.flow_samples={self.flow_samples}; give `Draw` the same number"

@@ -7,22 +7,26 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vlatune.files import open_file
 from vlatune.outgoing import make_bar, say
+from vlatune.report.run_folder import read_validation_errors
 from vlatune.report.verdict import CONTENTION_FINE
 
 POLL_S = 0.25
+NO_ERRORS: Mapping[int, float] = {}
 
 
-def describe(line: dict[str, Any]) -> str:
-    """One interval in one line; being kept from computing is told where it is worth a look."""
+def describe(line: dict[str, Any], errors: Mapping[int, float] = NO_ERRORS) -> str:
+    """One interval in one line, with the newest validation; being kept from computing is told where it is worth a look."""
+    held_out = f"  held out {errors[max(errors)]:.4f}" if errors else ""
     kept = line.get("kept_share") or 0.0
     held = f"  kept {kept:.0%} ({line['kept_by']})" if kept >= CONTENTION_FINE else ""
     return (
-        f"loss {line['loss']:.4f}  grad {line['grad_norm']:.2f}  lr {line['lr']:.1e}  "
+        f"loss {line['loss']:.4f}{held_out}  grad {line['grad_norm']:.2f}  lr {line['lr']:.1e}  "
         f"{line['samples_per_s']:.0f} samples/s  wait {line['wait_share']:.1%}{held}  store {line['object_store_bytes'] / 1e6:.0f} MB"
     )
 
@@ -76,10 +80,11 @@ class Progress:
         return [json.loads(line) for line in whole.splitlines()]
 
     def _show(self, line: dict[str, Any]) -> None:
+        told = describe(line, read_validation_errors(self._file.parent))
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=line["optimizer_step"], told=describe(line))
+            self._bar.update(self._bar.task_ids[0], completed=line["optimizer_step"], told=told)
         elif line["optimizer_step"] == self._total or self._is_due(line["optimizer_step"]):
-            say(f"step {line['optimizer_step']}/{self._total}  {describe(line)}")
+            say(f"step {line['optimizer_step']}/{self._total}  {told}")
 
     def _is_due(self, step: int) -> bool:
         """About twenty plain lines for a whole run."""

@@ -15,7 +15,7 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
 
-from vlatune.checkpoint.local_store import OnPhase, no_phase
+from vlatune.checkpoint.local_store import OnPhase, Score, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep, Snapshot, Staging, TorchHost
 from vlatune.checkpoint.state import (
@@ -103,8 +103,16 @@ class Checkpointer:
         """By rank 0's clock; the others learn of it as of any request."""
         return self._writer is not None and self._writer.is_due()
 
-    def save(self, done: int, loss_sum: Tensor, loss_count: int, gather: Callable[[Any], list[Any]]) -> None:
-        """Copy now, write meanwhile and later; all ranks call it at the same step."""
+    def save(
+        self,
+        done: int,
+        loss_sum: Tensor,
+        loss_count: int,
+        gather: Callable[[Any], list[Any]],
+        *,
+        val_error: float | None = None,
+    ) -> None:
+        """Copy now, write meanwhile and later; all ranks call it at the same step. `val_error` is the newest validation's."""
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
         everyone = gather((*sums, get_rng(self._device)))
         if self._writer:
@@ -114,7 +122,7 @@ class Checkpointer:
             state = self._state(done, tuple(one[0] for one in everyone), loss_count)
             mean_loss = sum(one[1] for one in everyone) / len(everyone) / max(1, self._loss_count)
             files = self._files(snapshot, state, stack_rng([one[2] for one in everyone]))
-            self._writer.save(done, files, loss=mean_loss, on_failure=snapshot.break_off)
+            self._writer.save(done, files, score=Score(mean_loss, val_error), on_failure=snapshot.break_off)
             snapshot.copy()
             self._writer.check()
         self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0

@@ -6,7 +6,7 @@ except at log steps and checkpoints, where one transfer brings the numbers over.
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,7 @@ from ray.train.torch import get_device
 from torch import Tensor, nn
 
 from vlatune.checkpoint.state import seed_all
+from vlatune.config import EvalConfig, validates
 from vlatune.pipeline.feed import Feed, StageTimes, queued_batches
 from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
@@ -46,6 +47,7 @@ from vlatune.train.worker.optimizer import (
     set_learning_rate,
 )
 from vlatune.train.worker.transfer import Prefetcher
+from vlatune.train.worker.validation import Validator
 from vlatune.train.worker_job import WorkerJob
 
 
@@ -115,9 +117,12 @@ class Worker:
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
         parameters: list[nn.Parameter] = list(self.trainable.values())
         wrapped = make_parallel(module) if share.num_workers > 1 else module
+        self.module = module
         self.updater = Updater(wrapped, parameters, self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm)
         self.watch = NonFiniteWatch()
         self.logger = MetricsLogger(job, self.first_step, flags) if share.rank == 0 else None
+        self.last_step = self.config.steps
+        self.validator = self._make_validator() if validates(self.config) and len(job.setup.held_out) else None
         self.taken: list[np.ndarray] = []
         self.samples: list[np.ndarray] = []
         self.first_batch_s: float | None = None
@@ -126,26 +131,30 @@ class Worker:
         """The loop: batches in, updates out, a line now and then; until the last step, or until all agree to stop."""
         self.checkpointer.begin()
         done, agreed = self.first_step, Request.NOTHING
-        while done < self.config.steps and agreed < Request.STOP:
+        while done < self.last_step and agreed < Request.STOP:
             rate = learning_rate(done, self.config.steps, self.config.optimizer.lr, self.config.scheduler)
             set_learning_rate(self.optimizer, rate)
             result = self.updater.update(self._take(), self.config.grad_accum)
             done += 1
             self._note(result)
             agreed = self.consensus.take()
+            if self.validator and self.validator.is_due(done):
+                self._validate(done, self.validator)
             if self._is_due(done, self.config.log_freq):
                 self._log(done, result, rate)
             if agreed >= Request.SAVE or self._is_due(done, self.config.save_freq):
                 self._save(done)
             self.consensus.give(self._request())
         self.checkpointer.finish()
-        if self.logger and done == self.config.steps:
-            self.logger.finish(self.meter.totals(), self.config.steps, self.first_batch_s)
+        if self.logger and done == self.last_step:
+            self.logger.finish(self.meter.totals(), done, self.first_batch_s)
 
     def close(self) -> None:
         self.feed.close()
         self.batches.close()  # after the feed, in which its thread may be waiting
         self.checkpointer.close()
+        if self.validator:
+            self.validator.close()
         if self.logger:
             self.logger.close()
         self.while_running.close()
@@ -163,7 +172,7 @@ class Worker:
         self.meter.stepped(self.config.global_batch)
 
     def _is_due(self, done: int, every: int) -> bool:
-        return done == self.config.steps or (every > 0 and done % every == 0)
+        return done == self.last_step or (every > 0 and done % every == 0)
 
     def _request(self) -> Request:
         """What rank 0 would have all do after the next step: what the driver asks for, and a save by the clock."""
@@ -202,6 +211,25 @@ class Worker:
             on_phase=lambda _: self.heartbeat.moved(),
         )
 
+    def _make_validator(self) -> Validator:
+        """Begins to read held-out rows; knows the figures of all validations up to the checkpoint, as rank 0 wrote them down."""
+        options = EvalConfig(max_samples=self.config.eval_samples)
+        validator = Validator(self.job.setup, self.share, options, self.config.eval_freq)
+        validator.errors = self.consensus.gather(self.logger.validation_errors() if self.logger else {})[0]
+        return validator
+
+    def _validate(self, done: int, validator: Validator) -> None:
+        begin = time.perf_counter()
+        with self.ema.in_place() if self.ema else nullcontext():
+            found = validator.validate(
+                done, self.module, self.consensus.gather, on_batch=lambda *_: self.heartbeat.moved()
+            )
+        self.meter.validated(time.perf_counter() - begin)
+        if self.logger:
+            self.logger.log_validation(done, found.loss, found.error())
+        if self.config.early_stop and validator.in_vain() >= self.config.early_stop:
+            self.last_step = done
+
     def _log(self, done: int, result: StepResult, rate: float) -> None:
         """The one place, beside saving, where the host waits for the device."""
         numbers = torch.stack([self.loss_sum / self.loss_count, result.grad_norm, self.updater.guard.skipped])
@@ -223,7 +251,8 @@ class Worker:
         self.watch.look(skipped, done, self.consensus.gather)
         if self.logger:
             self.logger.log_samples(samples)
-        self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather)
+        error = self.validator.newest_error() if self.validator else None
+        self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather, val_error=error)
         self.meter.saved(time.perf_counter() - begin)
 
     def _mean_over_workers(self, values: Tensor) -> list[float]:

@@ -13,8 +13,8 @@ from vlatune.dataset.order.shuffle_meter import measure_shuffle
 from vlatune.errors import RunStoppedError
 from vlatune.files import make_folder, open_to_append
 from vlatune.pipeline.memory import SpillMeter
-from vlatune.report.run_folder import WRITER_LOCK, RunFolder
-from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
+from vlatune.report.run_folder import WRITER_LOCK, RunFolder, read_validation_errors
+from vlatune.report.sinks import MetricsFile, Sink, TensorBoardSink, read_jsonl
 from vlatune.report.summary import Scalar, Summary, write_summary
 from vlatune.report.verdict import verdict
 from vlatune.train.fingerprint import versions_in
@@ -31,12 +31,14 @@ class MetricsLogger:
         folder = RunFolder(self.run_dir)
         self.writer_lock = hold_writer_lock(self.run_dir)
         self.spill = SpillMeter()
-        self.metrics = MetricsFile(folder.metrics)
+        self.validations = MetricsFile(folder.validations)
         self.samples = MetricsFile(folder.samples) if job.config.log_samples else None
-        self.board = TensorBoardSink(make_folder(self.run_dir, "logs/tensorboard"))
-        for sink in (self.metrics, self.samples, self.board):
-            if sink is not None:
-                sink.keep_until(first_step)
+        self.sinks: list[Sink] = [
+            MetricsFile(folder.metrics),
+            TensorBoardSink(make_folder(self.run_dir, "logs/tensorboard")),
+        ]
+        for sink in self._all_sinks():
+            sink.keep_until(first_step)
         with open_to_append(make_folder(self.run_dir, "logs") / "worker.log") as file:
             file.write(
                 f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
@@ -59,14 +61,24 @@ class MetricsLogger:
             "samples_seen": done * order.global_batch,
         }
         self.last_loss = loss
-        self.metrics.append(line)
-        self.board.append(line)
+        for sink in self.sinks:
+            sink.append(line)
         allowed = self.job.config.max_spilled_bytes
         if store.spilled_bytes + store.fallback_bytes > allowed:
             raise RunStoppedError(
                 f"the object store spilled {store.spilled_bytes} bytes and put {store.fallback_bytes} on disk, {allowed} are allowed "
                 f"(--max_spilled_bytes); raise --ray.object_store_bytes"
             )
+
+    def log_validation(self, done: int, loss: float, action_error: float) -> None:
+        line = {"optimizer_step": done, "val_loss": loss, "val_action_error": action_error}
+        self.validations.append(line)
+        for sink in self.sinks[1:]:  # metrics.jsonl has a line per log step alone
+            sink.append(line)
+
+    def validation_errors(self) -> dict[int, float]:
+        """Optimizer step -> action error, of all validations that count: those up to the checkpoint of this start."""
+        return read_validation_errors(self.run_dir)
 
     def log_samples(self, records: list[dict[str, object]]) -> None:
         if self.samples is not None:
@@ -93,6 +105,7 @@ class MetricsLogger:
             cpu=totals["cpu"],
             kept_by=totals["kept_by"],
             performance_flags=dict(self.performance_flags),
+            best_validation=self._best_validation(),
             shuffle=measure_shuffle(self.job.setup.order).to_json(),
             versions=versions_in(self.job.checkpoints.fingerprints),
             **self._checkpoints(),
@@ -100,6 +113,11 @@ class MetricsLogger:
             skipped_episodes=tuple(bad.to_json() for bad in self.job.setup.skipped),
         )
         write_summary(self.run_dir, replace(summary, verdict=verdict(summary, to_json(self.job.config))))
+
+    def _best_validation(self) -> dict[str, int | float] | None:
+        errors = self.validation_errors()
+        best = min(errors, key=lambda step: (errors[step], step), default=None)
+        return None if best is None else {"optimizer_step": best, "action_error": errors[best]}
 
     def _checkpoints(self) -> dict[str, Any]:
         """Where they lie and of which steps; a store that does not answer now must not cost the run its summary."""
@@ -111,10 +129,12 @@ class MetricsLogger:
         return {"checkpoint_place": place_of(store), "checkpoints": steps}
 
     def close(self) -> None:
-        for sink in (self.metrics, self.samples, self.board):
-            if sink is not None:
-                sink.close()
+        for sink in self._all_sinks():
+            sink.close()
         self.writer_lock.close()
+
+    def _all_sinks(self) -> list[Sink]:
+        return [*self.sinks, self.validations, *([self.samples] if self.samples else [])]
 
 
 def hold_writer_lock(run_dir: Path, *, wait_s: float = LOCK_WAIT_S) -> IO[str]:

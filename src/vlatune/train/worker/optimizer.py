@@ -7,8 +7,8 @@ how, and how the host learns of it.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -67,6 +67,22 @@ class Ema:
         weights = [weight.float() for weight in self._weights.values()]
         averages = list(self._averages.values())
         torch._foreach_lerp_(averages, weights, self._new_share)  # pyright: ignore[reportPrivateImportUsage]
+
+    @contextmanager
+    @torch.no_grad()
+    def in_place(self) -> Iterator[None]:
+        """The averages as the weights, for a look at them; afterwards all is as it was, to the bit: both are float32."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, weight in self._weights.items():  # one by one: the device holds a copy of one of them more
+            kept = weight.detach().clone()
+            weight.copy_(self._averages[name])
+            self._averages[name].copy_(kept)
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages under the weights' names: the tensors themselves, so that what is copied into them counts."""
