@@ -104,6 +104,32 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class WandbConfig:
+    enable: bool = False
+    """Send figures to Weights & Biases, from the driver; `pip install wandb`."""
+    project: str = "vlatune"
+    """Its project."""
+    entity: str | None = None
+    """Its user or team."""
+    mode: str | None = None
+    """online, offline (kept in logs/wandb, sent later with `wandb sync`) or disabled; what WANDB_MODE says when left out."""
+    run_id: str | None = None
+    """Run to go on with; a run of vlatune that goes on finds its own."""
+    notes: str | None = None
+    """Text beside the run."""
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    enable: bool = False
+    """Send figures to MLflow, from the driver; `pip install mlflow-skinny`."""
+    tracking_uri: str | None = None
+    """Server or folder; what MLFLOW_TRACKING_URI says when left out."""
+    experiment: str = "vlatune"
+    """Its experiment."""
+
+
+@dataclass(frozen=True)
 class RayConfig:
     num_cpus: int | None = None
     """CPUs that the local cluster and its workers use; all that this process may use when left out. RAY_ADDRESS joins a running one instead."""
@@ -120,6 +146,8 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     rename_map: dict[str, str] = field(default_factory=dict)
     """Dataset's name of any feature -> policy's, as {"state": "observation.state"}; for every root that has the name."""
     output_dir: str | None = None
@@ -261,7 +289,7 @@ def validate(config: RunConfig) -> None:
         f"no base model: name one with --policy.path=FOLDER_OR_REPO{example}, or let --recipe=tiny make a small one for the "
         f"dataset",
     )
-    for flag, text in {"--storage_path": config.storage_path, "--policy.path": config.policy.path}.items():
+    for flag, text in {"--storage_path": config.storage_path, "--policy.path": config.policy.path, "--mlflow.tracking_uri": config.mlflow.tracking_uri}.items():
         _require(
             text is None or not has_secret(text),
             f"{flag}: its address holds a password, a token or a signature, and a run's settings are written to its folder; give "
@@ -272,6 +300,8 @@ def validate(config: RunConfig) -> None:
         f"--early_stop={config.early_stop}: there is no validation that it could go by; give --eval_freq at most --steps, and hold "
         f"episodes out with --dataset.eval_split",
     )
+    if config.wandb.mode is not None:
+        _one_of("--wandb.mode", config.wandb.mode, ("online", "offline", "disabled"))
     for group in config.allow_changed:
         _one_of("--allow_changed", group, CHANGEABLE)
     _one_of("--policy.train", config.policy.train, tuple(policy.train_ways))

@@ -6,6 +6,7 @@ recorded twice. Numbers that are not finite are refused: JSON has no word for th
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,30 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class JsonlTail:
+    """What a file gets while somebody else writes it; whole lines only. From its beginning, or from what comes after now."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        there = path.stat() if from_end and path.exists() else None
+        self._inode, self._offset = (there.st_ino, there.st_size) if there else (0, 0)
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """Records since the last call; after a restart that put a shorter file in its place, all of that file's."""
+        if not self._path.exists():
+            return []
+        with open_file(self._path.parent, self._path.name) as file:
+            now = os.fstat(file.fileno())
+            if now.st_ino != self._inode or now.st_size < self._offset:
+                self._inode, self._offset = now.st_ino, 0
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 class TensorBoardSink:

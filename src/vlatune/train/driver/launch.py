@@ -23,6 +23,7 @@ from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.progress import Progress
 from vlatune.train.driver.resume_rules import ResumePoint, check_run, find_resume_point, only_one, open_run
 from vlatune.train.driver.tiny_base import with_base
+from vlatune.train.driver.trackers import tracked
 from vlatune.train.failures import FINAL, root_cause
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ def train(config: RunConfig) -> None:
         if config.dataset.on_bad_episode == "skip":
             write_skipped(folder.path, start.setup.skipped)
         start.store.check_writable()
-        try:
-            with local_ray(config, folder, run_shape(config, start.setup)) as cluster:
-                _train_until_done(config, folder, start, cluster)
-        finally:  # a run that failed has a report, too
-            _say(f"report: {write_report(folder.path)}")
+        with tracked(config):
+            try:
+                with local_ray(config, folder, run_shape(config, start.setup)) as cluster:
+                    _train_until_done(config, folder, start, cluster)
+            finally:  # a run that failed has a report, too
+                _say(f"report: {write_report(folder.path)}")
     summary = folder.summary()
     assert summary is not None  # rank 0 writes it before the workers end
     _say(f"finished: {summary.optimizer_steps} steps, loss {summary.final_loss:.4f}; {summary.verdict}")

@@ -3,17 +3,15 @@
 Follows metrics.jsonl, which rank 0 writes; so it shows exactly what is recorded, and costs the workers nothing.
 """
 
-import json
-import os
 import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlatune.files import open_file
 from vlatune.outgoing import make_bar, say
 from vlatune.report.run_folder import read_validation_errors
+from vlatune.report.sinks import JsonlTail
 from vlatune.report.verdict import CONTENTION_FINE
 
 POLL_S = 0.25
@@ -36,8 +34,7 @@ class Progress:
 
     def __init__(self, metrics_file: Path, total_steps: int, *, from_step: int) -> None:
         self._file, self._total = metrics_file, total_steps
-        there = metrics_file.stat() if metrics_file.exists() else None
-        self._inode, self._offset = (there.st_ino, there.st_size) if there else (0, 0)
+        self._tail = JsonlTail(metrics_file, from_end=True)
         self._shown = from_step
         self._last_due = 0
         self._stop = threading.Event()
@@ -60,24 +57,10 @@ class Progress:
             self._show_new()
 
     def _show_new(self) -> None:
-        for line in self._read_new():
+        for line in self._tail.read_new():
             if line["optimizer_step"] > self._shown:
                 self._shown = line["optimizer_step"]
                 self._show(line)
-
-    def _read_new(self) -> list[dict[str, Any]]:
-        if not self._file.exists():
-            return []
-        with open_file(self._file.parent, self._file.name) as file:
-            now = os.fstat(file.fileno())
-            if now.st_ino != self._inode or now.st_size < self._offset:  # a restart put a shorter one in its place
-                self._inode, self._offset = now.st_ino, 0
-            file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")
-        if not whole:
-            return []
-        self._offset += len(whole) + 1
-        return [json.loads(line) for line in whole.splitlines()]
 
     def _show(self, line: dict[str, Any]) -> None:
         told = describe(line, read_validation_errors(self._file.parent))

@@ -59,6 +59,8 @@ FREE = {
     "eval_freq": "what is looked at; training does not feel it",
     "eval_samples": "what is looked at; training does not feel it",
     "early_stop": "how far the run goes",
+    "wandb": "where figures go",
+    "mlflow": "where figures go",
     "save_freq": "when it is saved",
     "save_every_s": "when it is saved",
     "save_buffer_bytes": "how much of a checkpoint is in memory at once",
