@@ -14,7 +14,9 @@ def test_the_notebook_runs_and_its_model_has_learnt(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", "/tmp")  # Ray's sockets lie below it, and their names may not be long
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     data = [output.data for output in shown if output.output_type == "display_data"]
     assert any("image/png" in one for one in data)

@@ -289,7 +289,11 @@ def validate(config: RunConfig) -> None:
         f"no base model: name one with --policy.path=FOLDER_OR_REPO{example}, or let --recipe=tiny make a small one for the "
         f"dataset",
     )
-    for flag, text in {"--storage_path": config.storage_path, "--policy.path": config.policy.path, "--mlflow.tracking_uri": config.mlflow.tracking_uri}.items():
+    for flag, text in {
+        "--storage_path": config.storage_path,
+        "--policy.path": config.policy.path,
+        "--mlflow.tracking_uri": config.mlflow.tracking_uri,
+    }.items():
         _require(
             text is None or not has_secret(text),
             f"{flag}: its address holds a password, a token or a signature, and a run's settings are written to its folder; give "

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from kill_at_phase import content, save_twice
 
-from vlatune.checkpoint.local_store import ASIDE, REMOVING, LocalStore, Score
-from vlatune.checkpoint.local_store import MANIFEST, PHASES, parse_manifest
+from vlatune.checkpoint.local_store import ASIDE, MANIFEST, PHASES, REMOVING, LocalStore, Score, parse_manifest
 from vlatune.checkpoint.store import (
     absolute_storage,
     choose,

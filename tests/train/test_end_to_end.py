@@ -123,7 +123,9 @@ def test_the_report_shows_what_the_run_wrote_down(first_run):
     assert told.reader_restarts == 0
 
 
-@pytest.mark.parametrize(("name", "steps", "weights"), [("first_run", [4, 8, 12], "trained"), ("other_run", [2], "ema")])
+@pytest.mark.parametrize(
+    ("name", "steps", "weights"), [("first_run", [4, 8, 12], "trained"), ("other_run", [2], "ema")]
+)
 def test_validation_while_it_trains_is_what_eval_says_of_that_checkpoint(name, steps, weights, request):
     """To the last bit, with several draws and averaged weights too: the very same function on the same batches."""
     folder = request.getfixturevalue(name)

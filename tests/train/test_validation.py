@@ -45,7 +45,10 @@ def train(flags: list[str], folder: Path, *more: str) -> Path:
 
 
 def curve(folder: Path) -> list[tuple[int, float, float]]:
-    return [(one["optimizer_step"], one["val_loss"], one["val_action_error"]) for one in read_jsonl(folder / "validation.jsonl")]
+    return [
+        (one["optimizer_step"], one["val_loss"], one["val_action_error"])
+        for one in read_jsonl(folder / "validation.jsonl")
+    ]
 
 
 def losses(folder: Path) -> list[float]:

@@ -11,17 +11,14 @@ not there; one whose files are not what it says is damaged.
 
 import hashlib
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
-from vlatune.files import RefusedFileError, open_file, parse_json, read_file
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from vlatune.files import put_folder, read_file, refuse_link
 
+from vlatune.files import RefusedFileError, open_file, parse_json, put_folder, read_file, refuse_link
 
 MANIFEST = "manifest.json"
 FORMAT = 1

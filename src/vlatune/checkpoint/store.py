@@ -17,14 +17,18 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from vlatune.checkpoint.local_store import ASIDE, NO_SCORE, LocalStore, Score, folder_name
 from vlatune.checkpoint.local_store import (
+    ASIDE,
     MANIFEST,
+    NO_SCORE,
     Entry,
+    LocalStore,
     Manifest,
     OnPhase,
+    Score,
     compare_entry,
     find_problem,
+    folder_name,
     hash_stream,
     make_manifest,
     no_phase,
@@ -109,9 +113,7 @@ def write_checkpoint(
     on_phase("committed")
 
 
-def _fill(
-    aside: Path, optimizer_step: int, files: Mapping[str, WriteFile], score: Score, on_phase: OnPhase
-) -> None:
+def _fill(aside: Path, optimizer_step: int, files: Mapping[str, WriteFile], score: Score, on_phase: OnPhase) -> None:
     for name, write in files.items():
         path = aside / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,31 +8,25 @@ them is here.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-import numpy as np
-import pyarrow as pa
-from vlatune.dataset.meta.dataset_meta import DatasetMeta
-from vlatune.dataset.meta.meta_info import CAMERA_DTYPES, MAX_FPS, MIN_FPS
-from vlatune.dataset.meta.meta_v21 import EPISODES, read_lines
-from vlatune.dataset.storage.parquet import check_columns, opened
-from vlatune.dataset.storage.root import Root
-from vlatune.dataset.video.recorded import camera_fps
-from vlatune.inspect.problems import degenerate_dims, is_normalised, nan_dims
-from vlatune.inspect.videos import VideoFacts
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
 from vlatune.dataset.features import own_map, with_names
 from vlatune.dataset.meta.dataset_meta import SUPPORTED, DatasetMeta, load_meta
 from vlatune.dataset.meta.listing import list_files, top_folder
+from vlatune.dataset.meta.meta_info import CAMERA_DTYPES, MAX_FPS, MIN_FPS
+from vlatune.dataset.meta.meta_v21 import EPISODES, read_lines
 from vlatune.dataset.storage.checksums import CHECKSUMS, write_checksums
+from vlatune.dataset.storage.parquet import check_columns, opened
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.recorded import camera_fps
 from vlatune.files import parse_json
 from vlatune.inspect.data_files import data_problems, data_rows, file_problems, row_stats_problems, video_files
-from vlatune.inspect.problems import Problem, meta_problems, refusal
+from vlatune.inspect.problems import Problem, degenerate_dims, is_normalised, meta_problems, nan_dims, refusal
 from vlatune.inspect.videos import VideoFacts, read_videos, span_problems, video_problems
 
 

@@ -128,7 +128,9 @@ def test_wandb_offline_has_every_point_once_after_a_killed_and_resumed_run(tmp_p
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
             if record.WhichOneof("record_type") == "history":
-                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                row = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
                 if "loss" in row:
                     steps.append(row["optimizer_step"])
                 if "val_action_error" in row:

@@ -131,7 +131,9 @@ def _read_state(run_dir: Path) -> dict[str, Any]:
     file = run_dir / LOGS / STATE_FILE
     if not file.exists():
         return {}
-    state = parse_json(read_file(run_dir, f"{LOGS}/{STATE_FILE}"), f"{file}:", remedy="remove it; charts then begin anew")
+    state = parse_json(
+        read_file(run_dir, f"{LOGS}/{STATE_FILE}"), f"{file}:", remedy="remove it; charts then begin anew"
+    )
     fits = isinstance(state, dict) and all(isinstance(one, dict) for one in state.values())
     if not fits:
         raise ValueError(f"{file}: expected an object of objects; remove it; charts then begin anew")
@@ -155,7 +157,7 @@ def begin_wandb(
     config: WandbConfig, job_name: str, run_dir: Path, settings: Mapping[str, str], run_id: str | None
 ) -> tuple[Tracker, str]:
     wandb = _imported("wandb", "wandb")
-    run_id = config.run_id or run_id or wandb.util.generate_id()
+    run_id = str(config.run_id or run_id or wandb.util.generate_id())
     run = wandb.init(
         project=config.project,
         entity=config.entity,
