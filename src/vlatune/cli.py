@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vlatune import __version__
-from vlatune.config import DemoConfig, EvalConfig, ExportConfig, RunConfig
+from vlatune.config import DemoConfig, EvalConfig, ExportConfig, ReportConfig, RunConfig
 from vlatune.errors import TerminatedError, did_you_mean
 from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
@@ -113,10 +113,17 @@ def export(options: ExportConfig, run_dir: str, folder: str) -> None:
     say(export_text(done))
 
 
-def report(_: NoFlags, run_dir: str) -> None:
-    from vlatune.report.html import write_report
+def report(options: ReportConfig, *run_dirs: str) -> None:
+    from vlatune.report.compare import write_comparison
+    from vlatune.report.html import watch_report, write_report
 
-    say(str(write_report(Path(run_dir))))
+    folders = [Path(one) for one in run_dirs]
+    if len(folders) > 1:
+        say(str(write_comparison(folders, Path(options.output or "comparison.html"))))
+    elif options.watch:
+        watch_report(folders[0], every_s=options.every_s, say=say)
+    else:
+        say(str(write_report(folders[0])))
 
 
 def bench(_: NoFlags, name: str) -> None:
@@ -237,11 +244,11 @@ COMMANDS = {
         run_dir=lambda _, run_dir, __: Path(run_dir),
     ),
     "report": Command(
-        "write RUN/report.html anew",
-        flags=lambda: NoFlags,
+        "write RUN/report.html anew; of several runs, a page that compares them",
+        flags=lambda: ReportConfig,
         call=report,
-        operands=("RUN",),
-        run_dir=lambda _, run_dir: Path(run_dir),
+        operands=("RUN...",),
+        run_dir=lambda _, run_dir, *__: Path(run_dir),
     ),
     "bench": Command(
         "measure one part against its peers: reader, feed, step, resume, train; `vlatune bench NAME --help` lists its flags",

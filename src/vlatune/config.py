@@ -248,6 +248,16 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    watch: bool = False
+    """Write the page again while the run goes on, until it is finished or Ctrl-C."""
+    every_s: float = 10.0
+    """Seconds between two pages of --watch."""
+    output: str | None = None
+    """File for a comparison of several runs; comparison.html in this folder when left out."""
+
+
+@dataclass(frozen=True)
 class DemoConfig:
     output_dir: str = "runs/demo"
     """Folder for the dataset, the base model and the run."""

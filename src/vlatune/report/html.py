@@ -7,7 +7,9 @@ figures verdict.py's.
 """
 
 import json
+import math
 import re
+import time
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -76,6 +78,18 @@ def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None)
     return path
 
 
+def watch_report(
+    run_dir: Path, *, every_s: float, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Write the page again and again until the run has written its summary; the browser is left to reload it."""
+    if not 0 < every_s < math.inf:
+        raise ValueError(f"--every_s={every_s}: must be above 0")
+    say(f"{write_report(run_dir)}: written again every {every_s:g} s until the run is finished; Ctrl-C ends it")
+    while not (run_dir / SUMMARY_FILE).exists():
+        sleep(every_s)
+        write_report(run_dir)
+
+
 def make_page(title: str, body: Html) -> str:
     """A whole document around the sections, in the report's style."""
     style = Html(resources.files("vlatune.report").joinpath("page.css").read_text(encoding="utf-8"))
@@ -95,7 +109,7 @@ def _head(run: Run) -> Html:
     policy, dataset = run.config.get("policy") or {}, run.config.get("dataset") or {}
     roots = dataset.get("root") or [dataset.get("repo_id")]
     roots = [roots] if isinstance(roots, str) else roots
-    names = (_shown(root).rstrip("/").split("/")[-1] for root in roots if root)
+    names = (shown_setting(root).rstrip("/").split("/")[-1] for root in roots if root)
     about = ["vlatune run", *(str(word) for word in (policy.get("type"), policy.get("train"), *names) if word)]
     return tag(
         "header",
@@ -130,9 +144,19 @@ def _tiles(run: Run) -> Html:
         _tile("Spilled to disk", spilled, format_bytes, tone="bad" if spilled else None),
         _tile("Peak object store", peak, format_bytes, note=_share_of(peak, run.capacity_bytes)),
         _tile("Restarts", restarts, _count, note="of the workers", tone="warn" if restarts else None),
+        _tile("Best on held-out", _best_error(run), format_number, note=_best_step(run)),
         _tile("Reading begun anew", reading_anew, _count, note=READING_ANEW, tone="warn" if reading_anew else None),
     )
     return tag("dl", *tiles, class_="tiles")
+
+
+def _best_error(run: Run) -> float | None:
+    return min((one["val_action_error"] for one in run.validations), default=None)
+
+
+def _best_step(run: Run) -> str:
+    best = min(run.validations, key=lambda one: one["val_action_error"], default=None)
+    return f"action error, at step {best['optimizer_step']:,}" if best else ""
 
 
 def _count(number: int) -> str:
@@ -275,15 +299,15 @@ def _settings(run: Run) -> Html:
     return _section(
         "Settings and versions",
         tag("p", _kept_checkpoints(run.checkpoints)),
-        _details(f"{plural(len(_flat(run.config)), 'setting')} (config.json)", _flat(run.config)),
-        _details(plural(len(versions), "version"), _flat(versions))
+        _details(f"{plural(len(flat_settings(run.config)), 'setting')} (config.json)", flat_settings(run.config)),
+        _details(plural(len(versions), "version"), flat_settings(versions))
         if versions
         else _missing("Versions are recorded at a run's end."),
     )
 
 
 def _kept_checkpoints(kept: Checkpoints) -> str:
-    place = f" in {_shown(kept.elsewhere)}" if kept.elsewhere else ""
+    place = f" in {shown_setting(kept.elsewhere)}" if kept.elsewhere else ""
     if kept.steps is None:
         return f"Checkpoints{place}: their place could not be asked when this page was written."
     return f"Checkpoints kept{place}, by optimizer step: {', '.join(f'{step:,}' for step in kept.steps) or 'none'}."
@@ -291,20 +315,20 @@ def _kept_checkpoints(kept: Checkpoints) -> str:
 
 def _details(summary: str, rows: dict[str, Any]) -> Html:
     body = (
-        tag("tr", tag("th", shorten(key, 120), scope="row"), tag("td", _shown(value))) for key, value in rows.items()
+        tag("tr", tag("th", shorten(key, 120), scope="row"), tag("td", shown_setting(value))) for key, value in rows.items()
     )
     return tag("details", tag("summary", summary), tag("table", tag("tbody", *body), class_="settings"))
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}: the names of the flags."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return flat
 
 
-def _shown(value: Any) -> str:
+def shown_setting(value: Any) -> str:
     """A setting as text. A page is passed on more freely than a config: passwords and signatures in URLs stay behind."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = re.sub(r"(?<=://)[^/@\s\"]+@", "", text)
