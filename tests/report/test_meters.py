@@ -55,7 +55,7 @@ def test_the_start_counts_in_no_rate():
     meter.stepped(8)
     totals = meter.totals()
     assert (totals["wait_share"], totals["samples_per_s"]) == (0.0, 8.0)
-    wall_s = {"start": 60.0, "wait": 0.0, "compute": 1.0, "checkpoint": 0.0, "total": 61.0}
+    wall_s = {"start": 60.0, "wait": 0.0, "compute": 1.0, "checkpoint": 0.0, "validation": 0.0, "total": 61.0}
     assert totals["time_s"] == wall_s | dict.fromkeys(STAGES, 0.0)
 
 

@@ -29,7 +29,9 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def write_comparison(run_dirs: Sequence[Path], file: Path) -> Path:
     if len(run_dirs) > MAX_RUNS:
-        raise ValueError(f"{len(run_dirs)} runs: at most {MAX_RUNS} can be told apart on one page; compare fewer at a time")
+        raise ValueError(
+            f"{len(run_dirs)} runs: at most {MAX_RUNS} can be told apart on one page; compare fewer at a time"
+        )
     runs = {name: read_run(path, []) for name, path in zip(_names(run_dirs), run_dirs, strict=True)}
     title = f"{len(runs)} runs compared"
     head = tag("header", tag("p", "vlatune", class_="eyebrow"), tag("h1", title))
@@ -81,7 +83,9 @@ def _figures(runs: dict[str, Run]) -> Html:
     ]
     best = [run.summary.best_validation if run.summary else None for run in runs.values()]
     if any(best):
-        told = [f"{format_number(one['action_error'])} at step {one['optimizer_step']:,}" if one else "–" for one in best]
+        told = [
+            f"{format_number(one['action_error'])} at step {one['optimizer_step']:,}" if one else "-" for one in best
+        ]
         rows.append(_row("Best validation error", told))
     errors = [run.evaluation.get("action_error") for run in runs.values()]
     if any(error is not None for error in errors):
@@ -95,7 +99,7 @@ def _differences(runs: dict[str, Run]) -> Html:
     differing = [key for key in keys if len({shown_setting(one.get(key)) for one in flat}) > 1]
     if not differing:
         return tag("section", tag("h2", "Settings that differ"), tag("p", "None: the runs have the same settings."))
-    rows = [_row(key, [shown_setting(one[key]) if key in one else "–" for one in flat]) for key in differing]
+    rows = [_row(key, [shown_setting(one[key]) if key in one else "-" for one in flat]) for key in differing]
     return tag("section", tag("h2", "Settings that differ"), _table(runs, rows))
 
 
@@ -112,4 +116,4 @@ def _row(title: str, cells: Sequence[str]) -> Html:
 
 
 def _told(value: Any, write: Callable[[Any], str]) -> str:
-    return "–" if value is None else write(value)
+    return "-" if value is None else write(value)

@@ -315,7 +315,8 @@ def _kept_checkpoints(kept: Checkpoints) -> str:
 
 def _details(summary: str, rows: dict[str, Any]) -> Html:
     body = (
-        tag("tr", tag("th", shorten(key, 120), scope="row"), tag("td", shown_setting(value))) for key, value in rows.items()
+        tag("tr", tag("th", shorten(key, 120), scope="row"), tag("td", shown_setting(value)))
+        for key, value in rows.items()
     )
     return tag("details", tag("summary", summary), tag("table", tag("tbody", *body), class_="settings"))
 
@@ -324,7 +325,9 @@ def flat_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}: the names of the flags."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        flat |= (
+            flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        )
     return flat
 
 

@@ -141,9 +141,11 @@ def test_wandb_offline_has_every_point_once_after_a_killed_and_resumed_run(tmp_p
 
 
 @pytest.mark.early
-def test_mlflow_on_a_folder_has_every_point_once_after_a_killed_and_resumed_run(tmp_path):
-    mlflow = pytest.importorskip("mlflow")
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}" if not hasattr(mlflow, "skinny") else str(tmp_path / "mlruns")
+def test_mlflow_on_a_folder_has_every_point_once_after_a_killed_and_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+
+    uri = str(tmp_path / "mlruns")
     config = RunConfig(output_dir=str(tmp_path / "run"), mlflow=MlflowConfig(enable=True, tracking_uri=uri))
     (tmp_path / "run").mkdir()
     write_steps(tmp_path / "run", 1, 5)

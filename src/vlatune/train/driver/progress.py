@@ -5,7 +5,6 @@ Follows metrics.jsonl, which rank 0 writes; so it shows exactly what is recorded
 
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from vlatune.report.sinks import JsonlTail
 from vlatune.report.verdict import CONTENTION_FINE
 
 POLL_S = 0.25
-NO_ERRORS: Mapping[int, float] = {}
 
 
-def describe(line: dict[str, Any], errors: Mapping[int, float] = NO_ERRORS) -> str:
+def describe(line: dict[str, Any], held_out_error: float | None = None) -> str:
     """One interval in one line, with the newest validation; being kept from computing is told where it is worth a look."""
-    held_out = f"  held out {errors[max(errors)]:.4f}" if errors else ""
+    held_out = "" if held_out_error is None else f"  held out {held_out_error:.4f}"
     kept = line.get("kept_share") or 0.0
     held = f"  kept {kept:.0%} ({line['kept_by']})" if kept >= CONTENTION_FINE else ""
     return (
@@ -63,7 +61,8 @@ class Progress:
                 self._show(line)
 
     def _show(self, line: dict[str, Any]) -> None:
-        told = describe(line, read_validation_errors(self._file.parent))
+        errors = read_validation_errors(self._file.parent)
+        told = describe(line, errors[max(errors)] if errors else None)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=line["optimizer_step"], told=told)
         elif line["optimizer_step"] == self._total or self._is_due(line["optimizer_step"]):
