@@ -83,6 +83,7 @@ def test_the_worker_that_waits_longest_is_reported_and_stages_are_added_up():
         "wait": 3.5,
         "compute": 16.5,
         "checkpoint": 0.0,
+        "validation": 0.0,
         "total": 25.0,
         "decode": 26.0,
         "transport": 0.5,
