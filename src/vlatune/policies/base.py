@@ -67,8 +67,9 @@ class PolicySpec:
     has_prompt: bool = False
     """Whether the sentence takes part."""
     tokenizer_file: str | None = None
-    resizes: bool = True
-    """False for a policy that takes pictures as they were recorded: those of `image_hw` alone, then."""
+    fixed_inputs: bool = False
+    """True for a policy that takes what it was made for and nothing else: all its cameras, pictures recorded at `image_hw`,
+    state and action of just these dims. Others resize, pad, and mask cameras that are missing."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """A run's own values for fields of config.json, as JSON has them."""
 
@@ -239,7 +240,8 @@ def read_policy(adapter: PolicyAdapter[Any], folder: Path, card: Policy, overrid
     used = {name: value for name, value in overrides.items() if card.overrides[name].with_base != "unused"}
     if not used:
         return adapter.read_spec(folder)
-    return replace(adapter.read_spec(folder, used), overrides=json.loads(json.dumps(used)))
+    spec = adapter.read_spec(folder, used)
+    return replace(spec, overrides={**spec.overrides, **json.loads(json.dumps(used))})
 
 
 def check_action_steps(config: Mapping[str, Any], where: str) -> None:
@@ -279,12 +281,19 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
             f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
         )
     names = {target for _, target in delivered}
+    missing = tuple(camera for camera in spec.cameras if camera not in names)
+    if missing and spec.fixed_inputs:
+        free = next((name for name in meta.cameras if renamed[name] not in spec.cameras), "NAME")
+        raise ValueError(
+            f"dataset '{meta.root.url}': it has no camera '{missing[0]}', without which the policy '{spec.folder}' cannot be used; "
+            f"map one with {as_flag({free: missing[0]})}"
+        )
     state, action = (_own_vector(meta, key, rename_map) for key in (STATE, ACTION))
     return Binding(
         cameras=delivered,
-        missing_cameras=tuple(camera for camera in spec.cameras if camera not in names),
-        state_dim=_check_width(meta, STATE, state, spec.max_state_dim),
-        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim),
+        missing_cameras=missing,
+        state_dim=_check_width(meta, STATE, state, spec.max_state_dim, fixed=spec.fixed_inputs),
+        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim, fixed=spec.fixed_inputs),
         action_names=_names(meta.features[action]),
         also=() if state == STATE else ((state, STATE),),
     )
@@ -343,7 +352,7 @@ def _check_targets(
                 f"dataset '{meta.root.url}': camera '{name}' holds depth, the policy's '{target}' takes colours"
             )
         recorded = meta.features[name].height_width
-        if target in spec.cameras and not spec.resizes and recorded != spec.image_hw:
+        if target in spec.cameras and spec.fixed_inputs and recorded != spec.image_hw:
             raise ValueError(
                 f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, the policy '{spec.folder}' takes "
                 f"pictures of {_size(spec.image_hw)} as they are and does not resize; re-encode the videos, or train without "
@@ -369,7 +378,7 @@ def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> s
     )
 
 
-def _check_width(meta: DatasetMeta, key: str, own: str, most: int) -> int:
+def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, fixed: bool) -> int:
     feature = meta.features[own]
     said = f"'{own}'" if own == key else f"'{own}', which is to be '{key}',"
     if numpy_type(feature) in (None, "object") or not feature.shape:
@@ -380,6 +389,11 @@ def _check_width(meta: DatasetMeta, key: str, own: str, most: int) -> int:
     if feature.shape[0] > most:
         raise ValueError(
             f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most} at most"
+        )
+    if fixed and feature.shape[0] != most:
+        raise ValueError(
+            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy was made for {most}; train without "
+            f"--policy.path, or take a base of as many"
         )
     return feature.shape[0]
 
