@@ -98,7 +98,9 @@ def ensure_dataset(folder: Path, seed: int, *, sentences: bool = True) -> Path:
             make_dataset(folder, spec, on_episode=lambda index: show(index + 1, EPISODES))
     elif (len(load_meta(str(folder)).tasks) > 1) != sentences:
         kind = "one task" if sentences else "several tasks"
-        raise ValueError(f"'{folder}' was made for the demo of another kind of policy: it has {kind}; choose another --output_dir")
+        raise ValueError(
+            f"'{folder}' was made for the demo of another kind of policy: it has {kind}; choose another --output_dir"
+        )
     return folder
 
 

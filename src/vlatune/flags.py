@@ -237,7 +237,9 @@ def help_text(cls: type, *, width: int | None = None) -> str:
 
 def flag_lines(rows: Mapping[str, tuple[Any, str, Any]], *, width: int | None = None) -> str:
     """Flags as in `help_text`: name -> (type, sentence, default)."""
-    texts = {f"--{name}={kind_name(kind)}": f"{text} {_default(default)}" for name, (kind, text, default) in rows.items()}
+    texts = {
+        f"--{name}={kind_name(kind)}": f"{text} {_default(default)}" for name, (kind, text, default) in rows.items()
+    }
     return "\n".join(_entry(flag, text.strip(), width or _terminal_width()) for flag, text in texts.items())
 
 

@@ -81,7 +81,9 @@ def test_its_export_is_lerobots_and_gives_the_same_actions(runs, tmp_path):
     before, after = make_pre_post_processors(policy.config, str(tmp_path / "exported"))
     rows = run.rows
     cameras = {name: torch.from_numpy(rows[name]) / 255.0 for name, _ in run.start.setup.binding.cameras}
-    chunk = policy.predict_action_chunk(before(cameras | {STATE: torch.from_numpy(rows[STATE]), TASK: list(rows[TASK])}))
+    chunk = policy.predict_action_chunk(
+        before(cameras | {STATE: torch.from_numpy(rows[STATE]), TASK: list(rows[TASK])})
+    )
     unscale = next(t for t in run.start.setup.eval_transforms(0) if getattr(t, "key", None) == ACTION)
     ours = unscale.inverse(run.module.predict(run.batch()).numpy())
     np.testing.assert_allclose(ours, after(chunk).numpy(), rtol=1e-5, atol=1e-6)

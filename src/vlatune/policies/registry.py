@@ -92,7 +92,9 @@ class Policy:
         """The recipe of its small twin, which the demo trains."""
         small = [name for name, recipe in self.recipes.items() if recipe.small]
         if not small:
-            raise ValueError(f"{self.title} (--policy.type={self.type}) has no recipe of a small twin, which a demo needs")
+            raise ValueError(
+                f"{self.title} (--policy.type={self.type}) has no recipe of a small twin, which a demo needs"
+            )
         return small[0]
 
 

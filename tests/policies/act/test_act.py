@@ -227,8 +227,8 @@ def rows_of(config: RunConfig, steps: int) -> dict[str, np.ndarray]:
     parts = []
     for rank in range(config.num_workers):
         share = Share(rank, config.num_workers)
-        for unit in make_units(plan, share, plan_steps(plan.order, share, 0, steps)):
-            parts.append(apply_all(plan.transforms, read_unit(plan.specs[0], unit)))
+        units = make_units(plan, share, plan_steps(plan.order, share, 0, steps))
+        parts += [apply_all(plan.transforms, read_unit(plan.specs[0], unit)) for unit in units]
     joined = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     by_place = np.argsort(joined[SLOT], kind="stable")
     return {key: values[by_place] for key, values in joined.items()}
@@ -256,7 +256,9 @@ def test_the_real_one_has_as_many_parameters_as_lerobots():
         ours = config[name]
         assert ours == (None if name == "pretrained_backbone_weights" else getattr(defaults, name)), name
         assert POLICY.overrides[name].default == getattr(defaults, name), name
-    assert config["normalization_mapping"] == {name: mode.value for name, mode in defaults.normalization_mapping.items()}
+    assert config["normalization_mapping"] == {
+        name: mode.value for name, mode in defaults.normalization_mapping.items()
+    }
 
 
 def test_the_recipe_has_lerobots_presets_and_the_type_brings_it():
@@ -305,7 +307,9 @@ def test_a_run_makes_its_own_with_the_flags_in_place(dataset_v3, tmp_path):
 def test_a_new_backbone_is_pretrained_if_the_hubs_cache_has_it_and_nothing_is_fetched_unasked(tmp_path, monkeypatch):
     """Without a network; the cache of the tests is empty."""
     usual = "ResNet18_Weights.IMAGENET1K_V1"
-    with pytest.raises(ValueError, match=rf"the hub's cache does not have timm/resnet18.tv_in1k; give .*={usual} to fetch it"):
+    with pytest.raises(
+        ValueError, match=rf"the hub's cache does not have timm/resnet18.tv_in1k; give .*={usual} to fetch it"
+    ):
         read_pretrained(usual, fetch=False)
     with pytest.raises(ValueError, match=rf"={usual}: hub repository 'timm/.*' cannot be fetched: .*=null"):
         read_pretrained(usual, fetch=True)
@@ -322,8 +326,8 @@ def test_a_new_backbone_is_pretrained_if_the_hubs_cache_has_it_and_nothing_is_fe
         if not name.startswith("fc.") and not name.endswith("num_batches_tracked"):
             assert torch.equal(made[f"model.backbone.{name}"], value), name
     assert json.loads((tmp_path / "base/config.json").read_text())["pretrained_backbone_weights"] is None
+    wrong = {"pretrained_backbone_weights": "ResNet50_Weights.IMAGENET1K_V2"}
     with pytest.raises(ValueError, match="these are weights of resnet50, and vision_backbone is resnet18"):
-        wrong = {"pretrained_backbone_weights": "ResNet50_Weights.IMAGENET1K_V2"}
         new_config(replace(fit, overrides=wrong), small=False)
 
 
@@ -337,7 +341,10 @@ def test_cameras_of_different_sizes_are_refused():
     ("changes", "says"),
     [
         ({"vision_backbone": "get_model"}, "vision_backbone is 'get_model', expected one of resnet18"),
-        ({"chunk_size": 7}, r"the weights do not fit config.json: 'model.decoder_pos_embed.weight' has shape \(5, 48\)"),
+        (
+            {"chunk_size": 7},
+            r"the weights do not fit config.json: 'model.decoder_pos_embed.weight' has shape \(5, 48\)",
+        ),
         ({"n_encoder_layers": 1}, r"'model.encoder.layers.1.linear1.weight' has shape \(80, 48\), expected None"),
         ({"use_vae": False}, "'model.vae_encoder.layers.0.linear1.weight' has shape"),
         ({"n_heads": 5}, "dim_model is 48, which must be a multiple of n_heads=5"),
@@ -394,7 +401,8 @@ def test_a_folder_of_lerobots_is_a_base(dataset_v3, exported, tmp_path):
 def test_pictures_are_scaled_by_imagenets_numbers_or_the_datasets(dataset_v3, base):
     config = config_of(dataset_v3, base)
     imagenet, own = (
-        make_setup(replace(config, dataset=replace(config.dataset, use_imagenet_stats=choice))) for choice in (True, False)
+        make_setup(replace(config, dataset=replace(config.dataset, use_imagenet_stats=choice)))
+        for choice in (True, False)
     )
     camera = imagenet.policy.cameras[0]
     assert imagenet.stats[camera]["mean"].ravel().tolist() == pytest.approx([0.485, 0.456, 0.406])

@@ -59,9 +59,7 @@ def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int
     _require_empty(folder)
     with whole_folder(folder) as aside, DatasetWriter(aside, form) as writer:
         for place in LAYOUTS[spec.version].plan(episode_lengths(spec), spec.episodes_per_file):
-            episode = make_episode(
-                spec.seed, place.episode_index, place.length, spec.fps, one_task=spec.one_task
-            )
+            episode = make_episode(spec.seed, place.episode_index, place.length, spec.fps, one_task=spec.one_task)
             vectors = {"observation.state": episode.state_TS, "action": episode.action_TA}
             films = {key: _film(episode, place, camera, spec, grain) for camera, key in enumerate(form.video_keys)}
             writer.add_episode(place, episode.task, vectors, films)

@@ -65,9 +65,7 @@ class WorldEpisode:
         return image_HWC
 
 
-def make_episode(
-    seed: int, episode_index: int, num_frames: int, fps: int, *, one_task: bool = False
-) -> WorldEpisode:
+def make_episode(seed: int, episode_index: int, num_frames: int, fps: int, *, one_task: bool = False) -> WorldEpisode:
     """A tray, a sentence and an expert's way to the named pad; the same for the same arguments, on every machine.
 
     With `one_task` it is the first sentence of TASKS in every episode, so that the picture alone decides.

@@ -216,13 +216,17 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> ActSpec:
         what = f"'{odd[0]}' is not known here" if odd else f"there must be '{STATE}' and a camera"
         raise ValueError(f"{where}: config.json: input_features: {what}; it has {', '.join(inputs) or 'none'}")
     if [*outputs] != [ACTION]:
-        raise ValueError(f"{where}: config.json: output_features must be '{ACTION}' alone, not {', '.join(outputs) or 'none'}")
+        raise ValueError(
+            f"{where}: config.json: output_features must be '{ACTION}' alone, not {', '.join(outputs) or 'none'}"
+        )
     for name, shape in {**cameras, STATE: inputs[STATE]["shape"], ACTION: outputs[ACTION]["shape"]}.items():
         if not all(map(is_size, shape)) or len(shape) != (3 if name in cameras else 1):
             raise ValueError(f"{where}: config.json: the feature '{name}' has shape {shape}; fetch the base model anew")
     sizes = {tuple(shape) for shape in cameras.values()}
     if len(sizes) > 1 or next(iter(sizes))[0] != 3:
-        raise ValueError(f"{where}: its cameras must be colour pictures of one size, not {cameras}; fetch another base model")
+        raise ValueError(
+            f"{where}: its cameras must be colour pictures of one size, not {cameras}; fetch another base model"
+        )
     _, height, width = next(iter(sizes))
     return ActSpec(
         type="act",
@@ -236,7 +240,9 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> ActSpec:
         latent_dim=int(config["latent_dim"]) if config["use_vae"] else 0,
         lr_backbone=float(config["optimizer_lr_backbone"]),
         config=config,
-        overrides={"pretrained_backbone_weights": None},  # the folder has them; LeRobot would fetch them to replace them
+        overrides={
+            "pretrained_backbone_weights": None
+        },  # the folder has them; LeRobot would fetch them to replace them
     )
 
 
@@ -247,7 +253,9 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
     if backbone not in BACKBONES:
         raise ValueError(f"{where}: vision_backbone is '{backbone[:80]}', expected one of {', '.join(BACKBONES)}")
     if config["replace_final_stride_with_dilation"] and backbone != "resnet50":
-        raise ValueError(f"{where}: {backbone} cannot replace its final stride; leave --policy.replace_final_stride_with_dilation out")
+        raise ValueError(
+            f"{where}: {backbone} cannot replace its final stride; leave --policy.replace_final_stride_with_dilation out"
+        )
     if width % config["n_heads"] or width % 4:
         raise ValueError(
             f"{where}: dim_model is {width}, which must be a multiple of n_heads={config['n_heads']} and of 4; give another "

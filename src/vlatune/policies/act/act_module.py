@@ -34,6 +34,7 @@ BACKBONE = "model.backbone."
 BRANCH_GAIN = 0.25
 """Of the small twin's residual branches: its batch norms do nothing yet, and each branch would double the signal's variance."""
 
+
 class ActModule(nn.Module):
     """An `ACTPolicy` that takes batches as `batch.py` describes them."""
 
@@ -226,7 +227,9 @@ def read_pretrained(name: str, *, fetch: bool) -> dict[str, Tensor]:
     repository = PRETRAINED[name][1]
     flag = "--policy.pretrained_backbone_weights"
     try:
-        file = fetch_from_hub(repository, lambda hub: hub.hf_hub_download(repository, WEIGHTS, local_files_only=not fetch))
+        file = fetch_from_hub(
+            repository, lambda hub: hub.hf_hub_download(repository, WEIGHTS, local_files_only=not fetch)
+        )
     except ValueError as error:
         if fetch:
             raise ValueError(f"{flag}={name}: {error}, or begin with random weights: {flag}=null") from error
