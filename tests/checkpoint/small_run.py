@@ -12,7 +12,7 @@ from vlatune.batch import IDS, SLOT, Columns
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.pipeline.transforms import apply_all
-from vlatune.policies.base import ModuleOptions
+from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.train.driver.folder_checks import open_run
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
@@ -40,10 +40,11 @@ class SmallRun:
         open_run(config)
         setup = self.start.setup
         torch.manual_seed(config.seed)
-        self.module: Any = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy))
+        options = ModuleOptions.of(config.policy)
+        self.module: Any = setup.adapter.load_module(setup.policy, setup.binding, options, stats=setup.stats)
         self.module.train()
-        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trainable.values(), config.optimizer)
+        self.trainable = trained_tensors(self.module)
+        self.optimizer = make_optimizer([p for p in self.trainable.values() if p.requires_grad], config.optimizer)
         self.ema = Ema(self.trainable, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.checkpointer = self._make_checkpointer()
         self.done, self.loss_sum, self.loss_count = self.checkpointer.restore()

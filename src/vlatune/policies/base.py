@@ -51,14 +51,20 @@ class PolicySpec:
     """Features that are pictures, by the policy's names."""
     image_hw: tuple[int, int]
     """Size of the delivered pictures."""
-    pad: Literal["centre", "left_top"] = "centre"
-    """Where the bars of a picture go whose sides have another ratio."""
+    pad: Literal["centre", "left_top", "none"] = "centre"
+    """Where the bars of a picture go whose sides have another ratio; none stretches it."""
+    keeps_size: bool = False
+    """Pictures are not resized: a camera that has recorded another size than `image_hw` is refused."""
     action_offsets: tuple[int, ...]
     """Frames from an observation to each action of its chunk."""
     observation_offsets: tuple[int, ...] | None = None
     """Frames from a row to the observations that belong to it, as an axis of their own; None: its own, without an axis."""
+    drop_last_frames: int = 0
+    """Frames at the end of each episode that no training sample begins with; they are still parts of others' windows."""
     max_state_dim: int
     max_action_dim: int
+    is_strict: bool = False
+    """Nothing is padded or masked: the dataset has every camera, and state and action of exactly these dims."""
     normalisation: Mapping[str, str]
     """VISUAL, STATE and ACTION -> QUANTILES, MIN_MAX, MEAN_STD or IDENTITY."""
     has_prompt: bool = False
@@ -242,12 +248,13 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
             f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
         )
     names = {target for _, target in delivered}
+    _check_strict(spec, meta, delivered)
     state, action = (_own_vector(meta, key, rename_map) for key in (STATE, ACTION))
     return Binding(
         cameras=delivered,
         missing_cameras=tuple(camera for camera in spec.cameras if camera not in names),
-        state_dim=_check_width(meta, STATE, state, spec.max_state_dim),
-        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim),
+        state_dim=_check_width(meta, STATE, state, spec.max_state_dim, exact=spec.is_strict),
+        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim, exact=spec.is_strict),
         action_names=_names(meta.features[action]),
         also=() if state == STATE else ((state, STATE),),
     )
@@ -307,6 +314,25 @@ def _check_targets(
             )
 
 
+def _check_strict(spec: PolicySpec, meta: DatasetMeta, delivered: Sequence[tuple[str, str]]) -> None:
+    """Of a policy that neither masks a camera nor resizes its pictures."""
+    targets = [target for _, target in delivered]
+    missing = [camera for camera in spec.cameras if camera not in targets]
+    if spec.is_strict and missing:
+        free = next((name for name in meta.cameras if name not in [own for own, _ in delivered]), "NAME")
+        raise ValueError(
+            f"dataset '{meta.root.url}': it has no camera '{missing[0]}', which the policy cannot do without; if it is one under "
+            f"another name, say so with {as_flag({free: missing[0]})}"
+        )
+    for name, target in delivered if spec.keeps_size else ():
+        height, width = meta.features[name].height_width
+        if (height, width) != spec.image_hw:
+            raise ValueError(
+                f"dataset '{meta.root.url}': camera '{name}' has recorded {height} x {width}, the policy's '{target}' takes "
+                f"{spec.image_hw[0]} x {spec.image_hw[1]} and does not resize; use a base that was made for this size"
+            )
+
+
 def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> str:
     """The dataset's own name of its state or action."""
     own = next((name for name in meta.features if rename_map.get(name, name) == key), None)
@@ -321,7 +347,7 @@ def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> s
     )
 
 
-def _check_width(meta: DatasetMeta, key: str, own: str, most: int) -> int:
+def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, exact: bool = False) -> int:
     feature = meta.features[own]
     said = f"'{own}'" if own == key else f"'{own}', which is to be '{key}',"
     if numpy_type(feature) in (None, "object") or not feature.shape:
@@ -333,7 +359,19 @@ def _check_width(meta: DatasetMeta, key: str, own: str, most: int) -> int:
         raise ValueError(
             f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most} at most"
         )
+    if exact and feature.shape[0] != most:
+        raise ValueError(
+            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most}; use a base for such a robot"
+        )
     return feature.shape[0]
+
+
+def trained_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What training changes, by name: what a checkpoint holds. Parameters that train, and buffers that a step changes
+    by itself, which only a module with `changing_buffers()` has (BatchNorm's running statistics).
+    """
+    parameters: dict[str, torch.Tensor] = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    return parameters | getattr(module, "changing_buffers", dict)()
 
 
 def _names(feature: Feature) -> tuple[str, ...]:

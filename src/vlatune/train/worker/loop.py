@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vlatune.checkpoint.state import seed_all
 from vlatune.pipeline.feed import Feed, StageTimes, queued_batches
 from vlatune.pipeline.plan import Share
-from vlatune.policies.base import ModuleOptions
+from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.report.cpu_clocks import CpuClocks
 from vlatune.report.meters import STAGES, StepMeter
 from vlatune.train.heartbeat import Heartbeat, Request
@@ -107,13 +107,13 @@ class Worker:
             job.setup.policy, job.setup.binding, options, self.device, stats=job.setup.stats
         )
         module.train()
-        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trainable.values(), self.config.optimizer)
+        self.trainable = trained_tensors(module)
+        parameters = [one for one in self.trainable.values() if isinstance(one, nn.Parameter)]
+        self.optimizer = make_optimizer(parameters, self.config.optimizer)
         decay = self.config.optimizer.ema_decay
         self.ema = Ema(self.trainable, decay) if decay else None
         self.checkpointer = self._make_checkpointer()
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
-        parameters: list[nn.Parameter] = list(self.trainable.values())
         wrapped = make_parallel(module) if share.num_workers > 1 else module
         self.updater = Updater(wrapped, parameters, self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm)
         self.watch = NonFiniteWatch()
