@@ -35,9 +35,18 @@ from vlatune.files import read_json, write_json
 from vlatune.outgoing import progress_bar, warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
-from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
+from vlatune.policies.base import (
+    Binding,
+    Draw,
+    PolicyAdapter,
+    PolicySpec,
+    bind,
+    join_bindings,
+    read_policy,
+    stats_needed,
+)
 from vlatune.policies.base_folder import resolve_folder
-from vlatune.policies.registry import get_adapter
+from vlatune.policies.registry import get_adapter, get_policy
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
 
 
@@ -97,7 +106,8 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
     """
     metas = load_metas(config) if metas is None else metas
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
-    policy = adapter.read_spec(resolve_folder(_base_path(config), config.policy.revision))
+    folder = resolve_folder(_base_path(config), config.policy.revision)
+    policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     bindings = [bind(policy, meta, meta.names) for meta in metas]
     binding = join_bindings(metas, bindings)
     specs = tuple(

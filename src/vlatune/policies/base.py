@@ -8,9 +8,10 @@ layout: a local one, a hub repository's, or one that the adapter makes with rand
 from __future__ import annotations
 
 import difflib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vlatune.dataset.video.resize import PictureTransform
     from vlatune.pipeline.transforms import Transform
     from vlatune.policies.processors import Schema
+    from vlatune.policies.registry import Policy
 
 STATS_OF_MODE = {
     "QUANTILES": ("q01", "q99"),
@@ -38,6 +40,7 @@ STATS_OF_MODE = {
 Stats = Mapping[str, Mapping[str, np.ndarray]]
 """Feature, by the policy's name -> statistic -> values."""
 NO_STATS: Stats = {}
+NO_OVERRIDES: Mapping[str, Any] = {}
 FLOAT32_BYTES = 4
 
 
@@ -70,6 +73,10 @@ class PolicySpec:
     has_prompt: bool = False
     """Whether the sentence takes part."""
     tokenizer_file: str | None = None
+    resizes: bool = True
+    """False for a policy that takes pictures as they were recorded: those of `image_hw` alone, then."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """A run's own values for fields of config.json, as JSON has them."""
 
     @property
     def horizon(self) -> int:
@@ -94,6 +101,8 @@ class Fit:
     recorded_hw: tuple[tuple[int, int], ...] = ()
     """Of each camera, as recorded."""
     fps: float = 0.0
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values for fields of its config.json, by LeRobot's names."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +177,12 @@ class PolicyAdapter[S: PolicySpec](ABC):
     """Files of the base's folder that an export takes along where they are there."""
 
     @abstractmethod
-    def read_spec(self, folder: Path) -> S:
-        """What the folder says, if it can be loaded: everything that is refused here costs nobody a GPU."""
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> S:
+        """What the folder says, if it can be loaded: everything that is refused here costs nobody a GPU.
+
+        `overrides` are a run's own values for fields of config.json, for `read_config`; a policy whose card has none may
+        do without the argument. Call `read_policy`.
+        """
 
     @abstractmethod
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
@@ -215,10 +228,34 @@ class PolicyAdapter[S: PolicySpec](ABC):
         holds one at a time. `stats` are those of pictures and all else; where nothing is computed there are none.
         """
 
+    def rate_factors(self, spec: S, lr: float) -> Mapping[str, float]:
+        """Beginning of parameters' names, as the module has them -> by what --optimizer.lr, given as `lr`, is multiplied for
+        them; the first that fits counts. Each is a group of the optimizer, and the schedule holds for all.
+        """
+        return {}
+
     def base_files(self, spec: S) -> dict[str, Path]:
         """What of the base decides the result beside its weights, by the name that a checkpoint's fingerprints have for it."""
         files = {"config": Path(spec.folder) / CONFIG}
         return files | ({"tokenizer": Path(spec.tokenizer_file)} if spec.tokenizer_file else {})
+
+
+def read_policy(adapter: PolicyAdapter[Any], folder: Path, card: Policy, overrides: Mapping[str, Any]) -> PolicySpec:
+    """What a base's folder says with a run's own values in it."""
+    used = {name: value for name, value in overrides.items() if card.overrides[name].with_base != "unused"}
+    if not used:
+        return adapter.read_spec(folder)
+    return replace(adapter.read_spec(folder, used), overrides=json.loads(json.dumps(used)))
+
+
+def check_action_steps(config: Mapping[str, Any], where: str) -> None:
+    """A robot can make no more actions of a chunk than it has; LeRobot refuses it as well."""
+    made, chunk = config.get("n_action_steps"), config.get("chunk_size")
+    if made is not None and chunk is not None and made > chunk:
+        raise ValueError(
+            f"{where}: n_action_steps is {made}, and a chunk has {chunk} actions (chunk_size); give "
+            f"--policy.n_action_steps={chunk} or less, or a larger --policy.chunk_size"
+        )
 
 
 def make_normalisers(spec: PolicySpec, stats: Stats) -> list[Normalise]:
@@ -312,6 +349,17 @@ def _check_targets(
             raise ValueError(
                 f"dataset '{meta.root.url}': camera '{name}' holds depth, the policy's '{target}' takes colours"
             )
+        recorded = meta.features[name].height_width
+        if target in spec.cameras and not spec.resizes and recorded != spec.image_hw:
+            raise ValueError(
+                f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, the policy '{spec.folder}' takes "
+                f"pictures of {_size(spec.image_hw)} as they are and does not resize; re-encode the videos, or train without "
+                f"--policy.path, for the recorded size"
+            )
+
+
+def _size(height_width: tuple[int, int]) -> str:
+    return f"{height_width[0]} x {height_width[1]}"
 
 
 def _check_strict(spec: PolicySpec, meta: DatasetMeta, delivered: Sequence[tuple[str, str]]) -> None:

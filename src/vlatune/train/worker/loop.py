@@ -108,14 +108,15 @@ class Worker:
         )
         module.train()
         self.trainable = trained_tensors(module)
-        parameters = [one for one in self.trainable.values() if isinstance(one, nn.Parameter)]
-        self.optimizer = make_optimizer(parameters, self.config.optimizer)
+        trained = {name: one for name, one in self.trainable.items() if isinstance(one, nn.Parameter)}
+        factors = job.setup.adapter.rate_factors(job.setup.policy, self.config.optimizer.lr)
+        self.optimizer = make_optimizer(trained, self.config.optimizer, factors)
         decay = self.config.optimizer.ema_decay
         self.ema = Ema(self.trainable, decay) if decay else None
         self.checkpointer = self._make_checkpointer()
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
         wrapped = make_parallel(module) if share.num_workers > 1 else module
-        self.updater = Updater(wrapped, parameters, self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm)
+        self.updater = Updater(wrapped, list(trained.values()), self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm)
         self.watch = NonFiniteWatch()
         self.logger = MetricsLogger(job, self.first_step, flags) if share.rank == 0 else None
         self.taken: list[np.ndarray] = []
