@@ -1,5 +1,6 @@
 """Folders of LeRobot's Diffusion Policy, their set-ups, and LeRobot's policy loaded from them; one per case of `CASES`."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup
+
+sys.path.append(str(Path(__file__).parents[2] / "checkpoint"))  # a run without Ray is there: small_run.py
 
 
 @dataclass(frozen=True)

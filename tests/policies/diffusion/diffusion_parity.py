@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,13 @@ def setup_of(dataset: Path, base: Path, **changes: Any) -> Setup:
     return make_setup(run_config(dataset, base, **changes))
 
 
-def read_rows(setup: Setup, episode: int = 1, frames: range = range(5)) -> dict[str, np.ndarray]:
-    picked = np.array(frames)
-    return read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], episode, picked, picked + 3))
+def read_rows(setup: Setup, *, image_hw: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
+    """The first frames of an episode, at the policy's size or another."""
+    spec, frames = setup.specs[0], np.arange(5)
+    if image_hw:
+        sized = [replace(camera, height=image_hw[0], width=image_hw[1]) for camera in spec.cameras]
+        spec = replace(spec, cameras=tuple(sized))
+    return read_unit(spec, make_unit(setup.metas[0], spec, 1, frames, frames + 3))
 
 
 def as_tensors(columns: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

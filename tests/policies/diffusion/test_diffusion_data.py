@@ -16,7 +16,7 @@ from vlatune.dataset.order.sample_order import epoch_order
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.source import read_units
 from vlatune.pipeline.transforms import apply_all
-from vlatune.policies.diffusion.adapter import CONFIG_DEFAULTS, CentreCrop, DiffusionAdapter, DrawDiffusion, RandomCrop
+from vlatune.policies.diffusion.adapter import CentreCrop, DiffusionAdapter, DrawDiffusion, RandomCrop, with_defaults
 from vlatune.run_setup import make_setup
 
 TOP = "observation.images.top"
@@ -165,7 +165,7 @@ def changed(base, folder, **settings):
 
 def test_defaults_are_lerobots():
     config = DiffusionConfig()
-    for name, value in CONFIG_DEFAULTS.items():
+    for name, value in with_defaults({}).items():
         theirs = getattr(config, name)
         found = {key: mode.value for key, mode in theirs.items()} if isinstance(theirs, dict) else theirs
         assert found == value, name
@@ -181,11 +181,11 @@ REFUSED = {
     "vision_backbone": ("resnet_evil", "vision_backbone is 'resnet_evil', expected resnet18"),
     "noise_scheduler_type": ("DPM", "noise_scheduler_type is 'DPM', expected DDPM, DDIM"),
     "horizon": (6, "horizon is 6, expected a multiple of 4"),
-    "down_dims": ([16] * 9, "expected 1 to 8 widths"),
+    "down_dims": ([16] * 9, "must be 1 to 8 widths"),
     "n_groups": (7, "must be multiples of n_groups=7"),
     "num_inference_steps": (40, "num_inference_steps is 40, more than num_train_timesteps=12"),
     "crop_shape": ([200, 200], r"crop_shape \[200, 200\] does not fit into pictures of 96 x 96"),
-    "crop_ratio": (3.0, "crop_ratio is 3.0, expected above 0"),
+    "crop_ratio": (3.0, "crop_ratio is 3.0: must be above 0"),
     "use_separate_rgb_encoder_per_camera": (False, "has 2 picture encoders, config.json asks for 1"),
     "output_features": ({"action": {"type": "ACTION", "shape": [5]}}, "makes actions of 3 dims, config.json says 5"),
     "normalization_mapping": ({"VISUAL": "MIN_MAX"}, "pictures are normalised with MIN_MAX"),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, 
 from vlatune.files import real_path
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
+    NO_OVERRIDES,
     NO_STATS,
     Binding,
     Draw,
@@ -32,7 +33,9 @@ from vlatune.policies.base import (
     make_normalisers,
 )
 from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.diffusion import OVERRIDES
 from vlatune.policies.processors import (
+    CONFIG,
     Schema,
     is_count,
     is_flag,
@@ -48,37 +51,19 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model.safetensors"
-CONFIG_DEFAULTS: Mapping[str, Any] = {
-    "n_obs_steps": 2,
-    "horizon": 64,
-    "n_action_steps": 32,
-    "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
-    "drop_n_last_frames": 7,
-    "vision_backbone": "resnet18",
-    "resize_shape": None,
-    "crop_ratio": 1.0,
-    "crop_shape": None,
-    "crop_is_random": True,
-    "pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1",
-    "use_group_norm": False,
-    "use_separate_rgb_encoder_per_camera": True,
-    "down_dims": (512, 1024, 2048),
-    "n_groups": 8,
-    "noise_scheduler_type": "DDPM",
-    "num_train_timesteps": 100,
-    "beta_schedule": "squaredcos_cap_v2",
-    "prediction_type": "epsilon",
-    "num_inference_steps": None,
+NORMALISATION = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
+SMALL: Mapping[str, Any] = {
+    "use_separate_rgb_encoder_per_camera": False,
+    "down_dims": (64, 128),
+    "diffusion_step_embed_dim": 32,
+    "spatial_softmax_num_keypoints": 16,
+    "num_train_timesteps": 50,
+    "drop_n_last_frames": 0,
 }
-"""What LeRobot takes where config.json leaves a key out (a test holds it to the real one)."""
-CHOICES = {
-    "vision_backbone": ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
-    "noise_scheduler_type": ("DDPM", "DDIM"),
-    "prediction_type": ("epsilon", "sample"),
-    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"),
-}
-"""LeRobot hands these to getattr and to diffusers: here only what they are known for goes through."""
-MOST_STAGES = 8
+"""The twin of demo and tests, where it differs from LeRobot's defaults; the backbone is the smallest there is, and looks at
+small pictures."""
+CHOICES = ("vision_backbone", "noise_scheduler_type", "prediction_type", "beta_schedule")
+"""LeRobot hands these to getattr and to diffusers: here only what their overrides list goes through."""
 FINAL_GROUPS = 8
 """Of the U-Net's last block, which LeRobot does not take from the config."""
 BACKBONE_STRIDE = {"0": 2, "4": 4, "5": 8, "6": 16, "7": 32}
@@ -89,7 +74,7 @@ SCHEMA = Schema(
     config={
         **dict.fromkeys(("horizon", "n_action_steps", "spatial_softmax_num_keypoints", "kernel_size"), is_size),
         **dict.fromkeys(("n_groups", "diffusion_step_embed_dim", "num_train_timesteps"), is_size),
-        **dict.fromkeys(("num_inference_steps",), is_size),
+        "num_inference_steps": is_size,
         **dict.fromkeys(("drop_n_last_frames", "scheduler_warmup_steps"), is_count),
         **dict.fromkeys(CHOICES, is_text),
         **dict.fromkeys(("pretrained_backbone_weights", "compile_mode", "scheduler_name"), is_text),
@@ -189,12 +174,12 @@ def _part(pictures: np.ndarray, corner: Any, size_hw: tuple[int, int]) -> np.nda
 class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
     schema = SCHEMA
 
-    def read_spec(self, folder: Path) -> DiffusionSpec:
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DiffusionSpec:
         """What the folder says, if its weights can be those of such a policy."""
-        config = {**CONFIG_DEFAULTS, **{key: v for key, v in read_config(folder, SCHEMA).items() if v is not None}}
+        config = with_defaults(read_config(folder, SCHEMA, overrides))
         read_steps(folder, SCHEMA)
         try:
-            _check_config(config)
+            check_config(config)
             spec = _make_spec(folder, config)
             _check_weights(spec, config, read_shapes(folder))
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
@@ -256,6 +241,51 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
         return load_diffusion(spec, options, device, stats)
 
 
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked config.json with what LeRobot takes where it leaves a field out; lists as tuples, as flags have them."""
+    defaults = {name: one.default for name, one in OVERRIDES.items()} | {"normalization_mapping": NORMALISATION}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    return defaults | {name: value for name, value in given.items() if value is not None or name not in defaults}
+
+
+def new_settings(fit: Fit, *, small: bool) -> dict[str, Any]:
+    """LeRobot's settings for a model with random weights, where they are not its defaults; a run's own in place."""
+    given, side = fit.overrides, fit.image_size
+    pretrained = given.get("pretrained_backbone_weights")
+    made: dict[str, Any] = {"pretrained_backbone_weights": pretrained, "use_group_norm": pretrained is None}
+    if small:
+        stages = given.get("down_dims", SMALL["down_dims"])
+        made |= {**SMALL, "resize_shape": (side, side), "horizon": _round_up(fit.horizon, 2 ** len(stages))}
+    made |= given
+    horizon, looks = made.get("horizon", 64), made.get("n_obs_steps", 2)
+    made.setdefault("n_action_steps", max(1, min(horizon - looks + 1, horizon if small else 32)))
+    if made["use_group_norm"] and pretrained:
+        raise ValueError(
+            f"--policy.use_group_norm=true: the weights {pretrained} are made for BatchNorm; leave out one of the two"
+        )
+    sizes = set(fit.recorded_hw)
+    if len(sizes) > 1 and made.get("resize_shape") is None:
+        each = ", ".join(f"{name} {hw[0]} x {hw[1]}" for name, hw in zip(fit.cameras, fit.recorded_hw, strict=True))
+        raise ValueError(
+            f"Diffusion Policy takes pictures of one size, and these cameras have recorded several ({each}); give a size for all "
+            f"with --policy.resize_shape=[240,320]"
+        )
+    picture_hw = sizes.pop() if len(sizes) == 1 else made["resize_shape"]
+    features = {camera: {"type": "VISUAL", "shape": [3, *picture_hw]} for camera in fit.cameras}
+    own = {
+        "input_features": features | {STATE: {"type": "STATE", "shape": [fit.state_dim]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [fit.action_dim]}},
+    }
+    config = with_defaults(made | own)
+    check_config(config, "--policy.type=diffusion")
+    _make_spec(Path(), config)
+    return made | own
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every stored tensor, out of the file's header."""
     try:
@@ -271,13 +301,13 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
     inputs, num_obs, horizon = config["input_features"], int(config["n_obs_steps"]), int(config["horizon"])
     cameras = {name: feature for name, feature in inputs.items() if feature["type"] == "VISUAL"}
     sizes = {tuple(int(side) for side in feature["shape"][1:]) for feature in cameras.values()}
-    if len(sizes) != 1:
-        raise ValueError(f"config.json: its cameras have the sizes {sorted(sizes)}; LeRobot takes one size for all")
+    _require(bool(cameras), f"{CONFIG}: input_features names no camera; use a base that has one")
+    _require(len(sizes) == 1, f"{CONFIG}: its cameras have the sizes {sorted(sizes)}; LeRobot takes one size for all")
     resize = config["resize_shape"]
     height, width = resize or next(iter(sizes))
     crop = _crop_of(config)
     if crop and (crop[0] > height or crop[1] > width):
-        raise ValueError(f"config.json: crop_shape {list(crop)} does not fit into pictures of {height} x {width}")
+        raise ValueError(f"crop_shape {list(crop)} does not fit into pictures of {height} x {width}; give a smaller one")
     return DiffusionSpec(
         type="diffusion",
         folder=str(folder),
@@ -296,6 +326,7 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
         crop_is_random=config["crop_is_random"],
         one_encoder=not config["use_separate_rgb_encoder_per_camera"],
         num_train_timesteps=int(config["num_train_timesteps"]),
+        overrides={"pretrained_backbone_weights": None},  # the folder has them; LeRobot would fetch them to replace them
     )
 
 
@@ -307,39 +338,42 @@ def _crop_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return (height, width) if config["crop_ratio"] < 1.0 else None
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
     """Refuse what LeRobot could not build, or would build into something else than is trained here."""
-    for name, known in CHOICES.items():
-        _require(config[name] in known, f"config.json: {name} is '{config[name]}', expected {', '.join(known)}")
-    stages = [int(width) for width in config["down_dims"]]
+    for name in CHOICES:
+        known = get_args(OVERRIDES[name].kind)
+        _require(config[name] in known, f"{where}: {name} is '{config[name]}', expected {', '.join(known)}")
+    for name, override in OVERRIDES.items():
+        expected = override.check(config[name])
+        _require(expected is None, f"{where}: {name} is {config[name]}: {expected}")
+    stages, horizon = [int(width) for width in config["down_dims"]], config["horizon"]
     _require(
-        1 <= len(stages) <= MOST_STAGES and all(width >= 1 for width in stages),
-        f"config.json: down_dims is {stages}, expected 1 to {MOST_STAGES} widths",
-    )
-    _require(
-        config["horizon"] % 2 ** len(stages) == 0,
-        f"config.json: horizon is {config['horizon']}, expected a multiple of {2 ** len(stages)}: each of the "
-        f"{len(stages)} down_dims halves it",
+        horizon % 2 ** len(stages) == 0,
+        f"{where}: horizon is {horizon}, expected a multiple of {2 ** len(stages)}, as each of the {len(stages)} down_dims "
+        f"halves it; give another --policy.horizon",
     )
     _require(
         all(width % config["n_groups"] == 0 for width in stages) and stages[0] % FINAL_GROUPS == 0,
-        f"config.json: down_dims {stages} must be multiples of n_groups={config['n_groups']} and of {FINAL_GROUPS}",
+        f"{where}: down_dims {stages} must be multiples of n_groups={config['n_groups']}, the first of {FINAL_GROUPS}",
     )
-    _require(0 < config["crop_ratio"] <= 1, f"config.json: crop_ratio is {config['crop_ratio']}, expected above 0, at most 1")
-    _require(config["n_obs_steps"] >= 1, f"config.json: n_obs_steps is {config['n_obs_steps']}, expected 1 or more")
+    ahead = horizon - config["n_obs_steps"] + 1
+    _require(
+        config["n_action_steps"] <= ahead,
+        f"{where}: n_action_steps is {config['n_action_steps']}, and from the newest of {config['n_obs_steps']} observations on a "
+        f"chunk has {ahead} actions (horizon {horizon}); give --policy.n_action_steps={ahead} or less",
+    )
     most, used = config["num_train_timesteps"], config["num_inference_steps"]
     _require(
-        used is None or used <= most,
-        f"config.json: num_inference_steps is {used}, more than num_train_timesteps={most}",
+        used is None or used <= most, f"{where}: num_inference_steps is {used}, more than num_train_timesteps={most}"
     )
-    others = [
-        name for name, one in config["input_features"].items() if one["type"] not in ("VISUAL", "STATE") and name != STATE
-    ]
-    _require(not others, f"config.json: it looks at '{others[:1]}', expected cameras and {STATE}; use a base without it")
+    others = [name for name, one in config["input_features"].items() if one["type"] != "VISUAL" and name != STATE]
+    _require(
+        not others, f"{where}: it looks at {others[:1]}, expected cameras and {STATE}; use a base that does without"
+    )
     visual = config["normalization_mapping"].get("VISUAL", "IDENTITY")
     _require(
         visual in ("MEAN_STD", "IDENTITY"),
-        f"config.json: pictures are normalised with {visual}, expected MEAN_STD or IDENTITY",
+        f"{where}: pictures are normalised with {visual}, expected MEAN_STD or IDENTITY",
     )
 
 
@@ -347,12 +381,12 @@ def _check_weights(spec: DiffusionSpec, config: Mapping[str, Any], shapes: Mappi
     """What the header tells of another size; `load_diffusion` compares every tensor."""
     encoders = {name.partition(".backbone.")[0] for name in shapes if ".backbone." in name}
     wanted = 1 if spec.one_encoder else len(spec.cameras)
-    _require(len(encoders) == wanted, f"{WEIGHTS} has {len(encoders)} picture encoders, config.json asks for {wanted}")
+    _require(len(encoders) == wanted, f"{WEIGHTS} has {len(encoders)} picture encoders, {CONFIG} asks for {wanted}")
     ends = {name: shape for name, shape in shapes.items() if name.endswith(".unet.final_conv.1.weight")}
     outputs = next(iter(ends.values()), (None,))[0]
     _require(
         outputs == spec.max_action_dim,
-        f"{WEIGHTS} makes actions of {outputs} dims, config.json says {spec.max_action_dim}",
+        f"{WEIGHTS} makes actions of {outputs} dims, {CONFIG} says {spec.max_action_dim}",
     )
     height, width = spec.crop_hw or spec.image_hw
     places = -(-height // 32) * -(-width // 32)

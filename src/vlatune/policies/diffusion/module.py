@@ -27,15 +27,14 @@ from torch.nn import functional
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
 from vlatune.files import read_file, real_path, whole_folder
 from vlatune.policies.base import Fit, ModuleOptions, Stats
-from vlatune.policies.diffusion.adapter import WEIGHTS, DiffusionSpec
+from vlatune.policies.diffusion.adapter import WEIGHTS, DiffusionSpec, new_settings
 from vlatune.policies.processors import CONFIG, plain_processors
 
 NORMALISE_EPS = 1e-8
 """LeRobot's `NormalizerProcessorStep.eps`."""
 SAMPLING_SEED = 0
 """Of the noise that DDPM adds on the way from the start to the actions."""
-SMALL = {"down_dims": (64, 128), "diffusion_step_embed_dim": 32, "spatial_softmax_num_keypoints": 16, "num_train_timesteps": 50}
-"""The small twin beside the full size; its backbone is the smallest that LeRobot has, on small pictures."""
+FEATURES = ("input_features", "output_features")
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,9 @@ class DiffusionModule(nn.Module):
         super().__init__()
         self.policy = policy
         self.spec = spec
+        self._encoders: list[Any] = [policy.diffusion.rgb_encoder] if spec.one_encoder else [*policy.diffusion.rgb_encoder]
+        for encoder in self._encoders:  # pictures come resized and cropped: it would make them large again
+            encoder.resize, encoder.do_crop = None, False
         self._steps = schedule.steps
         device = next(policy.parameters()).device
         for name in ("signal", "noise_share", "step_noise"):
@@ -112,6 +114,7 @@ class DiffusionModule(nn.Module):
         return sample
 
     def as_lerobot(self) -> DiffusionPolicy:
+        """For saving: resizing and cropping, which are no weights, LeRobot sets up anew from the config."""
         return self.policy
 
     def changing_buffers(self) -> dict[str, Tensor]:
@@ -129,11 +132,11 @@ class DiffusionModule(nn.Module):
         """
         looks = [self._pixels(batch[camera], number) for number, camera in enumerate(self.spec.cameras)]
         shape = batch[STATE].shape[:2]
-        encoder: Any = self.policy.diffusion.rgb_encoder
         if self.spec.one_encoder:
-            seen = encoder(torch.stack(looks, dim=2).flatten(0, 2)).unflatten(0, (*shape, len(looks))).flatten(2)
+            features = self._encoders[0](torch.stack(looks, dim=2).flatten(0, 2))
+            seen = features.unflatten(0, (*shape, len(looks))).flatten(2)
         else:
-            features = [one(pixels.flatten(0, 1)) for one, pixels in zip(encoder, looks, strict=True)]
+            features = [one(pixels.flatten(0, 1)) for one, pixels in zip(self._encoders, looks, strict=True)]
             seen = torch.cat(features, dim=-1).unflatten(0, shape)
         return torch.cat([batch[STATE], seen], dim=-1).flatten(1)
 
@@ -197,19 +200,19 @@ def load_diffusion(
 ) -> DiffusionModule:
     """The policy of a pretrained_model folder on `device`; every weight trains."""
     folder, device = Path(spec.folder), torch.device(device)
-    policy = build_policy(read_lerobot_config(folder))
+    policy = build_policy(read_lerobot_config(folder, spec.overrides))
     schedule = make_schedule(policy.diffusion, spec)
     fill(policy, folder, device)
     policy.config.gradient_checkpointing = options.gradient_checkpointing
     return DiffusionModule(policy, spec, schedule, stats)
 
 
-def read_lerobot_config(folder: Path) -> DiffusionConfig:
-    """config.json as LeRobot parses it. Weights of the backbone are in the folder: none are fetched."""
+def read_lerobot_config(folder: Path, overrides: Mapping[str, Any]) -> DiffusionConfig:
+    """config.json as LeRobot parses it, with a run's own values. Weights of the backbone are in the folder: none are fetched."""
     stored = json.loads(read_file(folder, CONFIG))
     known = {field.name for field in fields(DiffusionConfig)}
     given = {key: value for key, value in stored.items() if key in known}
-    given |= {"pretrained_backbone_weights": None, "compile_model": False, "device": "cpu"}
+    given |= {**overrides, "pretrained_backbone_weights": None, "compile_model": False, "device": "cpu"}
     try:
         return draccus.decode(DiffusionConfig, given)
     except Exception as error:  # draccus raises kinds of its own; each means: this LeRobot does not know this config
@@ -254,55 +257,26 @@ def fill(policy: DiffusionPolicy, folder: Path, device: torch.device) -> None:
 
 
 def save_random(folder: Path, fit: Fit, *, small: bool) -> None:
-    """A folder with random weights for some datasets, with LeRobot's settings; GroupNorm, as nothing is fetched from a hub.
-
-    LeRobot itself begins with a backbone that has seen ImageNet. Whoever wants that saves such a policy with LeRobot once,
-    and gives the folder as --policy.path.
+    """A folder with LeRobot's own policy for some datasets, with random weights but for those of the backbone that are
+    asked for by name.
     """
-    config = small_config(fit) if small else full_config(fit)
+    settings = new_settings(fit, small=small)
+    features = {key: {name: _feature(one) for name, one in settings.pop(key).items()} for key in FEATURES}
+    config = DiffusionConfig(**features, device="cpu", push_to_hub=False, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fit.seed)
-        policy = DiffusionPolicy(config)
+        try:
+            policy = DiffusionPolicy(config)
+        except OSError as error:  # of urllib's, when there is no network
+            raise RuntimeError(
+                f"--policy.pretrained_backbone_weights={config.pretrained_backbone_weights}: torchvision could not fetch them "
+                f"({error}); put the file into torch's cache, or leave the flag out"
+            ) from error
     with whole_folder(folder) as aside:
         policy.save_pretrained(aside)
         for name, content in plain_processors().items():
             (aside / name).write_text(json.dumps(content, indent=2))
 
 
-def full_config(fit: Fit) -> DiffusionConfig:
-    if len(set(fit.recorded_hw)) > 1:
-        sizes = ", ".join(f"{name} {height} x {width}" for name, (height, width) in zip(fit.cameras, fit.recorded_hw, strict=True))
-        raise ValueError(
-            f"the cameras have recorded several sizes ({sizes}), Diffusion Policy takes one for all; give a size with "
-            f"--policy.resize_shape=[240,320]"
-        )
-    return _config(fit, fit.recorded_hw[0])
-
-
-def small_config(fit: Fit) -> DiffusionConfig:
-    """One encoder for all cameras, on small pictures; the horizon is rounded up to what the U-Net can halve."""
-    horizon = -(-fit.horizon // 4) * 4
-    side = fit.image_size
-    return _config(
-        fit,
-        fit.recorded_hw[0] if len(set(fit.recorded_hw)) == 1 else (side, side),
-        resize_shape=(side, side),
-        use_separate_rgb_encoder_per_camera=False,
-        horizon=horizon,
-        n_action_steps=horizon - 1,
-        drop_n_last_frames=0,
-        **SMALL,
-    )
-
-
-def _config(fit: Fit, recorded_hw: tuple[int, int], **settings: Any) -> DiffusionConfig:
-    pictures = {camera: PolicyFeature(FeatureType.VISUAL, (3, *recorded_hw)) for camera in fit.cameras}
-    return DiffusionConfig(
-        input_features=pictures | {STATE: PolicyFeature(FeatureType.STATE, (fit.state_dim,))},
-        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
-        pretrained_backbone_weights=None,
-        use_group_norm=True,
-        device="cpu",
-        push_to_hub=False,
-        **settings,
-    )
+def _feature(stored: Mapping[str, Any]) -> PolicyFeature:
+    return PolicyFeature(FeatureType(stored["type"]), tuple(stored["shape"]))
