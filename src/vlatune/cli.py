@@ -202,7 +202,7 @@ COMMANDS = {
         "make a small dataset, fine-tune a small model on it, evaluate it, write the report",
         flags=lambda: DemoConfig,
         call=demo,
-        run_dir=lambda options: Path(options.output_dir),
+        run_dir=lambda options: options.run_dir,
     ),
     "make-dataset": Command(
         "synthesise a LeRobot dataset, with each frame's id burned into its pixels",

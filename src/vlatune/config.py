@@ -39,6 +39,8 @@ class DatasetConfig:
     """A map as --rename_map for each root, in the order of the roots, where one for all does not do."""
     stats: Literal["dataset", "computed"] = "dataset"
     """Statistics that normalise: the dataset's own (computed where it lacks them and for several roots), or always computed from all rows."""
+    use_imagenet_stats: bool = True
+    """Pictures that a policy normalises by mean and deviation take ImageNet's; false takes the dataset's own."""
     repo_id: str | None = None
     """Hub repository of the dataset, used when no root is given."""
     revision: str | None = None
@@ -236,12 +238,19 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    output_dir: str = "runs/demo"
-    """Folder for the dataset, the base model and the run."""
+    policy: str = DEFAULT_TYPE
+    """Type of the policy whose small twin is trained; `vlatune train --help` lists them."""
+    output_dir: str | None = None
+    """Folder for the dataset, the base model and the run; runs/demo when left out, and runs/demo-TYPE for another policy."""
     steps: int | None = None
-    """Optimizer steps; what the recipe tiny says when left out."""
+    """Optimizer steps; what the policy's small recipe says when left out."""
     seed: int = 0
     """Decides the dataset, the initial weights and the order of samples."""
+
+    @property
+    def run_dir(self) -> Path:
+        usual = "runs/demo" if self.policy == DEFAULT_TYPE else f"runs/demo-{self.policy}"
+        return Path(self.output_dir or usual)
 
 
 def validate(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 from vlatune.errors import did_you_mean
 from vlatune.files import RefusedFileError, read_file
 from vlatune.flag_values import ExpectationError, OpenNames, convert, is_repeatable, kind_name, load_yaml, shown
-from vlatune.recipes import get_recipe
+from vlatune.recipes import get_recipe, recipe_of_type
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,12 @@ def _read_file(path: Path, cls: type) -> Layer:
 
 
 def _recipe_layer(cls: type, given: Layer) -> Layer:
-    if "recipe" not in given:
-        return {}
-    name = _checked(given["recipe"], str | None)
+    """Of the recipe that is named, else of the one that goes along with the policy's type."""
+    if "recipe" in given:
+        name = _checked(given["recipe"], str | None)
+    else:
+        type_name = given["policy.type"].value if "recipe" in _field_types(cls) and "policy.type" in given else None
+        name = recipe_of_type(type_name) if isinstance(type_name, str) else None
     return {} if name is None else _flatten(cls, get_recipe(name), f"recipe {name}")
 
 
@@ -234,7 +237,9 @@ def help_text(cls: type, *, width: int | None = None) -> str:
 
 def flag_lines(rows: Mapping[str, tuple[Any, str, Any]], *, width: int | None = None) -> str:
     """Flags as in `help_text`: name -> (type, sentence, default)."""
-    texts = {f"--{name}={kind_name(kind)}": f"{text} {_default(default)}" for name, (kind, text, default) in rows.items()}
+    texts = {
+        f"--{name}={kind_name(kind)}": f"{text} {_default(default)}" for name, (kind, text, default) in rows.items()
+    }
     return "\n".join(_entry(flag, text.strip(), width or _terminal_width()) for flag, text in texts.items())
 
 

@@ -131,7 +131,8 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
     computed = config.dataset.stats == "computed"
     vectors = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
     warnings = _check_stats(metas, vectors)
-    pictures = picture_stats(metas, stats_needed(policy, [camera for _, camera in binding.cameras]))
+    needed = stats_needed(policy, [camera for _, camera in binding.cameras])
+    pictures = picture_stats(metas, needed, imagenet=config.dataset.use_imagenet_stats)
     if preflight:  # said once, though a run is set up several times
         warnings += _hold_against_rows(config, metas, vectors)
         for text in warnings:

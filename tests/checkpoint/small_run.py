@@ -44,7 +44,9 @@ class SmallRun:
         self.module: Any = setup.adapter.load_module(setup.policy, setup.binding, options, stats=setup.stats)
         self.module.train()
         self.trainable = trained_tensors(self.module)
-        self.optimizer = make_optimizer([p for p in self.trainable.values() if p.requires_grad], config.optimizer)
+        trained = {name: one for name, one in self.trainable.items() if one.requires_grad}
+        factors = setup.adapter.rate_factors(setup.policy, config.optimizer.lr)
+        self.optimizer = make_optimizer(trained, config.optimizer, factors)
         self.ema = Ema(self.trainable, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.checkpointer = self._make_checkpointer()
         self.done, self.loss_sum, self.loss_count = self.checkpointer.restore()

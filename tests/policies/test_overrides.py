@@ -152,5 +152,5 @@ def test_a_flow_policy_takes_another_chunk_on_the_same_weights(dataset_v3: Path,
 
     stored = json.loads(make_policy_files(setup.policy, setup.binding, setup.stats, dtype=None)["config.json"])
     assert (stored["chunk_size"], stored["n_action_steps"]) == (3, 2)
-    with pytest.raises(ValueError, match="n_action_steps is 5, and a chunk has 3 actions.*--policy.n_action_steps=3"):
+    with pytest.raises(ValueError, match=r"n_action_steps is 5, and a chunk has 3 actions.*--policy.n_action_steps=3"):
         make_setup(replace(config, policy=replace(policy, overrides={"chunk_size": 3})))

@@ -56,8 +56,6 @@ class PolicySpec:
     """Size of the delivered pictures."""
     pad: Literal["centre", "left_top", "none"] = "centre"
     """Where the bars of a picture go whose sides have another ratio; none stretches it."""
-    keeps_size: bool = False
-    """Pictures are not resized: a camera that has recorded another size than `image_hw` is refused."""
     action_offsets: tuple[int, ...]
     """Frames from an observation to each action of its chunk."""
     observation_offsets: tuple[int, ...] | None = None
@@ -66,15 +64,14 @@ class PolicySpec:
     """Frames at the end of each episode that no training sample begins with; they are still parts of others' windows."""
     max_state_dim: int
     max_action_dim: int
-    is_strict: bool = False
-    """Nothing is padded or masked: the dataset has every camera, and state and action of exactly these dims."""
     normalisation: Mapping[str, str]
     """VISUAL, STATE and ACTION -> QUANTILES, MIN_MAX, MEAN_STD or IDENTITY."""
     has_prompt: bool = False
     """Whether the sentence takes part."""
     tokenizer_file: str | None = None
-    resizes: bool = True
-    """False for a policy that takes pictures as they were recorded: those of `image_hw` alone, then."""
+    fixed_inputs: bool = False
+    """True for a policy that takes what it was made for and nothing else: all its cameras, pictures recorded at `image_hw`
+    (unless it stretches them), state and action of just these dims. Others resize, pad, and mask cameras that are missing."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """A run's own values for fields of config.json, as JSON has them."""
 
@@ -245,7 +242,8 @@ def read_policy(adapter: PolicyAdapter[Any], folder: Path, card: Policy, overrid
     used = {name: value for name, value in overrides.items() if card.overrides[name].with_base != "unused"}
     if not used:
         return adapter.read_spec(folder)
-    return replace(adapter.read_spec(folder, used), overrides=json.loads(json.dumps(used)))
+    spec = adapter.read_spec(folder, used)
+    return replace(spec, overrides={**spec.overrides, **json.loads(json.dumps(used))})
 
 
 def check_action_steps(config: Mapping[str, Any], where: str) -> None:
@@ -285,13 +283,19 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
             f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
         )
     names = {target for _, target in delivered}
-    _check_strict(spec, meta, delivered)
+    missing = tuple(camera for camera in spec.cameras if camera not in names)
+    if missing and spec.fixed_inputs:
+        free = next((name for name in meta.cameras if renamed[name] not in spec.cameras), "NAME")
+        raise ValueError(
+            f"dataset '{meta.root.url}': it has no camera '{missing[0]}', without which the policy '{spec.folder}' cannot be used; "
+            f"map one with {as_flag({free: missing[0]})}"
+        )
     state, action = (_own_vector(meta, key, rename_map) for key in (STATE, ACTION))
     return Binding(
         cameras=delivered,
-        missing_cameras=tuple(camera for camera in spec.cameras if camera not in names),
-        state_dim=_check_width(meta, STATE, state, spec.max_state_dim, exact=spec.is_strict),
-        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim, exact=spec.is_strict),
+        missing_cameras=missing,
+        state_dim=_check_width(meta, STATE, state, spec.max_state_dim, fixed=spec.fixed_inputs),
+        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim, fixed=spec.fixed_inputs),
         action_names=_names(meta.features[action]),
         also=() if state == STATE else ((state, STATE),),
     )
@@ -350,7 +354,7 @@ def _check_targets(
                 f"dataset '{meta.root.url}': camera '{name}' holds depth, the policy's '{target}' takes colours"
             )
         recorded = meta.features[name].height_width
-        if target in spec.cameras and not spec.resizes and recorded != spec.image_hw:
+        if target in spec.cameras and spec.fixed_inputs and spec.pad != "none" and recorded != spec.image_hw:
             raise ValueError(
                 f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, the policy '{spec.folder}' takes "
                 f"pictures of {_size(spec.image_hw)} as they are and does not resize; re-encode the videos, or train without "
@@ -360,25 +364,6 @@ def _check_targets(
 
 def _size(height_width: tuple[int, int]) -> str:
     return f"{height_width[0]} x {height_width[1]}"
-
-
-def _check_strict(spec: PolicySpec, meta: DatasetMeta, delivered: Sequence[tuple[str, str]]) -> None:
-    """Of a policy that neither masks a camera nor resizes its pictures."""
-    targets = [target for _, target in delivered]
-    missing = [camera for camera in spec.cameras if camera not in targets]
-    if spec.is_strict and missing:
-        free = next((name for name in meta.cameras if name not in [own for own, _ in delivered]), "NAME")
-        raise ValueError(
-            f"dataset '{meta.root.url}': it has no camera '{missing[0]}', which the policy cannot do without; if it is one under "
-            f"another name, say so with {as_flag({free: missing[0]})}"
-        )
-    for name, target in delivered if spec.keeps_size else ():
-        height, width = meta.features[name].height_width
-        if (height, width) != spec.image_hw:
-            raise ValueError(
-                f"dataset '{meta.root.url}': camera '{name}' has recorded {height} x {width}, the policy's '{target}' takes "
-                f"{spec.image_hw[0]} x {spec.image_hw[1]} and does not resize; use a base that was made for this size"
-            )
 
 
 def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> str:
@@ -395,7 +380,7 @@ def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> s
     )
 
 
-def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, exact: bool = False) -> int:
+def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, fixed: bool) -> int:
     feature = meta.features[own]
     said = f"'{own}'" if own == key else f"'{own}', which is to be '{key}',"
     if numpy_type(feature) in (None, "object") or not feature.shape:
@@ -407,9 +392,10 @@ def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, exact: boo
         raise ValueError(
             f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most} at most"
         )
-    if exact and feature.shape[0] != most:
+    if fixed and feature.shape[0] != most:
         raise ValueError(
-            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most}; use a base for such a robot"
+            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy was made for {most}; train without "
+            f"--policy.path, or take a base of as many"
         )
     return feature.shape[0]
 

@@ -15,6 +15,7 @@ from vlatune.errors import did_you_mean
 
 PACKAGES = {
     "pi05": "vlatune.policies.pi05",
+    "act": "vlatune.policies.act",
     "diffusion": "vlatune.policies.diffusion",
 }
 """Type -> package."""
@@ -92,7 +93,9 @@ class Policy:
         """The recipe of its small twin, which the demo trains."""
         small = [name for name, recipe in self.recipes.items() if recipe.small]
         if not small:
-            raise ValueError(f"{self.title} (--policy.type={self.type}) has no recipe of a small twin, which a demo needs")
+            raise ValueError(
+                f"{self.title} (--policy.type={self.type}) has no recipe of a small twin, which a demo needs"
+            )
         return small[0]
 
 

@@ -250,8 +250,8 @@ def of_another_camera(config):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (of_another_size, "has recorded 96 x 96, the policy's '.*' takes 88 x 96 and does not resize"),
-        (of_more_dims, "'observation.state' has 3 dims, the policy takes 9"),
+        (of_another_size, "is recorded at 96 x 96, the policy '.*' takes pictures of 88 x 96"),
+        (of_more_dims, "'observation.state' has 3 dims, the policy was made for 9"),
         (of_another_camera, r"has no camera 'observation.images.elbow'.*--rename_map='\{\"observation.images.wrist\""),
     ],
 )

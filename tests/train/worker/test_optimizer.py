@@ -98,7 +98,9 @@ def test_other_schedules_are_lerobots_for_every_group(theirs, total_steps):
     config = SchedulerConfig(num_warmup_steps=10, type=theirs.type)
     weights = {"head.w": torch.nn.Parameter(torch.zeros(1)), "backbone.w": torch.nn.Parameter(torch.zeros(1))}
     ours = make_optimizer(weights, OptimizerConfig(lr=1e-4), {"backbone": 0.1})
-    peer = torch.optim.AdamW([{"params": [weights["head.w"]]}, {"params": [weights["backbone.w"]], "lr": 1e-5}], lr=1e-4)
+    peer = torch.optim.AdamW(
+        [{"params": [weights["head.w"]]}, {"params": [weights["backbone.w"]], "lr": 1e-5}], lr=1e-4
+    )
     for step, expected in enumerate(rates_of(theirs.build(peer, total_steps), peer, total_steps)):
         set_learning_rate(ours, learning_rate(step, total_steps, 1e-4, config))
         assert [group["lr"] for group in ours.param_groups] == pytest.approx(expected, rel=1e-12), step
@@ -112,7 +114,10 @@ def test_without_a_scheduler_the_rate_stays():
 def test_groups_have_their_part_of_the_rate_and_no_parameter_is_lost():
     weights = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("a.x", "back.x", "b.x", "back.y", "neck.x")}
     optimizer = make_optimizer(weights, OptimizerConfig(lr=0.5), {"back.y": 2.0, "back": 0.1, "absent": 3.0})
-    by_rate = {group["lr"]: [name for name in weights if any(weights[name] is p for p in group["params"])] for group in optimizer.param_groups}
+    by_rate = {
+        group["lr"]: [name for name in weights if any(weights[name] is p for p in group["params"])]
+        for group in optimizer.param_groups
+    }
     assert by_rate == {0.5: ["a.x", "b.x", "neck.x"], 1.0: ["back.y"], 0.05: ["back.x"]}
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 0.025]
@@ -137,7 +142,9 @@ def test_groups_go_on_to_the_bit(tmp_path):
     def stepped(weights, optimizer, steps) -> None:
         for step in steps:
             set_learning_rate(optimizer, 0.1 / (1 + step))
-            sum((weight * (step + 1 + place)).square().sum() for place, weight in enumerate(weights.values())).backward()
+            sum(
+                (weight * (step + 1 + place)).square().sum() for place, weight in enumerate(weights.values())
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
 

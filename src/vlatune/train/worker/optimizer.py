@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
-
 RATE_FACTOR = "rate_factor"
 """Of a group of parameters: its share of the run's learning rate."""
 
@@ -38,14 +37,10 @@ def make_optimizer(
     if isinstance(parameters, Mapping):
         groups = make_groups(parameters, config.lr, rate_factors or {})
     kind = torch.optim.AdamW if config.type == "adamw" else torch.optim.Adam
-    return kind(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-    )
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
 
-def make_groups(
-    parameters: Mapping[str, Tensor], lr: float, rate_factors: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def make_groups(parameters: Mapping[str, Tensor], lr: float, rate_factors: Mapping[str, float]) -> list[dict[str, Any]]:
     """A group for what has the run's own rate and one for each beginning of a name in `rate_factors`; none is empty."""
     by_start: dict[str, list[Tensor]] = {start: [] for start in ("", *rate_factors)}
     for name, parameter in parameters.items():
