@@ -16,7 +16,7 @@ from vlatune.dataset.order.sample_order import epoch_order
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.source import read_units
 from vlatune.pipeline.transforms import apply_all
-from vlatune.policies.diffusion.adapter import CentreCrop, DiffusionAdapter, DrawDiffusion, RandomCrop, with_defaults
+from vlatune.policies.diffusion.diffusion_adapter import CentreCrop, DiffusionAdapter, DrawDiffusion, RandomCrop, with_defaults
 from vlatune.run_setup import make_setup
 
 TOP = "observation.images.top"

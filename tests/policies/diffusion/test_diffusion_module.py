@@ -12,9 +12,9 @@ from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Fit, ModuleOptions, trained_tensors
-from vlatune.policies.diffusion import module as diffusion
-from vlatune.policies.diffusion.adapter import new_settings
-from vlatune.policies.diffusion.module import FEATURES, _feature, build_policy
+from vlatune.policies.diffusion import diffusion_module as diffusion
+from vlatune.policies.diffusion.diffusion_adapter import new_settings
+from vlatune.policies.diffusion.diffusion_module import FEATURES, _feature, build_policy
 
 SILENT = "pool.nets.bias"
 """Moves all logits of a softmax over places alike."""

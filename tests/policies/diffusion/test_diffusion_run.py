@@ -14,7 +14,6 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from safetensors.numpy import load_file
 from small_run import make_finished, running
 
-from vlatune import cli
 from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.state import load_result
@@ -23,7 +22,7 @@ from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.evaluate.predictions import predict
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Fit, ModuleOptions, trained_tensors
-from vlatune.policies.diffusion.adapter import DiffusionAdapter
+from vlatune.policies.diffusion.diffusion_adapter import DiffusionAdapter
 from vlatune.run_setup import Setup, make_setup
 
 
@@ -154,18 +153,3 @@ def test_a_camera_of_another_size_needs_a_resize(tmp_path):
         DiffusionAdapter().make_base(tmp_path / "base", fit, small=False, place=tmp_path)
     DiffusionAdapter().make_base(tmp_path / "small", fit, small=True, place=tmp_path)
     assert DiffusionAdapter().read_spec(tmp_path / "small").image_hw == (48, 48)
-
-
-@pytest.mark.slow
-def test_the_small_twin_learns_a_task_without_a_sentence(tmp_path, monkeypatch):
-    """Through the command line, on a CPU, in about two minutes."""
-    from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
-
-    data, run = tmp_path / "data", tmp_path / "run"
-    make_dataset(data, SyntheticSpec(episodes=128, frames=20, seed=0))
-    flags = [f"--dataset.root={data}", f"--output_dir={run}", "--seed=0"]
-    assert cli.main(["train", "--recipe=diffusion-tiny", *flags]) == cli.OK
-    assert cli.main(["eval", str(run)]) == cli.OK
-    figures = json.loads((run / "eval.json").read_text())
-    assert "blank_sentence_error" not in figures
-    assert figures["action_error"] <= 0.5 * figures["mean_action_error"]

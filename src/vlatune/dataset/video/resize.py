@@ -5,6 +5,7 @@ the odd pixel to the right and the bottom. Other policies put all of the bars to
 (`resize_with_pad`), or have none and stretch, with antialiasing (torchvision's `Resize`). On uint8 it differs from LeRobot's float path by rounding alone, at most 1/255 (a test holds it).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,6 +46,19 @@ class Letterbox:
 
 
 CENTRED = Letterbox()
+
+
+@dataclass(frozen=True)
+class Spread(Letterbox):
+    """Of pictures that several rows look at: each goes to all of them, in the way of each."""
+
+    targets: Iterator[Sequence[tuple[Letterbox, np.ndarray]]] = iter(())
+    """For each picture, in the order in which they are decoded."""
+
+    def into(self, image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
+        """`out_CHW` is not where it goes."""
+        for letterbox, place_CHW in next(self.targets):
+            letterbox.into(image_HWC, place_CHW)
 
 
 def letterbox_box(

@@ -1,4 +1,4 @@
-"""Diffusion Policy, all of it: its card here, the side without torch in `adapter.py`, the torch side in `module.py`.
+"""Diffusion Policy, all of it: its card here, the side without torch in `diffusion_adapter.py`, the torch side in `diffusion_module.py`.
 
 The numbers of the recipe `diffusion` are LeRobot's own training presets (`DiffusionConfig`, and what `lerobot-train` adds).
 """
@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from vlatune.policies.registry import Override, Policy, Recipe, at_least
 
 if TYPE_CHECKING:
-    from vlatune.policies.diffusion.adapter import DiffusionAdapter
+    from vlatune.policies.diffusion.diffusion_adapter import DiffusionAdapter
 
 Backbone = Literal["resnet18", "resnet34", "resnet50"]
 """A closed list: LeRobot takes any name of torchvision's that begins with resnet."""
-Pretrained = Literal[
-    "ResNet18_Weights.IMAGENET1K_V1",
-    "ResNet34_Weights.IMAGENET1K_V1",
-    "ResNet50_Weights.IMAGENET1K_V1",
-    "ResNet50_Weights.IMAGENET1K_V2",
-]
 Scheduler = Literal["DDPM", "DDIM"]
 Betas = Literal["squaredcos_cap_v2", "linear", "scaled_linear", "sigmoid"]
 Prediction = Literal["epsilon", "sample"]
@@ -25,7 +19,7 @@ MOST_STAGES = 8
 
 
 def _adapter() -> "DiffusionAdapter":
-    from vlatune.policies.diffusion.adapter import DiffusionAdapter
+    from vlatune.policies.diffusion.diffusion_adapter import DiffusionAdapter
 
     return DiffusionAdapter()
 
@@ -61,14 +55,9 @@ OVERRIDES = {
     "crop_is_random": Override(
         bool, "Training looks at a part anywhere in the picture, evaluation at its middle.", True, with_base="any"
     ),
-    "pretrained_backbone_weights": Override(
-        Pretrained | None,
-        "torchvision's weights that the backbone of a new model begins with, fetched if they are not in torch's cache, with "
-        "BatchNorm; random ones with GroupNorm when left out.",
-        "ResNet18_Weights.IMAGENET1K_V1",
-        with_base="unused",
+    "use_group_norm": Override(
+        bool, "GroupNorm in the backbone instead of BatchNorm; a new model has it unless told otherwise.", False
     ),
-    "use_group_norm": Override(bool, "GroupNorm in the backbone instead of BatchNorm.", False),
     "spatial_softmax_num_keypoints": Override(int, "Points in a picture that are told on.", 32, at_least(1)),
     "use_separate_rgb_encoder_per_camera": Override(bool, "A backbone for each camera, or one for all.", True),
     "down_dims": Override(tuple[int, ...], "Widths of the U-Net's stages, each half as long.", (512, 1024, 2048), _stages),

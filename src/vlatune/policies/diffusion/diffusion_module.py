@@ -27,7 +27,7 @@ from torch.nn import functional
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
 from vlatune.files import read_file, real_path, whole_folder
 from vlatune.policies.base import Fit, ModuleOptions, Stats
-from vlatune.policies.diffusion.adapter import WEIGHTS, DiffusionSpec, new_settings
+from vlatune.policies.diffusion.diffusion_adapter import WEIGHTS, DiffusionSpec, new_settings
 from vlatune.policies.processors import CONFIG, plain_processors
 
 NORMALISE_EPS = 1e-8
@@ -257,21 +257,13 @@ def fill(policy: DiffusionPolicy, folder: Path, device: torch.device) -> None:
 
 
 def save_random(folder: Path, fit: Fit, *, small: bool) -> None:
-    """A folder with LeRobot's own policy for some datasets, with random weights but for those of the backbone that are
-    asked for by name.
-    """
+    """A folder with LeRobot's own policy for some datasets, with random weights."""
     settings = new_settings(fit, small=small)
     features = {key: {name: _feature(one) for name, one in settings.pop(key).items()} for key in FEATURES}
     config = DiffusionConfig(**features, device="cpu", push_to_hub=False, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fit.seed)
-        try:
-            policy = DiffusionPolicy(config)
-        except OSError as error:  # of urllib's, when there is no network
-            raise RuntimeError(
-                f"--policy.pretrained_backbone_weights={config.pretrained_backbone_weights}: torchvision could not fetch them "
-                f"({error}); put the file into torch's cache, or leave the flag out"
-            ) from error
+        policy = DiffusionPolicy(config)
     with whole_folder(folder) as aside:
         policy.save_pretrained(aside)
         for name, content in plain_processors().items():

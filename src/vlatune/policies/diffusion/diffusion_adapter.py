@@ -3,7 +3,7 @@
 Reads LeRobot's `config.json` as plain JSON. LeRobot's policy resizes and crops pictures on the device; here the reader
 resizes them and a transform crops them, so that only what the policy looks at travels. Where a training sample is cropped,
 its noise and its time step are functions of its place in the run's order; evaluation crops in the middle and draws by frame.
-The torch side is `module.py`.
+The torch side is `diffusion_module.py`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
         return spec
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
-        from vlatune.policies.diffusion.module import save_random
+        from vlatune.policies.diffusion.diffusion_module import save_random
 
         save_random(folder, fit, small=small)
 
@@ -236,7 +236,7 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
         *,
         stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
-        from vlatune.policies.diffusion.module import load_diffusion
+        from vlatune.policies.diffusion.diffusion_module import load_diffusion
 
         return load_diffusion(spec, options, device, stats)
 
@@ -249,20 +249,19 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_settings(fit: Fit, *, small: bool) -> dict[str, Any]:
-    """LeRobot's settings for a model with random weights, where they are not its defaults; a run's own in place."""
+    """LeRobot's settings for a model with random weights, where they are not its defaults; a run's own in place.
+
+    LeRobot begins with a backbone that has seen ImageNet, which would have to be fetched, and keeps its BatchNorm. One that
+    begins with random weights has GroupNorm here, as in the paper: it does not depend on what else is in the batch.
+    """
     given, side = fit.overrides, fit.image_size
-    pretrained = given.get("pretrained_backbone_weights")
-    made: dict[str, Any] = {"pretrained_backbone_weights": pretrained, "use_group_norm": pretrained is None}
+    made: dict[str, Any] = {"pretrained_backbone_weights": None, "use_group_norm": True}
     if small:
         stages = given.get("down_dims", SMALL["down_dims"])
         made |= {**SMALL, "resize_shape": (side, side), "horizon": _round_up(fit.horizon, 2 ** len(stages))}
     made |= given
     horizon, looks = made.get("horizon", 64), made.get("n_obs_steps", 2)
     made.setdefault("n_action_steps", max(1, min(horizon - looks + 1, horizon if small else 32)))
-    if made["use_group_norm"] and pretrained:
-        raise ValueError(
-            f"--policy.use_group_norm=true: the weights {pretrained} are made for BatchNorm; leave out one of the two"
-        )
     sizes = set(fit.recorded_hw)
     if len(sizes) > 1 and made.get("resize_shape") is None:
         each = ", ".join(f"{name} {hw[0]} x {hw[1]}" for name, hw in zip(fit.cameras, fit.recorded_hw, strict=True))
