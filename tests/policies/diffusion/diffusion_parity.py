@@ -62,7 +62,7 @@ def make_base(folder: Path, dataset: Path, **settings: Any) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         policy = DiffusionPolicy(config)
-        for name, one in policy.named_parameters():
+        for one in policy.parameters():
             if one.ndim == 1:
                 one.data += 0.1 * torch.randn(one.shape)
         for name, one in policy.named_buffers():
@@ -136,9 +136,7 @@ def adding(step_noise: Tensor) -> Iterator[None]:
 
     given = iter(step_noise)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            scheduling_ddpm, "randn_tensor", lambda shape, **options: next(given).expand(shape)
-        )
+        patch.setattr(scheduling_ddpm, "randn_tensor", lambda shape, **options: next(given).expand(shape))
         yield
 
 

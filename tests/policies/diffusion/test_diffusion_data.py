@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from diffusion_parity import make_base, read_rows, run_config, setup_of
+from diffusion_parity import read_rows, run_config, setup_of
 from lerobot.datasets.sampler import EpisodeAwareSampler
 from lerobot.policies.diffusion import DiffusionConfig
 from safetensors.numpy import load_file, save_file
@@ -16,7 +16,13 @@ from vlatune.dataset.order.sample_order import epoch_order
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.source import read_units
 from vlatune.pipeline.transforms import apply_all
-from vlatune.policies.diffusion.diffusion_adapter import CentreCrop, DiffusionAdapter, DrawDiffusion, RandomCrop, with_defaults
+from vlatune.policies.diffusion.diffusion_adapter import (
+    CentreCrop,
+    DiffusionAdapter,
+    DrawDiffusion,
+    RandomCrop,
+    with_defaults,
+)
 from vlatune.run_setup import make_setup
 
 TOP = "observation.images.top"
@@ -139,7 +145,9 @@ def test_the_last_frames_are_left_out_as_lerobots_sampler_does(dropped, dataset_
         episode_indices_to_use=training.position.tolist(),
         drop_n_last_frames=dropped,
     )
-    ours = [int(begins[p]) + frame for p, n in zip(training.position, training.length, strict=True) for frame in range(n)]
+    ours = [
+        int(begins[p]) + frame for p, n in zip(training.position, training.length, strict=True) for frame in range(n)
+    ]
     assert ours == sampler.indices
     assert setup.order.num_samples == len(ours)
     assert epoch_order(setup.order, 0).max() < len(ours)

@@ -37,7 +37,9 @@ def weights_of(run: Any) -> dict[str, torch.Tensor]:
     return {name: one.detach().clone() for name, one in run.trainable.items()}
 
 
-def test_a_killed_run_goes_on_to_the_bit_with_its_running_statistics_and_averages(dataset_v3, batch_norm_base, tmp_path):
+def test_a_killed_run_goes_on_to_the_bit_with_its_running_statistics_and_averages(
+    dataset_v3, batch_norm_base, tmp_path
+):
     optimizer = OptimizerConfig(lr=1e-3, ema_decay=0.9)
     config = run_config(dataset_v3, batch_norm_base, optimizer=optimizer, output_dir=str(tmp_path / "straight"))
     with running(config) as straight:
@@ -148,8 +150,8 @@ def test_processors_are_the_steps_that_lerobot_writes(tmp_path, grouped):
 
 
 def test_a_camera_of_another_size_needs_a_resize(tmp_path):
+    fit = small_fit(recorded_hw=((96, 96), (48, 64)))
     with pytest.raises(ValueError, match=r"have recorded several .*wrist 48 x 64.*--policy.resize_shape"):
-        fit = small_fit(recorded_hw=((96, 96), (48, 64)))
         DiffusionAdapter().make_base(tmp_path / "base", fit, small=False, place=tmp_path)
     DiffusionAdapter().make_base(tmp_path / "small", fit, small=True, place=tmp_path)
     assert DiffusionAdapter().read_spec(tmp_path / "small").image_hw == (48, 48)

@@ -48,11 +48,11 @@ class Letterbox:
 CENTRED = Letterbox()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Spread(Letterbox):
     """Of pictures that several rows look at: each goes to all of them, in the way of each."""
 
-    targets: Iterator[Sequence[tuple[Letterbox, np.ndarray]]] = iter(())
+    targets: Iterator[Sequence[tuple[Letterbox, np.ndarray]]]
     """For each picture, in the order in which they are decoded."""
 
     def into(self, image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:

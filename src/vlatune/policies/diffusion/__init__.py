@@ -46,7 +46,10 @@ OVERRIDES = {
     ),
     "vision_backbone": Override(Backbone, "The ResNet that looks at pictures.", "resnet18"),
     "resize_shape": Override(
-        tuple[int, int] | None, "Height and width that pictures are brought to; as recorded when left out.", None, at_least(1)
+        tuple[int, int] | None,
+        "Height and width that pictures are brought to; as recorded when left out.",
+        None,
+        at_least(1),
     ),
     "crop_ratio": Override(float, "Part of the sides of a resized picture that is looked at.", 1.0, _ratio),
     "crop_shape": Override(
@@ -60,11 +63,15 @@ OVERRIDES = {
     ),
     "spatial_softmax_num_keypoints": Override(int, "Points in a picture that are told on.", 32, at_least(1)),
     "use_separate_rgb_encoder_per_camera": Override(bool, "A backbone for each camera, or one for all.", True),
-    "down_dims": Override(tuple[int, ...], "Widths of the U-Net's stages, each half as long.", (512, 1024, 2048), _stages),
+    "down_dims": Override(
+        tuple[int, ...], "Widths of the U-Net's stages, each half as long.", (512, 1024, 2048), _stages
+    ),
     "kernel_size": Override(int, "Actions that its convolutions see.", 5, at_least(1)),
     "n_groups": Override(int, "Groups of its norms.", 8, at_least(1)),
     "diffusion_step_embed_dim": Override(int, "Width of the time step's code.", 128, at_least(4)),
-    "use_film_scale_modulation": Override(bool, "Observations scale what the U-Net computes, beside shifting it.", True),
+    "use_film_scale_modulation": Override(
+        bool, "Observations scale what the U-Net computes, beside shifting it.", True
+    ),
     "noise_scheduler_type": Override(Scheduler, "How actions are sampled.", "DDPM", with_base="any"),
     "num_train_timesteps": Override(int, "Steps between actions and noise.", 100, at_least(1)),
     "num_inference_steps": Override(

@@ -142,7 +142,9 @@ class RandomCrop:
             pictures = columns[name]
             room = np.array(pictures.shape[-2:]) - self.size_hw + 1
             corners = np.floor(drawn[:, 0 if self.same_for_all else number] * room).astype(int)
-            cropped[name] = np.stack([_part(one, corner, self.size_hw) for one, corner in zip(pictures, corners, strict=True)])
+            cropped[name] = np.stack(
+                [_part(one, corner, self.size_hw) for one, corner in zip(pictures, corners, strict=True)]
+            )
         return columns | cropped
 
     def _draw(self, slot: int) -> np.ndarray:
@@ -192,9 +194,7 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
 
         save_random(folder, fit, small=small)
 
-    def make_transforms(
-        self, spec: DiffusionSpec, binding: Binding, stats: Stats, draw: Draw
-    ) -> tuple[Transform, ...]:
+    def make_transforms(self, spec: DiffusionSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, crop, normalise, draw; pictures are normalised on the device."""
         cropped = (CentreCrop(spec.cameras, spec.crop_hw),) if spec.crop_hw else ()
         return (
@@ -306,7 +306,9 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
     height, width = resize or next(iter(sizes))
     crop = _crop_of(config)
     if crop and (crop[0] > height or crop[1] > width):
-        raise ValueError(f"crop_shape {list(crop)} does not fit into pictures of {height} x {width}; give a smaller one")
+        raise ValueError(
+            f"crop_shape {list(crop)} does not fit into pictures of {height} x {width}; give a smaller one"
+        )
     return DiffusionSpec(
         type="diffusion",
         folder=str(folder),
@@ -324,7 +326,9 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
         crop_is_random=config["crop_is_random"],
         one_encoder=not config["use_separate_rgb_encoder_per_camera"],
         num_train_timesteps=int(config["num_train_timesteps"]),
-        overrides={"pretrained_backbone_weights": None},  # the folder has them; LeRobot would fetch them to replace them
+        overrides={
+            "pretrained_backbone_weights": None
+        },  # the folder has them; LeRobot would fetch them to replace them
     )
 
 

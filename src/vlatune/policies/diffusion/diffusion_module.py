@@ -78,7 +78,9 @@ class DiffusionModule(nn.Module):
         super().__init__()
         self.policy = policy
         self.spec = spec
-        self._encoders: list[Any] = [policy.diffusion.rgb_encoder] if spec.one_encoder else [*policy.diffusion.rgb_encoder]
+        self._encoders: list[Any] = (
+            [policy.diffusion.rgb_encoder] if spec.one_encoder else [*policy.diffusion.rgb_encoder]
+        )
         for encoder in self._encoders:  # pictures come resized and cropped: it would make them large again
             encoder.resize, encoder.do_crop = None, False
         self._steps = schedule.steps

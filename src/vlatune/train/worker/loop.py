@@ -116,7 +116,9 @@ class Worker:
         self.checkpointer = self._make_checkpointer()
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
         wrapped = make_parallel(module) if share.num_workers > 1 else module
-        self.updater = Updater(wrapped, list(trained.values()), self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm)
+        self.updater = Updater(
+            wrapped, list(trained.values()), self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm
+        )
         self.watch = NonFiniteWatch()
         self.logger = MetricsLogger(job, self.first_step, flags) if share.rank == 0 else None
         self.taken: list[np.ndarray] = []
