@@ -18,6 +18,7 @@ S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C ch
 | `timestamp`                    | float32 | (N,)         | reader                          |
 | `slot`                         | int64   | (N,)         | plan: place in the worker's order |
 
+A policy that learns by diffusion has one draw: `noise` (N, T, A) and `time` int64 (N,), a step of its noise schedule.
 Observations of a policy that looks at several at once have them as a second axis, the newest last, with a mask of those
 before the episode's first: `observation.state` (N, O, S) and `observation.state_is_pad` (N, O).
 """

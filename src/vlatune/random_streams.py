@@ -24,6 +24,8 @@ class Stream(IntEnum):
     """(seed, dataset, pass): the runs of frames that a dataset gives to a mixture."""
     EVAL_NOISE = 4
     """(seed, dataset, frame): noise and time of a validation sample."""
+    CROP = 8
+    """(seed, place in the run's order): where the pictures of a training sample are cropped."""
 
 
 def make_generator(stream: Stream, *numbers: int) -> np.random.Generator:

@@ -25,7 +25,7 @@ from vlatune.dataset.health.bad_episodes import (
 from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats
-from vlatune.dataset.order.partition import Selection, hold_out, select_episodes
+from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
 from vlatune.dataset.reader import ReadSpec, augmented
 from vlatune.dataset.storage.remote_fs import parse_storage_options
@@ -116,6 +116,7 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
     selected, skipped = _usable_episodes(config, metas, specs, preflight=preflight)
     metas = without(metas, skipped)
     training, held_out = hold_out(selected, config.dataset.eval_split, config.seed)
+    training = drop_last_frames(training, policy.drop_last_frames)
     order = OrderSpec(
         lengths=tuple(training.length.tolist()),
         seed=config.seed,

@@ -12,7 +12,7 @@ from vlatune.batch import IDS, SLOT, Columns
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.evaluate.held_out import read_held_out
 from vlatune.pipeline.transforms import apply_all
-from vlatune.policies.base import ModuleOptions
+from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point, open_run
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.optimizer import Ema, make_optimizer
@@ -42,9 +42,10 @@ class SmallRun:
         options = ModuleOptions.of(config.policy)
         self.module: Any = setup.adapter.load_module(setup.policy, setup.binding, options, stats=setup.stats)
         self.module.train()
-        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.trainable = trained_tensors(self.module)
+        trained = {name: one for name, one in self.trainable.items() if one.requires_grad}
         factors = setup.adapter.rate_factors(setup.policy, config.optimizer.lr)
-        self.optimizer = make_optimizer(self.trainable, config.optimizer, factors)
+        self.optimizer = make_optimizer(trained, config.optimizer, factors)
         self.ema = Ema(self.trainable, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.checkpointer = self._make_checkpointer()
         self.done, self.loss_sum, self.loss_count = self.checkpointer.restore()

@@ -175,6 +175,93 @@ def test_windows_of_pictures_reach_back_and_mark_what_was_clamped(meta):
     assert columns[f"{TOP}_is_pad"].tolist() == [[True, False], [True, False], [False, False], [False, False]]
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_frame_that_several_rows_look_at_is_decoded_once(changed, meta, monkeypatch):
+    """Not once per offset: neither decoded, nor sought, nor turned into RGB."""
+    taken, sought, take, seek = [], [], video._take, video.Decoder._seek
+    monkeypatch.setattr(video, "_decoders", OrderedDict())  # none open from before
+    monkeypatch.setattr(video, "_take", lambda *args, **more: taken.append(args[2]) or take(*args, **more))
+    monkeypatch.setattr(video.Decoder, "_seek", lambda self, first_s: sought.append(first_s) or seek(self, first_s))
+    spec = make_spec(meta, cameras=[TOP], offsets=(-2, -1, 0))
+    (spec,) = augmented([spec], (lambda image_HWC, slot: image_HWC,) if changed else ())
+    columns = read(meta, spec, 4, [0, 1, 2, 3, 6])
+    assert len(taken) == 7  # 0 to 6
+    assert len(sought) == 1
+    assert [ids_of(window)[-1] for window in columns[TOP]] == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 6)]
+    assert [ids_of(window)[0] for window in columns[TOP]] == [(4, 0), (4, 0), (4, 0), (4, 1), (4, 4)]
+
+
+def test_windows_of_pictures_states_and_actions_are_lerobots(meta, dataset_v3):
+    """Every row of two episodes, edges included: pixels, values and masks."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    looks, acts = (-1, 0), tuple(range(-1, HORIZON))
+    windows = {TOP: looks, "observation.state": looks, "action": acts}
+    deltas = {key: [offset / 10 for offset in offsets] for key, offsets in windows.items()}
+    theirs = LeRobotDataset("synthetic/test", root=dataset_v3, video_backend="pyav", delta_timestamps=deltas)
+    vectors = [replace(one, offsets=windows[one.name]) for one in make_spec(meta).vectors]
+    spec = replace(make_spec(meta, cameras=[TOP], offsets=looks), vectors=tuple(vectors))
+    for episode in (0, 3):
+        first, length = int(meta.episodes.from_row[episode]), int(meta.episodes.length[episode])
+        hold_against(theirs, first, read(meta, spec, episode, range(length)), windows)
+
+
+def test_windows_of_pictures_in_parquet_are_lerobots_and_each_is_decoded_once(tmp_path, monkeypatch):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    from vlatune.dataset.video import images
+
+    camera, looks = "observation.image", (-2, -1, 0)
+    windows = {camera: looks, "action": (-1, 0, 1)}
+    root = write_pictures(tmp_path / "pictures", camera)
+    deltas = {key: [offset / 10 for offset in offsets] for key, offsets in windows.items()}
+    theirs = LeRobotDataset("a/b", root=root, delta_timestamps=deltas)
+    meta, decoded, decode = load_meta(str(root)), [], images.decode_image
+    monkeypatch.setattr(images, "decode_image", lambda *args: decoded.append(1) or decode(*args))
+    spec = ReadSpec(
+        root=meta.root,
+        dataset_index=0,
+        tolerance_s=1e-4,
+        cameras=(CameraSpec(camera, "image", 24, 32, looks),),
+        vectors=(VectorSpec("action", "float32", (2,), windows["action"]),),
+        tasks=meta.tasks,
+    )
+    for episode in (0, 1):
+        first, length = int(meta.episodes.from_row[episode]), int(meta.episodes.length[episode])
+        decoded.clear()
+        hold_against(theirs, first, read(meta, spec, episode, range(length)), windows)
+        assert len(decoded) == length
+
+
+def write_pictures(root: Path, camera: str) -> Path:
+    """Two episodes by LeRobot itself, of four and three rows."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    features = {
+        camera: {"dtype": "image", "shape": (24, 32, 3), "names": ["height", "width", "channels"]},
+        "action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+    }
+    dataset = LeRobotDataset.create("a/b", fps=10, features=features, root=root, use_videos=False)
+    rng = np.random.default_rng(0)
+    for length in (4, 3):
+        for _ in range(length):
+            picture = rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)
+            dataset.add_frame({camera: picture, "action": rng.random(2, dtype=np.float32), "task": "look"})
+        dataset.save_episode()
+    dataset.finalize()
+    return root
+
+
+def hold_against(theirs, first: int, ours: Columns, windows: dict[str, tuple[int, ...]]) -> None:
+    """Rows of an episode, as LeRobot gives them from `first` on."""
+    for row in range(len(ours["index"])):
+        expected = theirs[first + row]
+        for key in windows:
+            found = ours[key][row] / 255.0 if ours[key].dtype == np.uint8 else ours[key][row]
+            assert np.allclose(found, expected[key].numpy(), atol=1e-6), (key, row)
+            assert ours[f"{key}_is_pad"][row].tolist() == expected[f"{key}_is_pad"].tolist(), (key, row)
+
+
 def test_actions_after_the_end_are_the_last_and_marked(meta):
     length = int(meta.episodes.length[3])
     columns = read(meta, make_spec(meta, cameras=[]), 3, [length - 2])

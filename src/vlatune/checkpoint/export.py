@@ -23,7 +23,7 @@ from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import ExportConfig, RunConfig
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync, whole_folder
 from vlatune.flags import config_from_dict
-from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec, read_policy
+from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec, read_policy, trained_tensors
 from vlatune.policies.base_folder import base_weights, resolve_folder
 from vlatune.policies.processors import is_hub_name
 from vlatune.policies.registry import get_adapter, get_policy
@@ -149,8 +149,7 @@ def write_weights(plan: Plan, aside: Path) -> str:
     policy = plan.config.policy
     options = replace(ModuleOptions.of(policy), compile=False, gradient_checkpointing=False)
     module: Any = plan.adapter.load_module(plan.spec, plan.binding, options)
-    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    used = load_result(plan.checkpoint, trainable, plan.options.weights)
+    used = load_result(plan.checkpoint, trained_tensors(module), plan.options.weights)
     if plan.options.adapter:
         module.policy.config.save_pretrained(aside)
         write_adapter(module.policy, aside, policy)

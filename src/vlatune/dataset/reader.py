@@ -33,7 +33,7 @@ from vlatune.dataset.storage.tables import read_rows
 from vlatune.dataset.video.decoder import VideoPlace, decode_into
 from vlatune.dataset.video.images import read_images_into
 from vlatune.dataset.video.recorded import Recorded
-from vlatune.dataset.video.resize import CENTRED, Letterbox, PictureTransform
+from vlatune.dataset.video.resize import CENTRED, Letterbox, PictureTransform, Spread
 
 INDEX_COLUMNS = ("index", "episode_index", "frame_index", "timestamp", "task_index")
 
@@ -227,29 +227,37 @@ def _read_camera(
     spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, columns: Columns, rows: slice
 ) -> None:
     out = columns[camera.column][rows]
-    if camera.letterbox.before:
-        _read_one_by_one(spec, camera, unit, timestamps, out)
-        if camera.offsets is not None:
-            columns[f"{camera.column}_is_pad"][rows] = window_frames(unit.frames, camera.offsets, unit.length)[1]
-        return
-    if camera.offsets is None:
+    if camera.offsets is None and not camera.letterbox.before:
         _read_frames(spec, camera, unit, timestamps, unit.frames, out)
         return
-    frames_NT, is_pad_NT = window_frames(unit.frames, camera.offsets, unit.length)
-    distinct, where = np.unique(frames_NT, return_inverse=True)
-    decoded = np.empty((len(distinct), *out.shape[2:]), dtype=np.uint8)
-    _read_frames(spec, camera, unit, timestamps, distinct, decoded)
-    out[:] = decoded[where.reshape(frames_NT.shape)]
-    columns[f"{camera.column}_is_pad"][rows] = is_pad_NT
+    frames_NT, is_pad_NT = window_frames(unit.frames, camera.offsets or (0,), unit.length)
+    _read_each_once(spec, camera, unit, timestamps, frames_NT, out if camera.offsets else out[:, None])
+    if camera.offsets is not None:
+        columns[f"{camera.column}_is_pad"][rows] = is_pad_NT
 
 
-def _read_one_by_one(spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, out: np.ndarray) -> None:
-    """Row by row: what is done to a picture before it is resized depends on the row that it is for."""
-    for row, (frame, slot) in enumerate(zip(unit.frames, unit.slots, strict=True)):
-        of_row = replace(camera, letterbox=replace(camera.letterbox, slot=int(slot)))
-        frames_1T, _ = window_frames(np.array([frame]), camera.offsets or (0,), unit.length)
-        out_TCHW = out[row : row + 1] if camera.offsets is None else out[row]
-        _read_frames(spec, of_row, unit, timestamps, frames_1T[0], out_TCHW)
+def _read_each_once(
+    spec: ReadSpec,
+    camera: CameraSpec,
+    unit: Unit,
+    timestamps: np.ndarray,
+    frames_NT: np.ndarray,
+    out_NTCHW: np.ndarray,
+) -> None:
+    """A frame that several rows look at is decoded once, and goes to each of them; what is done to it before it is resized
+    depends on the row that it is for.
+    """
+    distinct = np.unique(frames_NT)
+    if not camera.letterbox.before:
+        decoded = np.empty((len(distinct), *out_NTCHW.shape[2:]), dtype=np.uint8)
+        _read_frames(spec, camera, unit, timestamps, distinct, decoded)
+        out_NTCHW[:] = decoded[np.searchsorted(distinct, frames_NT)]
+        return
+    of_row = [replace(camera.letterbox, slot=int(slot)) for slot in unit.slots]
+    places = (np.argwhere(frames_NT == frame) for frame in distinct)
+    targets = ([(of_row[row], out_NTCHW[row, nth]) for row, nth in where] for where in places)
+    spread = replace(camera, letterbox=Spread(targets=targets))
+    _read_frames(spec, spread, unit, timestamps, distinct, np.empty((len(distinct), 0), dtype=np.uint8))
 
 
 def _read_frames(

@@ -23,7 +23,7 @@ from vlatune.dataset.meta.stats import feature_stats
 from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
 from vlatune.outgoing import printable, warn
-from vlatune.policies.base import ModuleOptions
+from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.report.formatting import format_number, plural
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
 from vlatune.report.run_folder import read_config, write_evaluation
@@ -65,7 +65,7 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
     one_draw = replace(ModuleOptions.of(config.policy), flow_samples=1)
     module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device, stats=setup.stats).eval()
     rows = read_held_out(setup, options.max_samples)
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    trainable = trained_tensors(module)
     found = []
     for step in steps:
         with store.opened(step) as folder:

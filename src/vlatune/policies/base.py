@@ -54,12 +54,14 @@ class PolicySpec:
     """Features that are pictures, by the policy's names."""
     image_hw: tuple[int, int]
     """Size of the delivered pictures."""
-    pad: Literal["centre", "left_top"] = "centre"
-    """Where the bars of a picture go whose sides have another ratio."""
+    pad: Literal["centre", "left_top", "none"] = "centre"
+    """Where the bars of a picture go whose sides have another ratio; none stretches it."""
     action_offsets: tuple[int, ...]
     """Frames from an observation to each action of its chunk."""
     observation_offsets: tuple[int, ...] | None = None
     """Frames from a row to the observations that belong to it, as an axis of their own; None: its own, without an axis."""
+    drop_last_frames: int = 0
+    """Frames at the end of each episode that no training sample begins with; they are still parts of others' windows."""
     max_state_dim: int
     max_action_dim: int
     normalisation: Mapping[str, str]
@@ -68,8 +70,8 @@ class PolicySpec:
     """Whether the sentence takes part."""
     tokenizer_file: str | None = None
     fixed_inputs: bool = False
-    """True for a policy that takes what it was made for and nothing else: all its cameras, pictures recorded at `image_hw`,
-    state and action of just these dims. Others resize, pad, and mask cameras that are missing."""
+    """True for a policy that takes what it was made for and nothing else: all its cameras, pictures recorded at `image_hw`
+    (unless it stretches them), state and action of just these dims. Others resize, pad, and mask cameras that are missing."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """A run's own values for fields of config.json, as JSON has them."""
 
@@ -352,7 +354,7 @@ def _check_targets(
                 f"dataset '{meta.root.url}': camera '{name}' holds depth, the policy's '{target}' takes colours"
             )
         recorded = meta.features[name].height_width
-        if target in spec.cameras and spec.fixed_inputs and recorded != spec.image_hw:
+        if target in spec.cameras and spec.fixed_inputs and spec.pad != "none" and recorded != spec.image_hw:
             raise ValueError(
                 f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, the policy '{spec.folder}' takes "
                 f"pictures of {_size(spec.image_hw)} as they are and does not resize; re-encode the videos, or train without "
@@ -396,6 +398,14 @@ def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, fixed: boo
             f"--policy.path, or take a base of as many"
         )
     return feature.shape[0]
+
+
+def trained_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What training changes, by name: what a checkpoint holds. Parameters that train, and buffers that a step changes
+    by itself, which only a module with `changing_buffers()` has (BatchNorm's running statistics).
+    """
+    parameters: dict[str, torch.Tensor] = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    return parameters | getattr(module, "changing_buffers", dict)()
 
 
 def _names(feature: Feature) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from vlatune.errors import did_you_mean
 PACKAGES = {
     "pi05": "vlatune.policies.pi05",
     "act": "vlatune.policies.act",
+    "diffusion": "vlatune.policies.diffusion",
 }
 """Type -> package."""
 DEFAULT_TYPE = next(iter(PACKAGES))

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lerobot.policies.common.vla_utils import resize_with_pad, resize_with_pad_torch
 
-from vlatune.dataset.video.resize import letterbox_box, letterbox_into
+from vlatune.dataset.video.resize import Letterbox, letterbox_box, letterbox_into
 
 sizes = st.tuples(st.integers(16, 120), st.integers(16, 120))
 unhurried = settings(deadline=None, max_examples=80)  # a deadline would be a timing assertion
@@ -82,3 +82,19 @@ def test_bars_to_the_left_and_the_top_are_lerobots(recorded_hw, target_hw, seed)
     image_1CHW = torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255.0
     theirs = resize_with_pad(image_1CHW, *target_hw, pad_value=0)[0].numpy()
     assert np.abs(out / 255.0 - theirs).max() <= 1 / 255 + 1e-6
+
+
+@unhurried
+@given(sizes, sizes, st.integers(0, 2**32 - 1))
+@example((480, 640), (96, 128), 0)
+@example((96, 96), (96, 96), 0)  # as it is
+@example((30, 40), (224, 224), 0)  # larger
+def test_a_stretched_picture_is_torchvisions_within_one_step(recorded_hw, target_hw, seed):
+    """`Resize` on floats, with antialiasing, as LeRobot's Diffusion Policy does it."""
+    from torchvision.transforms import Resize
+
+    image = np.random.default_rng(seed).integers(0, 256, (*recorded_hw, 3), dtype=np.uint8)
+    out = np.full((3, *target_hw), 77, np.uint8)
+    Letterbox("none").into(image, out)
+    theirs = Resize(target_hw)(torch.from_numpy(image).permute(2, 0, 1)[None].float() / 255.0)[0].numpy()
+    assert np.abs(out / 255.0 - theirs).max() <= 1.5 / 255  # rounded twice, once per axis

@@ -3,7 +3,7 @@
 Consumers of several speeds against stores of several sizes, ours and the template's way in one run. Every store is a
 cluster in a process of its own (`feed_consumers.py`); spilled bytes are the raylets' own counters. First of all, the
 reader and the feed take turns: the reader reads the same files in order, warm, into the generous store of `bench
-reader`; that is what decoding allows. And the length of a run of frames has its price: they are decoded in one go, on
+reader`; that is what decoding allows. The feed takes a turn with two observations a sample as well. And the length of a run of frames has its price: they are decoded in one go, on
 one core, against whole episodes.
 """
 
@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import ReadSpec, Unit, make_unit, read_unit
 from vlatune.pipeline.sizing import usable_cpus
 
-READER, FEED = "vlatune.read_lerobot, warm", "vlatune's feed"
+READER, FEED, FEED_2 = "vlatune.read_lerobot, warm", "vlatune's feed", "vlatune's feed, 2 observations a sample"
 NAMES = {"reader": "vlatune.read_lerobot", "ours": "vlatune's feed", "template": "the template's way"}
 
 
@@ -55,7 +56,12 @@ def _fastest(root: str, options: FeedBench, cpus: int) -> dict[str, Callable[[],
     fast = {"name": "all at once", "step_s": 0.0, "batches": 3 * epoch}
     reader = Job("reader", root, ReaderBench.object_store_bytes, cpus, options.batch_size, [fast])
     feed = Job("ours", root, options.store_bytes, cpus, options.batch_size, [fast])
-    return {READER: lambda: _run(reader)[0]["samples_per_s"], FEED: lambda: _run(feed)[0]["samples_per_s"]}
+    ways = {READER: reader, FEED: feed, FEED_2: replace(feed, n_obs_steps=2)}
+    return {name: partial(_samples_per_s, job) for name, job in ways.items()}
+
+
+def _samples_per_s(job: Job) -> float:
+    return _run(job)[0]["samples_per_s"]
 
 
 def _jobs(root: str, options: FeedBench, cpus: int, decode_s: float) -> list[Job]:
@@ -114,6 +120,9 @@ def _figures(seen: Sequence[dict[str, Any]], results: Results) -> dict[str, Any]
         "wait_share": fed["wait_share"],
         "template_spilled_bytes": template[0]["spilled_bytes"] if template else None,
         "fast_over_reader": results.ratio(FEED, READER),
+        "obs2_over_obs1": results.ratio(FEED_2, FEED),
+        "obs1_rows_per_s": results.median(FEED),
+        "obs2_rows_per_s": results.median(FEED_2),
         "rounds": results.rounds,
         "host_copies_per_sample": fast["host_copies_per_sample"],
         "runs": list(seen),

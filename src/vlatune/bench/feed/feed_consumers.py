@@ -48,6 +48,8 @@ class Job:
     batch_size: int
     consumers: list[dict[str, Any]]
     """name; step_s: seconds a batch takes; batches; num_workers."""
+    n_obs_steps: int = 1
+    """Observations per sample."""
 
 
 @dataclass
@@ -176,15 +178,16 @@ def _consume_template(job: Job, consumer: dict[str, Any], step_s: float) -> tupl
     return [done], {"num_workers": 1, "bytes_per_sample": sum(sizes) / len(sizes)}
 
 
-def read_spec(meta: DatasetMeta) -> ReadSpec:
-    """All cameras at 224 x 224, state and 50 actions: what PI0.5 reads."""
+def read_spec(meta: DatasetMeta, n_obs_steps: int = 1) -> ReadSpec:
+    """All cameras at 224 x 224, state and 50 actions: what PI0.5 reads; several observations have an axis of their own."""
+    looks = None if n_obs_steps == 1 else tuple(range(1 - n_obs_steps, 1))
     return ReadSpec(
         root=meta.root,
         dataset_index=0,
         tolerance_s=1e-4,
-        cameras=tuple(CameraSpec(name, "video", 224, 224) for name in meta.cameras),
+        cameras=tuple(CameraSpec(name, "video", 224, 224, looks) for name in meta.cameras),
         vectors=(
-            VectorSpec(STATE, "float32", meta.features[STATE].shape),
+            VectorSpec(STATE, "float32", meta.features[STATE].shape, looks),
             VectorSpec(ACTION, "float32", meta.features[ACTION].shape, tuple(range(50))),
         ),
         tasks=meta.tasks,
@@ -203,7 +206,7 @@ def make_plan(job: Job, num_workers: int) -> DataPlan:
         run_length=32,
         window_rows=32,
     )
-    return DataPlan((meta,), selection, (read_spec(meta),), order, (drop_task,), job.batch_size)
+    return DataPlan((meta,), selection, (read_spec(meta, job.n_obs_steps),), order, (drop_task,), job.batch_size)
 
 
 def drop_task(columns: Columns) -> Columns:

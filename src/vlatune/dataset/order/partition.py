@@ -65,6 +65,22 @@ def pick(selection: Selection, mask: np.ndarray) -> Selection:
     return Selection(selection.dataset[mask], selection.position[mask], selection.length[mask])
 
 
+def drop_last_frames(selection: Selection, count: int) -> Selection:
+    """Without the last frames of each episode, as LeRobot's sampler drops them; an episode that has no others goes whole.
+
+    Frames keep their numbers, as those before the dropped ones do not move.
+    """
+    if count == 0:
+        return selection
+    longer = pick(selection, selection.length > count)
+    if len(longer) == 0:
+        raise ValueError(
+            f"the policy leaves the last {count} frames of each episode out (drop_n_last_frames), and no episode to train on has "
+            f"more; use a base with a smaller number, or longer episodes"
+        )
+    return Selection(longer.dataset, longer.position, longer.length - count)
+
+
 def _wanted_positions(meta: DatasetMeta, wanted: Sequence[int] | None) -> np.ndarray:
     if wanted is None:
         return np.arange(len(meta.episodes))

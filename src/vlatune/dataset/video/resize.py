@@ -2,20 +2,22 @@
 
 `letterbox` repeats LeRobot's `resize_with_pad_torch`: bilinear without antialiasing, aspect kept, black bars,
 the odd pixel to the right and the bottom. Other policies put all of the bars to the left and the top
-(`resize_with_pad`). On uint8 it differs from LeRobot's float path by rounding alone, at most 1/255 (a test holds it).
+(`resize_with_pad`), or have none and stretch, with antialiasing (torchvision's `Resize`). On uint8 it differs from LeRobot's float path by rounding alone, at most 1/255 (a test holds it).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import cv2
 import numpy as np
+from PIL import Image
 
 cv2.setNumThreads(1)  # Ray gives a reader one core; OpenCV would take them all
 
 
-Pad = Literal["centre", "left_top"]
-"""Where the bars are: on both sides, or to the left and the top only."""
+Pad = Literal["centre", "left_top", "none"]
+"""Where the bars are: on both sides, or to the left and the top only; none: the picture is stretched."""
 
 
 class PictureTransform(Protocol):
@@ -37,10 +39,26 @@ class Letterbox:
     def into(self, image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
         for transform in self.before:
             image_HWC = transform(image_HWC, self.slot)
-        letterbox_into(image_HWC, out_CHW, pad=self.pad)
+        if self.pad == "none":
+            stretch_into(image_HWC, out_CHW)
+        else:
+            letterbox_into(image_HWC, out_CHW, pad=self.pad)
 
 
 CENTRED = Letterbox()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread(Letterbox):
+    """Of pictures that several rows look at: each goes to all of them, in the way of each."""
+
+    targets: Iterator[Sequence[tuple[Letterbox, np.ndarray]]]
+    """For each picture, in the order in which they are decoded."""
+
+    def into(self, image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
+        """`out_CHW` is not where it goes."""
+        for letterbox, place_CHW in next(self.targets):
+            letterbox.into(image_HWC, place_CHW)
 
 
 def letterbox_box(
@@ -64,6 +82,14 @@ def letterbox_into(image_HWC: np.ndarray, out_CHW: np.ndarray, *, pad: Pad = "ce
     cv2.split(
         image_HWC, [inside[0], inside[1], inside[2]]
     )  # straight into the planes: 3 x faster than a transposed copy
+
+
+def stretch_into(image_HWC: np.ndarray, out_CHW: np.ndarray) -> None:
+    """The same without bars. PIL's filter is the one that torchvision's antialiasing repeats on floats."""
+    height, width = out_CHW.shape[1:]
+    if image_HWC.shape[:2] != (height, width):
+        image_HWC = np.asarray(Image.fromarray(image_HWC).resize((width, height), Image.Resampling.BILINEAR))
+    cv2.split(image_HWC, [out_CHW[0], out_CHW[1], out_CHW[2]])
 
 
 def _blacken_bars(out_CHW: np.ndarray, top: int, left: int, height: int, width: int) -> None:

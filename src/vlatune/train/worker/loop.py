@@ -22,7 +22,7 @@ from vlatune.checkpoint.state import seed_all
 from vlatune.config import EvalConfig, validates
 from vlatune.pipeline.feed import Feed, StageTimes, queued_batches
 from vlatune.pipeline.plan import Share
-from vlatune.policies.base import ModuleOptions
+from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.report.cpu_clocks import CpuClocks
 from vlatune.report.meters import STAGES, StepMeter
 from vlatune.train.heartbeat import Heartbeat, Request
@@ -109,17 +109,19 @@ class Worker:
             job.setup.policy, job.setup.binding, options, self.device, stats=job.setup.stats
         )
         module.train()
-        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.trainable = trained_tensors(module)
+        trained = {name: one for name, one in self.trainable.items() if isinstance(one, nn.Parameter)}
         factors = job.setup.adapter.rate_factors(job.setup.policy, self.config.optimizer.lr)
-        self.optimizer = make_optimizer(self.trainable, self.config.optimizer, factors)
+        self.optimizer = make_optimizer(trained, self.config.optimizer, factors)
         decay = self.config.optimizer.ema_decay
         self.ema = Ema(self.trainable, decay) if decay else None
         self.checkpointer = self._make_checkpointer()
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
-        parameters: list[nn.Parameter] = list(self.trainable.values())
         wrapped = make_parallel(module) if share.num_workers > 1 else module
         self.module = module
-        self.updater = Updater(wrapped, parameters, self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm)
+        self.updater = Updater(
+            wrapped, list(trained.values()), self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm
+        )
         self.watch = NonFiniteWatch()
         self.logger = MetricsLogger(job, self.first_step, flags) if share.rank == 0 else None
         self.last_step = self.config.steps

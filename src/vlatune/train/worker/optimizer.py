@@ -146,7 +146,7 @@ class StepResult:
 def make_parallel(module: nn.Module) -> DistributedDataParallel:
     """The module as one of several workers': gradients are averaged over all of them, in the memory they are kept in.
 
-    The module has no buffers that training changes, so that none need be sent round.
+    Buffers that a step changes are no worker's business but its own, and rank 0's are saved: none are sent round.
     """
     return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 

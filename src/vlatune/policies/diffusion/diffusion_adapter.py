@@ -1,0 +1,404 @@
+"""Diffusion Policy, the side without torch: what its folder says and may hold, and what happens to samples on the CPU.
+
+Reads LeRobot's `config.json` as plain JSON. LeRobot's policy resizes and crops pictures on the device; here the reader
+resizes them and a transform crops them, so that only what the policy looks at travels. Where a training sample is cropped,
+its noise and its time step are functions of its place in the run's order; evaluation crops in the middle and draws by frame.
+The torch side is `diffusion_module.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, Columns
+from vlatune.files import real_path
+from vlatune.pipeline.transforms import Rename, Select, Transform
+from vlatune.policies.base import (
+    NO_OVERRIDES,
+    NO_STATS,
+    Binding,
+    Draw,
+    Fit,
+    ModuleOptions,
+    PolicyAdapter,
+    PolicySpec,
+    Stats,
+    make_normalisers,
+)
+from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.diffusion import OVERRIDES
+from vlatune.policies.processors import (
+    CONFIG,
+    Schema,
+    is_count,
+    is_flag,
+    is_number,
+    is_numbers,
+    is_sides,
+    is_size,
+    is_text,
+)
+from vlatune.random_streams import Stream, make_generator
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS = "model.safetensors"
+NORMALISATION = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
+SMALL: Mapping[str, Any] = {
+    "use_separate_rgb_encoder_per_camera": False,
+    "down_dims": (64, 128),
+    "diffusion_step_embed_dim": 32,
+    "spatial_softmax_num_keypoints": 16,
+    "num_train_timesteps": 50,
+    "drop_n_last_frames": 0,
+}
+"""The twin of demo and tests, where it differs from LeRobot's defaults; the backbone is the smallest there is, and looks at
+small pictures."""
+CHOICES = ("vision_backbone", "noise_scheduler_type", "prediction_type", "beta_schedule")
+"""LeRobot hands these to getattr and to diffusers: here only what their overrides list goes through."""
+FINAL_GROUPS = 8
+"""Of the U-Net's last block, which LeRobot does not take from the config."""
+BACKBONE_STRIDE = {"0": 2, "4": 4, "5": 8, "6": 16, "7": 32}
+"""Child of the backbone -> pixels of the picture per pixel of what it makes."""
+
+SCHEMA = Schema(
+    type="diffusion",
+    config={
+        **dict.fromkeys(("horizon", "n_action_steps", "spatial_softmax_num_keypoints", "kernel_size"), is_size),
+        **dict.fromkeys(("n_groups", "diffusion_step_embed_dim", "num_train_timesteps"), is_size),
+        "num_inference_steps": is_size,
+        **dict.fromkeys(("drop_n_last_frames", "scheduler_warmup_steps"), is_count),
+        **dict.fromkeys(CHOICES, is_text),
+        **dict.fromkeys(("pretrained_backbone_weights", "compile_mode", "scheduler_name"), is_text),
+        **dict.fromkeys(("resize_shape", "crop_shape"), is_sides),
+        **dict.fromkeys(("crop_ratio", "beta_start", "beta_end", "clip_sample_range"), is_number),
+        **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),
+        **dict.fromkeys(("down_dims", "optimizer_betas"), is_numbers),
+        **dict.fromkeys(("crop_is_random", "use_group_norm", "use_separate_rgb_encoder_per_camera"), is_flag),
+        **dict.fromkeys(("use_film_scale_modulation", "gradient_checkpointing", "clip_sample"), is_flag),
+        **dict.fromkeys(("compile_model", "do_mask_loss_for_padding"), is_flag),
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSpec(PolicySpec):
+    crop_hw: tuple[int, int] | None
+    """Of the delivered picture; None leaves it whole."""
+    crop_is_random: bool
+    """In training; a place of its own for every camera that has an encoder of its own, as LeRobot has it."""
+    one_encoder: bool
+    """One for all cameras."""
+    num_train_timesteps: int
+
+
+@dataclass(frozen=True)
+class DrawDiffusion:
+    """Noise (N, T, A) and time step (N,): in training pure in (seed, place in the run's order), for validation in (seed, frame).
+
+    Distribution as LeRobot's: N(0, 1), and a step out of `num_steps`, each as likely.
+    """
+
+    seed: int
+    num_steps: int
+    by_frame: bool = False
+
+    def __call__(self, columns: Columns) -> Columns:
+        stream = Stream.EVAL_NOISE if self.by_frame else Stream.NOISE
+        keys = ("dataset_index", "index") if self.by_frame else (SLOT,)
+        numbers = np.stack([columns[key] for key in keys], axis=1).tolist()
+        noise = np.empty(columns[ACTION].shape, dtype=np.float32)
+        time = np.empty(len(numbers), dtype=np.int64)
+        for row, key in enumerate(numbers):
+            rng = make_generator(stream, self.seed, *key)
+            rng.standard_normal(out=noise[row], dtype=np.float32)
+            time[row] = rng.integers(self.num_steps)
+        return columns | {NOISE: noise, TIME: time}
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """A part of every picture, where (seed, place in the run's order) say: the same for all observations of a sample."""
+
+    cameras: tuple[str, ...]
+    size_hw: tuple[int, int]
+    seed: int
+    same_for_all: bool = False
+    """One place for all cameras."""
+
+    def __call__(self, columns: Columns) -> Columns:
+        slots = columns[SLOT].tolist()
+        drawn = np.stack([self._draw(slot) for slot in slots])  # (N, cameras, 2) in [0, 1)
+        cropped = {}
+        for number, name in enumerate(self.cameras):
+            pictures = columns[name]
+            room = np.array(pictures.shape[-2:]) - self.size_hw + 1
+            corners = np.floor(drawn[:, 0 if self.same_for_all else number] * room).astype(int)
+            cropped[name] = np.stack(
+                [_part(one, corner, self.size_hw) for one, corner in zip(pictures, corners, strict=True)]
+            )
+        return columns | cropped
+
+    def _draw(self, slot: int) -> np.ndarray:
+        return make_generator(Stream.CROP, self.seed, slot).random((len(self.cameras), 2))
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """The middle of every picture; one that has the size already stays as it is."""
+
+    cameras: tuple[str, ...]
+    size_hw: tuple[int, int]
+
+    def __call__(self, columns: Columns) -> Columns:
+        return columns | {name: self._crop(columns[name]) for name in self.cameras}
+
+    def _crop(self, pictures: np.ndarray) -> np.ndarray:
+        """Rounded as torchvision's CenterCrop does it."""
+        height, width = self.size_hw
+        corner = round((pictures.shape[-2] - height) / 2.0), round((pictures.shape[-1] - width) / 2.0)
+        return np.ascontiguousarray(_part(pictures, corner, self.size_hw))
+
+
+def _part(pictures: np.ndarray, corner: Any, size_hw: tuple[int, int]) -> np.ndarray:
+    (top, left), (height, width) = corner, size_hw
+    return pictures[..., top : top + height, left : left + width]
+
+
+class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
+    schema = SCHEMA
+
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DiffusionSpec:
+        """What the folder says, if its weights can be those of such a policy."""
+        config = with_defaults(read_config(folder, SCHEMA, overrides))
+        read_steps(folder, SCHEMA)
+        try:
+            check_config(config)
+            spec = _make_spec(folder, config)
+            _check_weights(spec, config, read_shapes(folder))
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"policy '{folder}': {said}") from error
+        return spec
+
+    def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
+        from vlatune.policies.diffusion.diffusion_module import save_random
+
+        save_random(folder, fit, small=small)
+
+    def make_transforms(self, spec: DiffusionSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
+        """Rename, crop, normalise, draw; pictures are normalised on the device."""
+        cropped = (CentreCrop(spec.cameras, spec.crop_hw),) if spec.crop_hw else ()
+        return (
+            Rename(dict(binding.cameras)),
+            *cropped,
+            *make_normalisers(spec, stats),
+            DrawDiffusion(draw.seed, spec.num_train_timesteps, draw.by_frame),
+            Select((*spec.cameras, STATE, ACTION, ACTION_IS_PAD, NOISE, TIME, *IDS, SLOT)),
+        )
+
+    def augment_rows(self, spec: DiffusionSpec, binding: Binding, draw: Draw) -> tuple[Transform, ...]:
+        if spec.crop_hw is None or not spec.crop_is_random:
+            return ()
+        own = {target: name for name, target in binding.cameras}
+        return (RandomCrop(tuple(own[name] for name in spec.cameras), spec.crop_hw, draw.seed, spec.one_encoder),)
+
+    def step_flops(self, spec: DiffusionSpec, binding: Binding, options: ModuleOptions) -> float:
+        """Six per weight and place that it is used at: pixels of the backbone's maps, actions of the U-Net's."""
+        height, width = spec.crop_hw or spec.image_hw
+        looks = len(spec.observation_offsets or (0,)) * (len(spec.cameras) if spec.one_encoder else 1)
+        total = 0.0
+        for name, shape in read_shapes(Path(spec.folder)).items():
+            weights, layer = float(np.prod(shape)), re.search(r"\.backbone\.(\d)\.", name)
+            if layer and len(shape) == 4:
+                stride = BACKBONE_STRIDE.get(layer[1], 32)
+                total += weights * looks * (height // stride + 1) * (width // stride + 1)
+            elif ".unet." in name and len(shape) == 3:
+                total += weights * spec.horizon / 2
+            elif len(shape) == 2:
+                total += weights
+        return 6.0 * total
+
+    def load_module(
+        self,
+        spec: DiffusionSpec,
+        binding: Binding,
+        options: ModuleOptions,
+        device: torch.device | str = "cpu",
+        *,
+        stats: Stats = NO_STATS,
+    ) -> torch.nn.Module:
+        from vlatune.policies.diffusion.diffusion_module import load_diffusion
+
+        return load_diffusion(spec, options, device, stats)
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked config.json with what LeRobot takes where it leaves a field out; lists as tuples, as flags have them."""
+    defaults = {name: one.default for name, one in OVERRIDES.items()} | {"normalization_mapping": NORMALISATION}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    return defaults | {name: value for name, value in given.items() if value is not None or name not in defaults}
+
+
+def new_settings(fit: Fit, *, small: bool) -> dict[str, Any]:
+    """LeRobot's settings for a model with random weights, where they are not its defaults; a run's own in place.
+
+    LeRobot begins with a backbone that has seen ImageNet, which would have to be fetched, and keeps its BatchNorm. One that
+    begins with random weights has GroupNorm here, as in the paper: it does not depend on what else is in the batch.
+    """
+    given, side = fit.overrides, fit.image_size
+    made: dict[str, Any] = {"pretrained_backbone_weights": None, "use_group_norm": True}
+    if small:
+        stages = given.get("down_dims", SMALL["down_dims"])
+        made |= {**SMALL, "resize_shape": (side, side), "horizon": _round_up(fit.horizon, 2 ** len(stages))}
+    made |= given
+    horizon, looks = made.get("horizon", 64), made.get("n_obs_steps", 2)
+    made.setdefault("n_action_steps", max(1, min(horizon - looks + 1, horizon if small else 32)))
+    sizes = set(fit.recorded_hw)
+    if len(sizes) > 1 and made.get("resize_shape") is None:
+        each = ", ".join(f"{name} {hw[0]} x {hw[1]}" for name, hw in zip(fit.cameras, fit.recorded_hw, strict=True))
+        raise ValueError(
+            f"Diffusion Policy takes pictures of one size, and these cameras have recorded several ({each}); give a size for all "
+            f"with --policy.resize_shape=[240,320]"
+        )
+    picture_hw = sizes.pop() if len(sizes) == 1 else made["resize_shape"]
+    features = {camera: {"type": "VISUAL", "shape": [3, *picture_hw]} for camera in fit.cameras}
+    own = {
+        "input_features": features | {STATE: {"type": "STATE", "shape": [fit.state_dim]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [fit.action_dim]}},
+    }
+    config = with_defaults(made | own)
+    check_config(config, "--policy.type=diffusion")
+    _make_spec(Path(), config)
+    return made | own
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every stored tensor, out of the file's header."""
+    try:
+        with safe_open(real_path(folder, WEIGHTS), framework="np") as stored:
+            return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise ValueError(f"{WEIGHTS} is missing; fetch the base model anew") from error
+    except SafetensorError as error:
+        raise ValueError(f"{WEIGHTS} is damaged ({error}); fetch the base model anew") from error
+
+
+def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
+    inputs, num_obs, horizon = config["input_features"], int(config["n_obs_steps"]), int(config["horizon"])
+    cameras = {name: feature for name, feature in inputs.items() if feature["type"] == "VISUAL"}
+    sizes = {tuple(int(side) for side in feature["shape"][1:]) for feature in cameras.values()}
+    _require(bool(cameras), f"{CONFIG}: input_features names no camera; use a base that has one")
+    _require(len(sizes) == 1, f"{CONFIG}: its cameras have the sizes {sorted(sizes)}; LeRobot takes one size for all")
+    resize = config["resize_shape"]
+    height, width = resize or next(iter(sizes))
+    crop = _crop_of(config)
+    if crop and (crop[0] > height or crop[1] > width):
+        raise ValueError(
+            f"crop_shape {list(crop)} does not fit into pictures of {height} x {width}; give a smaller one"
+        )
+    return DiffusionSpec(
+        type="diffusion",
+        folder=str(folder),
+        cameras=tuple(cameras),
+        image_hw=(int(height), int(width)),
+        pad="none" if resize else "centre",
+        fixed_inputs=True,
+        action_offsets=tuple(range(1 - num_obs, 1 - num_obs + horizon)),
+        observation_offsets=tuple(range(1 - num_obs, 1)),
+        drop_last_frames=int(config["drop_n_last_frames"]),
+        max_state_dim=int(inputs[STATE]["shape"][0]),
+        max_action_dim=int(config["output_features"][ACTION]["shape"][0]),
+        normalisation=dict(config["normalization_mapping"]),
+        crop_hw=crop if crop != (height, width) else None,
+        crop_is_random=config["crop_is_random"],
+        one_encoder=not config["use_separate_rgb_encoder_per_camera"],
+        num_train_timesteps=int(config["num_train_timesteps"]),
+        overrides={
+            "pretrained_backbone_weights": None
+        },  # the folder has them; LeRobot would fetch them to replace them
+    )
+
+
+def _crop_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """As LeRobot's config works it out: with a resize the ratio decides, and crop_shape is not looked at."""
+    if config["resize_shape"] is None:
+        return None if config["crop_shape"] is None else (int(config["crop_shape"][0]), int(config["crop_shape"][1]))
+    height, width = (int(side * config["crop_ratio"]) for side in config["resize_shape"])
+    return (height, width) if config["crop_ratio"] < 1.0 else None
+
+
+def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
+    """Refuse what LeRobot could not build, or would build into something else than is trained here."""
+    for name in CHOICES:
+        known = get_args(OVERRIDES[name].kind)
+        _require(config[name] in known, f"{where}: {name} is '{config[name]}', expected {', '.join(known)}")
+    for name, override in OVERRIDES.items():
+        expected = override.check(config[name])
+        _require(expected is None, f"{where}: {name} is {config[name]}: {expected}")
+    stages, horizon = [int(width) for width in config["down_dims"]], config["horizon"]
+    _require(
+        horizon % 2 ** len(stages) == 0,
+        f"{where}: horizon is {horizon}, expected a multiple of {2 ** len(stages)}, as each of the {len(stages)} down_dims "
+        f"halves it; give another --policy.horizon",
+    )
+    _require(
+        all(width % config["n_groups"] == 0 for width in stages) and stages[0] % FINAL_GROUPS == 0,
+        f"{where}: down_dims {stages} must be multiples of n_groups={config['n_groups']}, the first of {FINAL_GROUPS}",
+    )
+    ahead = horizon - config["n_obs_steps"] + 1
+    _require(
+        config["n_action_steps"] <= ahead,
+        f"{where}: n_action_steps is {config['n_action_steps']}, and from the newest of {config['n_obs_steps']} observations on a "
+        f"chunk has {ahead} actions (horizon {horizon}); give --policy.n_action_steps={ahead} or less",
+    )
+    most, used = config["num_train_timesteps"], config["num_inference_steps"]
+    _require(
+        used is None or used <= most, f"{where}: num_inference_steps is {used}, more than num_train_timesteps={most}"
+    )
+    others = [name for name, one in config["input_features"].items() if one["type"] != "VISUAL" and name != STATE]
+    _require(
+        not others, f"{where}: it looks at {others[:1]}, expected cameras and {STATE}; use a base that does without"
+    )
+    visual = config["normalization_mapping"].get("VISUAL", "IDENTITY")
+    _require(
+        visual in ("MEAN_STD", "IDENTITY"),
+        f"{where}: pictures are normalised with {visual}, expected MEAN_STD or IDENTITY",
+    )
+
+
+def _check_weights(spec: DiffusionSpec, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """What the header tells of another size; `load_diffusion` compares every tensor."""
+    encoders = {name.partition(".backbone.")[0] for name in shapes if ".backbone." in name}
+    wanted = 1 if spec.one_encoder else len(spec.cameras)
+    _require(len(encoders) == wanted, f"{WEIGHTS} has {len(encoders)} picture encoders, {CONFIG} asks for {wanted}")
+    ends = {name: shape for name, shape in shapes.items() if name.endswith(".unet.final_conv.1.weight")}
+    outputs = next(iter(ends.values()), (None,))[0]
+    _require(
+        outputs == spec.max_action_dim,
+        f"{WEIGHTS} makes actions of {outputs} dims, {CONFIG} says {spec.max_action_dim}",
+    )
+    height, width = spec.crop_hw or spec.image_hw
+    places = -(-height // 32) * -(-width // 32)
+    grids = {shape[0] for name, shape in shapes.items() if name.endswith(".pool.pos_grid")}
+    _require(
+        grids == {places},
+        f"{WEIGHTS} is for pictures with {sorted(grids)} places in the last map, {height} x {width} pixels have {places}",
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
