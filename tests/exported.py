@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
-from lerobot.policies.pi05 import PI05Policy
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from torch import Tensor
 
 from vlatune.batch import STATE, TASK
@@ -16,12 +15,12 @@ from vlatune.policies.base import Binding, PolicySpec
 from vlatune.policies.pi05.size import building_at, read_size
 
 
-def load_lerobot(folder: Path) -> PI05Policy:
-    """LeRobot's own loading; only the model's odd size is told to it."""
+def load_lerobot(folder: Path) -> Any:
+    """LeRobot's own loading, by its factory; only the model's odd size is told to it."""
     size = read_size(folder)
     assert size is not None
     with building_at(size):
-        return PI05Policy.from_pretrained(folder)
+        return get_policy_class(PreTrainedConfig.from_pretrained(folder).type).from_pretrained(folder)
 
 
 def noise_for(spec: PolicySpec, rows: Mapping[str, np.ndarray]) -> Tensor:
