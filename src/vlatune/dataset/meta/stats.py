@@ -67,7 +67,8 @@ def relative_action_stats(
     exact = measure_rows(read)
     if not computed and has_stats(metas, ACTION, names):
         own, plain = metas[0].stats[metas[0].own(ACTION)], measure(metas, ACTION)
-        if _distance(own, exact, names, is_relative) < _distance(own, plain, names, is_relative):
+        is_whole = all(own[name].shape == exact[name].shape for name in names)
+        if is_whole and _distance(own, exact, names, is_relative) < _distance(own, plain, names, is_relative):
             return {name: own[name] for name in names}
     return {name: exact[name] for name in names}
 
