@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exported import lerobot_actions, load_lerobot, noise_for
+from exported import check_actions
 from hypothesis import given
 from hypothesis import strategies as st
 from lerobot.configs import PreTrainedConfig
@@ -18,8 +18,7 @@ from lerobot.policies.factory import make_pre_post_processors
 from lerobot.processor import RelativeActionsProcessorStep
 
 from vlatune.batch import ACTION, STATE, TASK, TOKEN_MASK, TOKENS
-from vlatune.checkpoint.export import export_run
-from vlatune.config import DatasetConfig, EvalConfig, ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.dataset.meta import stats as stats_module
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.meta.stats import read_feature
@@ -216,17 +215,12 @@ def test_lerobot_gives_the_absolute_actions_that_ours_gives(base, dataset_v3, tm
     with running(config) as run:
         run.step()
         run.save()
-    setup, noise = run.start.setup, noise_for(run.start.setup.policy, run.rows)
-    chunk = run.module.eval().predict(run.batch(), noise).numpy()
-    ours = in_own_units(setup.eval_transforms(0), chunk, run.rows[STATE])
     folder = tmp_path / "exported"
-    export_run(config.run_dir, folder, ExportConfig(), warn=pytest.fail)
     monkeypatch.chdir("/")
-    theirs = lerobot_actions(folder, load_lerobot(folder), run.rows, setup.binding, noise)
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
+    check_actions(run, folder)
     exported = PreTrainedConfig.from_pretrained(folder)
     assert (exported.use_relative_actions, exported.relative_exclude_joints) == (True, EXCLUDED)
-    assert exported.action_feature_names == list(setup.binding.action_names)
+    assert exported.action_feature_names == list(run.start.setup.binding.action_names)
     assert get_adapter(type_of(base)).read_spec(folder).relative_exclude == tuple(EXCLUDED)
 
 

@@ -5,10 +5,9 @@ The prompt is the sentence and a newline; the state goes to the model as numbers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vlatune.policies.base import NO_STATS, Binding, ModuleOptions, Stats
-from vlatune.policies.flow_matching import FlowSpec
 from vlatune.policies.pi05.adapter import CONFIG_FIELDS, Pi05Adapter
 from vlatune.policies.pi05.weights import PI0
 from vlatune.policies.processors import Schema
@@ -25,15 +24,7 @@ class Pi0Adapter(Pi05Adapter):
     prompt = NewlinePrompt()
     schema = SCHEMA
 
-    def load_module(
-        self,
-        spec: FlowSpec,
-        binding: Binding,
-        options: ModuleOptions,
-        device: torch.device | str = "cpu",
-        *,
-        stats: Stats = NO_STATS,
-    ) -> torch.nn.Module:
+    def loader(self) -> Callable[..., torch.nn.Module]:
         from vlatune.policies.pi0.pi0_module import load_pi0
 
-        return load_pi0(spec, binding, options, device)
+        return load_pi0

@@ -7,7 +7,7 @@ The torch side is `module.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -160,9 +160,13 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         *,
         stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
+        return self.loader()(spec, binding, options, device)
+
+    def loader(self) -> Callable[..., torch.nn.Module]:
+        """The torch side's own: (spec, binding, options, device) -> module."""
         from vlatune.policies.pi05.module import load_pi05
 
-        return load_pi05(spec, binding, options, device)
+        return load_pi05
 
 
 def check_relative_steps(folder: Path, steps: Mapping[str, list[dict[str, Any]]], *, is_relative: bool) -> None:
