@@ -183,7 +183,7 @@ class Knows(torch.nn.Module):
         self.weight, self.dims = torch.nn.Parameter(torch.zeros(())), dims
 
     def forward(self, batch):
-        return self.weight
+        return self.weight + 0.0
 
     def predict(self, batch, noise):
         return batch[ACTION][..., : self.dims]

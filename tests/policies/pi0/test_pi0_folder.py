@@ -13,7 +13,9 @@ from exported import check_actions
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.pi0 import PI0Config, modeling_pi0
 from pi05_parity import SIZE
+from repository_files import ROOT
 from small_run import running, small_config
+from tensor_bytes import bytes_of
 
 from vlatune.batch import ACTION, STATE, TASK, TOKEN_MASK, TOKENS
 from vlatune.config import OptimizerConfig, PolicyConfig, RunConfig
@@ -24,6 +26,7 @@ from vlatune.policies.pi0.pi0_adapter import SCHEMA, Pi0Adapter
 from vlatune.policies.pi05.adapter import Pi05Adapter
 from vlatune.policies.pi05.load import plan_policy
 from vlatune.policies.pi05.size import Pi05Size, building_at
+from vlatune.policies.pi05.trainable import set_trainable
 from vlatune.policies.pi05.weights import PI0, model_names, shapes_at
 from vlatune.policies.processors import COMMON_CONFIG
 
@@ -76,13 +79,18 @@ def test_weights_that_do_not_fit_are_refused(pi0_base, small_base, tmp_path):
         Pi0Adapter().read_spec(base)
 
 
-@pytest.mark.parametrize(("train", "trained"), [("heads", 1), ("expert", 2), ("full", 3)])
-def test_parameters_of_the_real_config(train, trained, tmp_path):
+def test_parameters_and_bytes_of_the_real_config(tmp_path):
     """On the meta device, as training has them: all of the model but the two unused output heads."""
     PI0Config(device="cpu", push_to_hub=False).save_pretrained(tmp_path)
-    policy = plan_policy(tmp_path, train=train, dtype="bfloat16", lean=True)
-    assert sum(parameter.numel() for parameter in policy.parameters()) == 4
-    assert sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) == trained
+    policy = plan_policy(tmp_path, train="expert", dtype="bfloat16", lean=True)
+    weights, trained = (bytes_of(p for p in policy.parameters() if p.requires_grad or every) for every in (True, False))
+    figures = [weights, trained, 2 * trained, weights + 3 * trained, weights + 4 * trained, 3 * trained]
+    row = "| `pi0` | " + " | ".join(f"{figure / 1e9:.2f}" for figure in figures) + " |"
+    assert row in (ROOT / "docs" / "memory.md").read_text(), row
+    assert sum(parameter.numel() for parameter in policy.parameters()) == 3_238_048_528
+    for train, count in {"heads": 3_248_160, "expert": 314_713_120, "full": 3_128_992_528}.items():
+        set_trainable(policy, train)
+        assert sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) == count, train
 
 
 # What the recipe says
