@@ -43,10 +43,11 @@ from vlatune.policies.base import (
     bind,
     join_bindings,
     make_relative,
+    read_policy,
     stats_needed,
 )
 from vlatune.policies.base_folder import resolve_folder
-from vlatune.policies.registry import get_adapter
+from vlatune.policies.registry import get_adapter, get_policy
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
 
 
@@ -106,7 +107,8 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
     """
     metas = load_metas(config) if metas is None else metas
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
-    policy = adapter.read_spec(resolve_folder(_base_path(config), config.policy.revision))
+    folder = resolve_folder(_base_path(config), config.policy.revision)
+    policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     bindings = [bind(policy, meta, meta.names) for meta in metas]
     binding = join_bindings(metas, bindings)
     specs = tuple(
@@ -128,7 +130,8 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
     check_order(order)
     vectors = _vector_stats(config, metas, policy, binding)
     warnings = _check_stats(metas, vectors)
-    pictures = picture_stats(metas, stats_needed(policy, [camera for _, camera in binding.cameras]))
+    needed = stats_needed(policy, [camera for _, camera in binding.cameras])
+    pictures = picture_stats(metas, needed, imagenet=config.dataset.use_imagenet_stats)
     if preflight:  # said once, though a run is set up several times
         plain = {key: values for key, values in vectors.items() if key == STATE or policy.relative_exclude is None}
         warnings += _hold_against_rows(config, metas, plain)

@@ -166,7 +166,7 @@ def _read(spec: PolicySpec, name: str) -> dict[str, Any]:
         ) from None
     schema = get_adapter(spec.type).schema
     if name == CONFIG:
-        return checked_config(content, schema, where)
+        return checked_config(content, schema, where) | dict(spec.overrides)
     return content | {"steps": checked_steps(content, schema, where)}
 
 

@@ -49,6 +49,11 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def is_switch(value: Any) -> bool:
+    """A flag that LeRobot's config has as a number."""
+    return is_flag(value) or (is_number(value) and value in (0, 1))
+
+
 def is_texts(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(is_text, value))
 
@@ -92,6 +97,7 @@ KIND: Mapping[Check, str] = {
     is_text: "a text",
     is_number: "a number",
     is_flag: "true or false",
+    is_switch: "true or false",
     is_texts: "a list of texts",
     is_text_map: "a mapping of texts to texts",
     is_features: "features with type and shape",

@@ -277,7 +277,8 @@ def test_a_repository_that_cannot_be_had_is_one_clear_line(fetch, tmp_path, monk
 
 
 def test_adapters_are_found_by_name():
-    assert [type(get_adapter(name)).__name__ for name in policy_types()] == ["Pi05Adapter", "Pi0Adapter"]
+    found = {name: type(get_adapter(name)).__name__ for name in policy_types()}
+    assert found.items() >= {"pi05": "Pi05Adapter", "pi0": "Pi0Adapter"}.items()
     with pytest.raises(ValueError, match=r"--policy.type=pi06: must be one of pi05"):
         get_adapter("pi06")
 

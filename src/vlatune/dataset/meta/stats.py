@@ -99,14 +99,24 @@ def _relative_parts(metas: Sequence[DatasetMeta], chunk_size: int, mask_A: np.nd
             yield (chunks_NTA - (state_NS[starts, : len(mask_A)] * mask_A)[:, None]).reshape(-1, len(mask_A))
 
 
+IMAGENET_STATS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+"""Of pictures in [0, 1], by channel: what pretrained backbones were trained with."""
+
+
 def picture_stats(
-    metas: Sequence[DatasetMeta], needed: Mapping[str, Sequence[str]]
+    metas: Sequence[DatasetMeta], needed: Mapping[str, Sequence[str]], *, imagenet: bool = False
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Those of the cameras among the features, (3, 1, 1): the first dataset's own, as pictures are not measured here."""
+    """Those of the cameras among the features, (3, 1, 1): the first dataset's own, as pictures are not measured here.
+
+    With `imagenet`, mean and deviation are ImageNet's, whatever the dataset has, as in LeRobot.
+    """
     found: dict[str, dict[str, np.ndarray]] = {}
     for key, names in needed.items():
         meta, own = metas[0], metas[0].own(key)
         if own not in meta.cameras:
+            continue
+        if imagenet and set(names) <= IMAGENET_STATS.keys():
+            found[key] = {name: np.array(IMAGENET_STATS[name], np.float32).reshape(CHANNELS, 1, 1) for name in names}
             continue
         missing = [name for name in names if name not in meta.stats.get(own, {})]
         if missing:

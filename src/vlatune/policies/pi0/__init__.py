@@ -37,7 +37,7 @@ POLICY = Policy(
             },
         ),
         "pi0-tiny": Recipe(
-            "a small PI0 on the CPU, in minutes",
+            "a small PI0 on the CPU, in minutes; what `vlatune demo --policy=pi0` trains",
             PI05.recipes["tiny"].values | {"policy": {"type": "pi0", "train": "full", "dtype": "float32"}},
             small=True,
         ),
@@ -45,4 +45,6 @@ POLICY = Policy(
     settings=PI05.settings,
     hub_base=HUB_BASE,
     max_dims=PI05.max_dims,
+    has_prompt=True,
+    overrides=PI05.overrides,
 )

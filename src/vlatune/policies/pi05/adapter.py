@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
+    NO_OVERRIDES,
     NO_STATS,
     Binding,
     Draw,
@@ -21,6 +22,7 @@ from vlatune.policies.base import (
     ModuleOptions,
     PolicyAdapter,
     Stats,
+    check_action_steps,
     make_normalisers,
     make_relative,
 )
@@ -82,11 +84,13 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
     schema = SCHEMA
     carried_files = (SIZE_FILE,)
 
-    def read_spec(self, folder: Path) -> FlowSpec:
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> FlowSpec:
         """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
-        config = read_config(folder, self.schema)
-        steps = read_steps(folder, self.schema)
-        check_relative_steps(folder, steps, is_relative=bool(config.get("use_relative_actions")))
+        stored, steps = read_config(folder, self.schema), read_steps(folder, self.schema)
+        check_relative_steps(folder, steps, is_relative=bool(stored.get("use_relative_actions")))
+        config = read_config(folder, self.schema, overrides)
+        if overrides:
+            check_action_steps(config, f"policy '{folder}'")
         step = tokenizer_settings(folder, steps[PREPROCESSOR])
         tokenizer_file = find_tokenizer(folder, step["tokenizer_name"])
         pad_id = find_pad_id(tokenizer_file)
@@ -111,7 +115,7 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
             cameras=fit.cameras,
             state_dim=fit.state_dim,
             action_dim=fit.action_dim,
-            horizon=fit.horizon,
+            horizon=fit.overrides.get("chunk_size", fit.horizon),
             image_size=fit.image_size,
             tasks=fit.tasks,
             seed=fit.seed,

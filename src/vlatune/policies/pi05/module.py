@@ -122,6 +122,8 @@ def load_pi05(
 ) -> Pi05Module:
     """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen."""
     policy = load_policy(Path(spec.folder), train=options.train, dtype=options.dtype, device=device, lean=True)
+    for name, value in spec.overrides.items():  # none of them changes a weight
+        setattr(policy.config, name, value)
     if options.train == "lora":
         add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
         set_trainable(policy, options.train)
