@@ -18,12 +18,14 @@ from lerobot.policies.factory import make_pre_post_processors
 from lerobot.processor import RelativeActionsProcessorStep
 
 from vlatune.batch import ACTION, STATE, TASK, TOKEN_MASK, TOKENS
+from vlatune.checkpoint.policy_files import make_policy_files
 from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.dataset.meta import stats as stats_module
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.meta.stats import read_feature
 from vlatune.evaluate.evaluate_run import read_held_out
 from vlatune.evaluate.predictions import in_own_units, predict
+from vlatune.flags import parse_flags
 from vlatune.pipeline.transforms import RelativeActions, apply_all
 from vlatune.policies.base import relative_dims
 from vlatune.policies.pi05.small import make_small
@@ -73,9 +75,10 @@ def type_of(base: Path) -> str:
     return json.loads((base / "config.json").read_text())["type"]
 
 
-def setup_for(base: Path, dataset: Path, **changes: Any) -> Setup:
+def setup_for(base: Path, dataset: Path, *, flags: tuple[str, ...] = (), **changes: Any) -> Setup:
     given = DatasetConfig(root=(str(dataset),), eval_split=0.2, **changes)
-    return make_setup(RunConfig(dataset=given, policy=PolicyConfig(path=str(base), type=type_of(base))))
+    policy = parse_flags([f"--policy.type={type_of(base)}", f"--policy.path={base}", *flags], RunConfig).policy
+    return make_setup(RunConfig(dataset=given, policy=policy))
 
 
 def lerobot_stats(dataset: Path) -> dict[str, np.ndarray]:
@@ -222,6 +225,34 @@ def test_lerobot_gives_the_absolute_actions_that_ours_gives(base, dataset_v3, tm
     assert (exported.use_relative_actions, exported.relative_exclude_joints) == (True, EXCLUDED)
     assert exported.action_feature_names == list(run.start.setup.binding.action_names)
     assert get_adapter(type_of(base)).read_spec(folder).relative_exclude == tuple(EXCLUDED)
+
+
+def test_a_run_may_turn_it_on_and_off(base, dataset_v3, tmp_path):
+    on = setup_for(base, dataset_v3)
+    plain = Path(shutil.copytree(base, tmp_path / "base"))
+    edit(plain / "config.json", lambda config: config.update(use_relative_actions=False, relative_exclude_joints=[]))
+    flags = ("--policy.use_relative_actions=true", "--policy.relative_exclude_joints=[close]")
+    turned_on = setup_for(plain, dataset_v3, flags=flags)
+    assert turned_on.policy.relative_exclude == tuple(EXCLUDED)
+    assert all(np.array_equal(turned_on.stats[ACTION][name], on.stats[ACTION][name]) for name in on.stats[ACTION])
+    assert written(turned_on) == written(on) == (True, EXCLUDED, True, True)
+    off = setup_for(base, dataset_v3, flags=("--policy.use_relative_actions=false",))
+    assert off.policy.relative_exclude is None
+    assert written(off) == (False, EXCLUDED, False, False)
+    assert not any(np.array_equal(off.stats[ACTION][name], on.stats[ACTION][name]) for name in on.stats[ACTION])
+
+
+def written(setup: Setup) -> tuple[Any, ...]:
+    """What an export would say: in its config, and whether the steps are switched on."""
+    files = make_policy_files(setup.policy, setup.binding, setup.stats, dtype=None)
+    config = json.loads(files["config.json"])
+    enabled = [
+        step["config"]["enabled"]
+        for file, part in ((PRE, "relative_actions"), (POST, "absolute_actions"))
+        for step in json.loads(files[file])["steps"]
+        if part in step["registry_name"]
+    ]
+    return config["use_relative_actions"], config["relative_exclude_joints"], *enabled
 
 
 # Refusals
