@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, Columns, num_rows
+from vlatune.batch import ACTION, ACTION_IS_PAD, STATE, TASK, Columns, num_rows
 from vlatune.config import EvalConfig
-from vlatune.pipeline.transforms import Normalise, Transform, apply_all
+from vlatune.pipeline.transforms import Normalise, RelativeActions, Transform, apply_all
 from vlatune.run_setup import Setup
 
 BLANKS = ("none", "images", "sentence")
+TRUTH = (ACTION, ACTION_IS_PAD, STATE)
 OnBatch = Callable[[int, int], None]
 """Gets the batches done, and of how many, of the variant under way."""
 
@@ -52,8 +53,13 @@ def predict_all(
     """Actions and loss for every blank, in one pass over the rows, on the module's device."""
     batches = dict(enumerate(_batches(rows, options.batch_size)))
     results = predict_batches(setup, module, batches, options, blanks=blanks, on_batch=on_batch)
-    truth = {number: (batch[ACTION], batch[ACTION_IS_PAD]) for number, batch in batches.items()}
+    truth = {number: without_pictures(batch) for number, batch in batches.items()}
     return join_results(setup, options, truth, results, blanks=blanks)
+
+
+def without_pictures(rows: Columns) -> Columns:
+    """What predictions are held against."""
+    return {key: rows[key] for key in TRUTH}
 
 
 @dataclass(frozen=True)
@@ -95,21 +101,23 @@ def predict_batches(
 def join_results(
     setup: Setup,
     options: EvalConfig,
-    truth: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    truth: Mapping[int, Columns],
     results: Mapping[int, BatchResult],
     *,
     blanks: Sequence[str],
 ) -> dict[str, Predictions]:
-    """All batches in the order of their numbers; `truth` has the actions and pad masks of each."""
-    unscale = _action_normaliser(setup.eval_transforms(options.seed))
-    numbers = sorted(truth)
-    true_NTA, is_pad_NT = (np.concatenate([truth[number][what] for number in numbers]) for what in (0, 1))
-    counts = np.array([len(truth[number][0]) for number in numbers])
+    """All batches in the order of their numbers; `truth` has the rows of each, as `without_pictures` leaves them."""
+    transforms, numbers = setup.eval_transforms(options.seed), sorted(truth)
+    rows = {key: np.concatenate([truth[number][key] for number in numbers]) for key in TRUTH}
+    counts = np.array([num_rows(truth[number]) for number in numbers])
     loss_K = counts @ np.stack([results[number].loss_K for number in numbers]) / counts.sum()
     chunks_KNTA = np.concatenate([results[number].chunk_KNTA for number in numbers], axis=1)
     return {
         blank: Predictions(
-            true_NTA, unscale.inverse(chunks_KNTA[k]) if unscale else chunks_KNTA[k], ~is_pad_NT, float(loss_K[k])
+            rows[ACTION],
+            in_own_units(transforms, chunks_KNTA[k], rows[STATE]),
+            ~rows[ACTION_IS_PAD],
+            float(loss_K[k]),
         )
         for k, blank in enumerate(blanks)
     }
@@ -141,8 +149,14 @@ def _blank(rows: Columns, setup: Setup, what: str) -> Columns:
     return rows
 
 
-def _action_normaliser(transforms: Sequence[Transform]) -> Normalise | None:
-    return next((t for t in transforms if isinstance(t, Normalise) and t.key == ACTION), None)
+def in_own_units(transforms: Sequence[Transform], predicted_NTA: np.ndarray, state_NS: np.ndarray) -> np.ndarray:
+    """What a policy predicts as the dataset's own actions: off its scale, and absolute; the state is as recorded."""
+    for transform in reversed(transforms):
+        if isinstance(transform, Normalise) and transform.key == ACTION:
+            predicted_NTA = transform.inverse(predicted_NTA)
+        elif isinstance(transform, RelativeActions):
+            predicted_NTA = transform.inverse(predicted_NTA, state_NS)
+    return predicted_NTA
 
 
 def _batches(rows: Columns, size: int) -> Iterator[Columns]:

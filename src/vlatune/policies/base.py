@@ -19,7 +19,7 @@ import numpy as np
 
 from vlatune.batch import ACTION, STATE
 from vlatune.dataset.features import RESERVED, as_flag, likely_name, numpy_type
-from vlatune.pipeline.transforms import Normalise
+from vlatune.pipeline.transforms import Normalise, RelativeActions
 from vlatune.policies.processors import CONFIG
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class PolicySpec:
     max_action_dim: int
     normalisation: Mapping[str, str]
     """VISUAL, STATE and ACTION -> QUANTILES, MIN_MAX, MEAN_STD or IDENTITY."""
+    relative_exclude: tuple[str, ...] | None = None
+    """Actions are learnt as the way from the state, but for those whose name holds one of these; None: as they are."""
     has_prompt: bool = False
     """Whether the sentence takes part."""
     tokenizer_file: str | None = None
@@ -256,6 +258,23 @@ def check_action_steps(config: Mapping[str, Any], where: str) -> None:
         )
 
 
+def make_relative(spec: PolicySpec, binding: Binding) -> list[RelativeActions]:
+    """What comes before the normalisers: a step where the policy learns relative actions, else none."""
+    if spec.relative_exclude is None:
+        return []
+    return [RelativeActions(relative_dims(binding.action_names, spec.relative_exclude))]
+
+
+def relative_dims(action_names: Sequence[str], exclude: Sequence[str]) -> tuple[bool, ...]:
+    """Of each action dim, whether it becomes relative: as LeRobot, a name that holds an excluded word stays absolute.
+
+    >>> relative_dims(("shoulder.pos", "Gripper.pos"), ("gripper",))
+    (True, False)
+    """
+    words = [word.lower() for word in exclude if word]
+    return tuple(not any(word in name.lower() for word in words) for name in action_names)
+
+
 def make_normalisers(spec: PolicySpec, stats: Stats) -> list[Normalise]:
     """State and action normalisers, in this order, as the policy's config asks; pictures are normalised on the device."""
     made = []
@@ -291,11 +310,18 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
             f"map one with {as_flag({free: missing[0]})}"
         )
     state, action = (_own_vector(meta, key, rename_map) for key in (STATE, ACTION))
+    state_dim = _check_width(meta, STATE, state, spec.max_state_dim, fixed=spec.fixed_inputs)
+    action_dim = _check_width(meta, ACTION, action, spec.max_action_dim, fixed=spec.fixed_inputs)
+    if spec.relative_exclude is not None and state_dim < action_dim:
+        raise ValueError(
+            f"dataset '{meta.root.url}': '{state}' has {state_dim} dims, '{action}' {action_dim}, and the policy learns actions "
+            f"relative to the state, dim by dim; use a base with absolute actions (use_relative_actions false)"
+        )
     return Binding(
         cameras=delivered,
         missing_cameras=missing,
-        state_dim=_check_width(meta, STATE, state, spec.max_state_dim, fixed=spec.fixed_inputs),
-        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim, fixed=spec.fixed_inputs),
+        state_dim=state_dim,
+        action_dim=action_dim,
         action_names=_names(meta.features[action]),
         also=() if state == STATE else ((state, STATE),),
     )

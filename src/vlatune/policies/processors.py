@@ -15,6 +15,7 @@ from vlatune.limits import limit
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
+RELATIVE_STEP, ABSOLUTE_STEP = "relative_actions_processor", "absolute_actions_processor"
 MAX_CHARS, MAX_ITEMS, MAX_NUMBER = 1000, 1000, 1e18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 STATE_FILE = re.compile(r"policy_(?:pre|post)processor_step_\d{1,3}_\w{1,80}\.safetensors")
@@ -115,8 +116,8 @@ NORMALISER: Fields = {
 STEPS: Mapping[str, Fields] = {
     "rename_observations_processor": {"rename_map": is_text_map},
     "to_batch_processor": {},
-    "relative_actions_processor": {"enabled": is_flag, "exclude_joints": is_texts, "action_names": is_texts},
-    "absolute_actions_processor": {"enabled": is_flag},
+    RELATIVE_STEP: {"enabled": is_flag, "exclude_joints": is_texts, "action_names": is_texts},
+    ABSOLUTE_STEP: {"enabled": is_flag},
     "normalizer_processor": NORMALISER,
     "unnormalizer_processor": NORMALISER,
     "tokenizer_processor": {

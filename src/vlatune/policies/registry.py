@@ -15,6 +15,7 @@ from vlatune.errors import did_you_mean
 
 PACKAGES = {
     "pi05": "vlatune.policies.pi05",
+    "pi0": "vlatune.policies.pi0",
     "act": "vlatune.policies.act",
     "diffusion": "vlatune.policies.diffusion",
 }

@@ -85,5 +85,14 @@ POLICY = Policy(
         "num_inference_steps": Override(
             int, "Steps from noise to actions when they are sampled.", 10, at_least(1), with_base="any"
         ),
+        "use_relative_actions": Override(
+            bool, "Learn actions as the way from the state at the beginning of their chunk.", False, with_base="any"
+        ),
+        "relative_exclude_joints": Override(
+            tuple[str, ...],
+            "Words, as [gripper]: actions whose name holds one of them stay absolute.",
+            ("gripper",),
+            with_base="any",
+        ),
     },
 )

@@ -13,17 +13,20 @@ import numpy as np
 import ray
 from torch import nn
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, Columns
+from vlatune.batch import Columns
 from vlatune.bounded_queue import ReadAhead
 from vlatune.config import EvalConfig
 from vlatune.evaluate.held_out import choose_held_out, cut_batches, read_chosen
-from vlatune.evaluate.predictions import BatchResult, OnBatch, Predictions, join_results, predict_batches
+from vlatune.evaluate.predictions import (
+    BatchResult,
+    OnBatch,
+    Predictions,
+    join_results,
+    predict_batches,
+    without_pictures,
+)
 from vlatune.pipeline.plan import Share
 from vlatune.run_setup import Setup
-
-Truth = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Number of a batch -> its actions and which of them lie past the episode's end."""
-
 
 class Validator:
     def __init__(self, setup: Setup, share: Share, options: EvalConfig, every: int) -> None:
@@ -34,7 +37,7 @@ class Validator:
             _read_batches(setup, mine), depth=max(1, len(mine)), name="held-out rows"
         )
         self._rows: dict[int, Columns] = {}
-        self._truth: Truth = {}
+        self._truth: dict[int, Columns] = {}
         self.errors: dict[int, float] = {}
         """Optimizer step -> action error, of every validation so far."""
 
@@ -48,7 +51,7 @@ class Validator:
         if self._ahead is not None:
             self._rows = dict(self._ahead)
             self._ahead = None
-            mine = {number: (rows[ACTION], rows[ACTION_IS_PAD]) for number, rows in self._rows.items()}
+            mine = {number: without_pictures(rows) for number, rows in self._rows.items()}
             self._truth = _merge(gather(mine))
         module.eval()
         results: dict[int, BatchResult] = predict_batches(
