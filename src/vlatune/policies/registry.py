@@ -13,7 +13,7 @@ from typing import Any
 
 from vlatune.errors import did_you_mean
 
-PACKAGES = {"pi05": "vlatune.policies.pi05"}
+PACKAGES = {"pi05": "vlatune.policies.pi05", "smolvla": "vlatune.policies.smolvla"}
 """Type -> package."""
 DEFAULT_TYPE = next(iter(PACKAGES))
 """What is meant when none is named."""
