@@ -5,23 +5,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
-from lerobot.policies.pi05 import PI05Policy
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from torch import Tensor
 
 from vlatune.batch import STATE, TASK
+from vlatune.checkpoint.export import export_run
+from vlatune.config import ExportConfig
+from vlatune.evaluate.predictions import in_own_units
 from vlatune.policies.base import Binding, PolicySpec
 from vlatune.policies.pi05.size import building_at, read_size
 
 
-def load_lerobot(folder: Path) -> PI05Policy:
-    """LeRobot's own loading; only the model's odd size is told to it."""
+def load_lerobot(folder: Path) -> Any:
+    """LeRobot's own loading, by its factory; only the model's odd size is told to it."""
     size = read_size(folder)
     assert size is not None
     with building_at(size):
-        return PI05Policy.from_pretrained(folder)
+        return get_policy_class(PreTrainedConfig.from_pretrained(folder).type).from_pretrained(folder)
+
+
+def check_actions(run: Any, folder: Path) -> None:
+    """Export a SmallRun's checkpoint to `folder`, and hold the actions that LeRobot gives there against ours."""
+    export_run(run.config.run_dir, folder, ExportConfig(), warn=pytest.fail)
+    setup, noise = run.start.setup, noise_for(run.start.setup.policy, run.rows)
+    chunk = run.module.eval().predict(run.batch(), noise).numpy()
+    ours = in_own_units(setup.eval_transforms(0), chunk, run.rows[STATE])
+    theirs = lerobot_actions(folder, load_lerobot(folder), run.rows, setup.binding, noise)
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
 
 
 def noise_for(spec: PolicySpec, rows: Mapping[str, np.ndarray]) -> Tensor:

@@ -202,7 +202,7 @@ COMMANDS = {
         "make a small dataset, fine-tune a small model on it, evaluate it, write the report",
         flags=lambda: DemoConfig,
         call=demo,
-        run_dir=lambda options: Path(options.output_dir),
+        run_dir=lambda options: options.run_dir,
     ),
     "make-dataset": Command(
         "synthesise a LeRobot dataset, with each frame's id burned into its pixels",
@@ -343,6 +343,7 @@ def _command_help(name: str, command: Command) -> str:
         parts.append(help_text(cls))
     if any(field.name == "recipe" for field in fields(cls)):
         parts.append("policies and what --policy.train may be:\n" + table(_policy_lines()))
+        parts += _override_parts()
         parts.append("recipes:\n" + table({one: recipe.description for one, recipe in all_recipes().items()}))
     return "\n\n".join(parts)
 
@@ -353,6 +354,19 @@ def _policy_lines() -> dict[str, str]:
     cards = {name: get_policy(name) for name in policy_types()}
     ways = {name: ", ".join(f"{way} ({what})" for way, what in card.train_ways.items()) for name, card in cards.items()}
     return {name: f"{card.title}: {ways[name]}" for name, card in cards.items()}
+
+
+def _override_parts() -> list[str]:
+    """Of each policy: the fields of its config that a run may change."""
+    from vlatune.flags import flag_lines
+    from vlatune.policies.registry import get_policy, policy_types
+
+    cards = [card for card in map(get_policy, policy_types()) if card.overrides]
+    return [
+        f"settings of {card.title} (--policy.type={card.type}), as LeRobot's:\n"
+        + flag_lines({f"policy.{name}": (one.kind, one.help, one.default) for name, one in card.overrides.items()})
+        for card in cards
+    ]
 
 
 def _explain(error: BaseException, run_dir: Path | None) -> tuple[str, int]:

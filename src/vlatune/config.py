@@ -12,8 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vlatune.flag_values import OpenNames
 from vlatune.outgoing import has_secret
-from vlatune.policies.registry import DEFAULT_TYPE, Policy, get_policy
+from vlatune.policies.registry import (
+    DEFAULT_TYPE,
+    Policy,
+    all_overrides,
+    check_overrides,
+    find_override,
+    get_policy,
+)
 from vlatune.recipes import find_recipe
 
 MAX_COUNT = 10**15
@@ -31,6 +39,8 @@ class DatasetConfig:
     """A map as --rename_map for each root, in the order of the roots, where one for all does not do."""
     stats: Literal["dataset", "computed"] = "dataset"
     """Statistics that normalise: the dataset's own (computed where it lacks them and for several roots), or always computed from all rows."""
+    use_imagenet_stats: bool = True
+    """Pictures that a policy normalises by mean and deviation take ImageNet's; false takes the dataset's own."""
     repo_id: str | None = None
     """Hub repository of the dataset, used when no root is given."""
     revision: str | None = None
@@ -51,6 +61,13 @@ class DatasetConfig:
     """Samples of a lane that are mixed with each other before they are used."""
     drop_last: bool = True
     """true leaves frames that fill no whole global batch out of the epoch; false fills the last batch up with others."""
+
+
+OVERRIDES = OpenNames(
+    names=lambda: {name: one.kind for name, one in all_overrides().items()},
+    kind_of=lambda policy, name: find_override(policy["type"], name).kind,
+)
+"""`--policy.chunk_size` and the like: each policy's card says which it has."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,8 @@ class PolicyConfig:
     """Rank of the adapters of --policy.train=lora."""
     lora_alpha: float = 16.0
     """The adapters' output is scaled by lora_alpha / lora_rank."""
+    overrides: dict[str, Any] = field(default_factory=dict, metadata={"open": OVERRIDES})
+    """Fields of LeRobot's config with values of this run's own; flags of the same names, --policy.chunk_size."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,8 @@ class OptimizerConfig:
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
     ema_decay: float = 0.0
     """Keep a moving average of the trained weights with this decay, e.g. 0.999, and evaluate it; 0 keeps none."""
+    type: Literal["adamw", "adam"] = "adamw"
+    """adam adds weight_decay to the gradient, adamw takes it from the weights."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +122,8 @@ class SchedulerConfig:
     """Optimizer steps after which the cosine has reached its floor."""
     decay_lr: float = 2.5e-6
     """The floor."""
+    type: Literal["cosine_decay_with_warmup", "diffuser", "constant_with_warmup", "none"] = "cosine_decay_with_warmup"
+    """diffuser: warm-up from 0, then a cosine to 0 at the last step; constant_with_warmup: no decay; none: lr throughout."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +238,19 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    output_dir: str = "runs/demo"
-    """Folder for the dataset, the base model and the run."""
+    policy: str = DEFAULT_TYPE
+    """Type of the policy whose small twin is trained; `vlatune train --help` lists them."""
+    output_dir: str | None = None
+    """Folder for the dataset, the base model and the run; runs/demo when left out, and runs/demo-TYPE for another policy."""
     steps: int | None = None
-    """Optimizer steps; what the recipe tiny says when left out."""
+    """Optimizer steps; what the policy's small recipe says when left out."""
     seed: int = 0
     """Decides the dataset, the initial weights and the order of samples."""
+
+    @property
+    def run_dir(self) -> Path:
+        usual = "runs/demo" if self.policy == DEFAULT_TYPE else f"runs/demo-{self.policy}"
+        return Path(self.output_dir or usual)
 
 
 def validate(config: RunConfig) -> None:
@@ -301,7 +331,8 @@ def makes_small(config: RunConfig) -> bool:
 
 def _check_settings(given: PolicyConfig, policy: Policy) -> None:
     """A setting that the policy does not have would be given in vain."""
-    known = {"path", "type", "revision", "train", *policy.settings}
+    check_overrides(policy.type, given.overrides)
+    known = {"path", "type", "revision", "train", "overrides", *policy.settings}
     for one in dataclasses.fields(given):
         value = getattr(given, one.name)
         _require(
@@ -341,14 +372,18 @@ def _check_optimizer(optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> 
     )
     warmup, decay = scheduler.num_warmup_steps, scheduler.num_decay_steps
     _require(decay >= 1, f"--scheduler.num_decay_steps={decay}: must be 1 or more")
-    _require(0 <= warmup <= decay, f"--scheduler.num_warmup_steps={warmup}: must be 0 to num_decay_steps={decay}")
+    if scheduler.type == "cosine_decay_with_warmup":
+        _require(0 <= warmup <= decay, f"--scheduler.num_warmup_steps={warmup}: must be 0 to num_decay_steps={decay}")
+    _require(warmup >= 0, f"--scheduler.num_warmup_steps={warmup}: must be 0 or more")
     floor = scheduler.decay_lr
     _require(0 <= floor < math.inf, f"--scheduler.decay_lr={floor}: must be 0 or more")
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
-    """Plain JSON values; `flags.config_from_dict` reads them back."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    """Plain JSON values, under the flags' names; `flags.config_from_dict` reads them back."""
+    made = json.loads(json.dumps(dataclasses.asdict(config)))
+    made["policy"] |= made["policy"].pop("overrides")
+    return made
 
 
 def _require(condition: bool, message: str) -> None:

@@ -7,6 +7,7 @@ folder, `train` and `evaluate_run` are what `vlatune train` and `vlatune eval` c
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,24 @@ from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
 from vlatune.outgoing import progress_bar, say
 from vlatune.policies.base import Fit
-from vlatune.policies.registry import get_policy
+from vlatune.policies.registry import DEFAULT_TYPE, Policy, get_policy
 from vlatune.recipes import get_recipe
 from vlatune.report.run_folder import BESIDE, CONFIG_FILE, REPORT_FILE, RUN_ENTRIES, read_settings
 
 JOB_NAME = "demo"
 LEFT = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
+RECORDED_SIDE = 64
+"""Pixels on a side of the world without sentences: policies without a prompt look at pictures as they were recorded."""
 
 
 def run_demo(options: DemoConfig) -> None:
     """Make what is missing, train, evaluate, and print where the report is and what the model learnt."""
-    folder = Path(options.output_dir)
+    policy, folder = get_policy(options.policy), options.run_dir
     begin = time.perf_counter()
     _clear_old_run(folder)
-    dataset = ensure_dataset(folder / "dataset", options.seed)
-    base = ensure_base(folder / "base", dataset, options.seed)
+    dataset = ensure_dataset(folder / "dataset", options.seed, sentences=policy.has_prompt)
+    base = ensure_base(folder / "base", dataset, options.seed, policy)
     _say(f"data and base model ready after {time.perf_counter() - begin:.0f} s; now training on the CPU")
     from vlatune.train.driver.launch import train
 
@@ -40,7 +43,8 @@ def run_demo(options: DemoConfig) -> None:
     train(_demo_config(options, dataset, base))
     from vlatune.evaluate.evaluate_run import evaluate_run
 
-    _say("evaluating on held-out episodes: as it is, with pictures blanked, with the sentence blanked")
+    blanks = ["with pictures blanked", *(["with the sentence blanked"] if policy.has_prompt else [])]
+    _say(f"evaluating on held-out episodes: as it is, {', '.join(blanks)}")
     with progress_bar("batches") as show:
         figures = evaluate_run(folder, EvalConfig(), on_batch=show)
     for line in error_lines(figures):
@@ -50,8 +54,9 @@ def run_demo(options: DemoConfig) -> None:
 
 
 def _demo_config(options: DemoConfig, dataset: Path, base: Path) -> RunConfig:
-    values: dict[str, Any] = get_recipe("tiny")
-    values |= {"recipe": "tiny", "output_dir": options.output_dir, "job_name": JOB_NAME, "seed": options.seed}
+    recipe = get_policy(options.policy).small_recipe
+    values: dict[str, Any] = get_recipe(recipe)
+    values |= {"recipe": recipe, "output_dir": str(options.run_dir), "job_name": JOB_NAME, "seed": options.seed}
     if options.steps is not None:
         values["steps"] = options.steps
     values["dataset"] = {**values.get("dataset", {}), "root": [str(dataset)]}
@@ -82,26 +87,41 @@ def _is_ours(name: str) -> bool:
     return name in RUN_ENTRIES or (left is not None and left[1] in (*RUN_ENTRIES, *BESIDE))
 
 
-def ensure_dataset(folder: Path, seed: int) -> Path:
+def ensure_dataset(folder: Path, seed: int, *, sentences: bool = True) -> Path:
+    """A world whose sentence decides what to do, or one with a single task, which the pictures tell."""
     if not folder.exists():
         _say(f"making a dataset of {EPISODES} episodes in {folder}")
         spec = SyntheticSpec(episodes=EPISODES, frames=FRAMES, seed=seed)
+        if not sentences:
+            spec = replace(spec, one_task=True, height=RECORDED_SIDE, width=RECORDED_SIDE)
         with progress_bar("episodes") as show:
             make_dataset(folder, spec, on_episode=lambda index: show(index + 1, EPISODES))
+    elif (len(load_meta(str(folder)).tasks) > 1) != sentences:
+        kind = "one task" if sentences else "several tasks"
+        raise ValueError(
+            f"'{folder}' was made for the demo of another kind of policy: it has {kind}; choose another --output_dir"
+        )
     return folder
 
 
-def ensure_base(folder: Path, dataset: Path, seed: int) -> Path:
-    """The small twin of the recipe's policy, with random weights; the name stays free until it is whole."""
+def ensure_base(folder: Path, dataset: Path, seed: int, policy: Policy | None = None) -> Path:
+    """The small twin of the policy, with random weights; the name stays free until it is whole."""
     if folder.exists():
         return folder
-    policy = get_policy(get_recipe("tiny")["policy"]["type"])
+    policy = policy or get_policy(DEFAULT_TYPE)
     _say(f"making a small {policy.title} in {folder}")
     meta = load_meta(str(dataset))
-    state, action = meta.features["observation.state"].shape[0], meta.features["action"].shape[0]
     fit = Fit(
-        tuple(meta.cameras), state, action, HORIZON, IMAGE_SIZE, tuple(meta.tasks), seed
-    )  # small: nothing else counts
+        cameras=tuple(meta.cameras),
+        state_dim=meta.features["observation.state"].shape[0],
+        action_dim=meta.features["action"].shape[0],
+        horizon=HORIZON,
+        image_size=IMAGE_SIZE,
+        tasks=tuple(meta.tasks),
+        seed=seed,
+        recorded_hw=tuple(meta.features[camera].height_width for camera in meta.cameras),
+        fps=meta.fps,
+    )
     policy.adapter().make_base(folder, fit, small=True, place=folder)
     return folder
 

@@ -9,6 +9,8 @@ import math
 import re
 import reprlib
 import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 NULLS = (None, "null", "None", "~", "")
@@ -20,6 +22,16 @@ MAX_RANGE = 1_000_000
 
 class ExpectationError(ValueError):
     """A value does not fit; the text says what would."""
+
+
+@dataclass(frozen=True)
+class OpenNames:
+    """Of a dict field that takes up flags beside the class's own, which are known only elsewhere: its metadata `open`."""
+
+    names: Callable[[], Mapping[str, Any]]
+    """All that there may be -> their types."""
+    kind_of: Callable[[Mapping[str, Any], str], Any]
+    """(the values of the class's other fields, name) -> its type there, or a ValueError."""
 
 
 def convert(value: Any, kind: Any) -> Any:

@@ -20,8 +20,8 @@ from typing import Any, get_type_hints
 
 from vlatune.errors import did_you_mean
 from vlatune.files import RefusedFileError, read_file
-from vlatune.flag_values import ExpectationError, convert, is_repeatable, kind_name, load_yaml, shown
-from vlatune.recipes import get_recipe
+from vlatune.flag_values import ExpectationError, OpenNames, convert, is_repeatable, kind_name, load_yaml, shown
+from vlatune.recipes import get_recipe, recipe_of_type
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,29 @@ def is_config(kind: Any) -> bool:
 
 def _field_types(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if OPEN not in field.metadata}
+
+
+OPEN = "open"
+"""Metadata of a dict field that holds further flags: `OpenNames`."""
+
+
+def _open_field(cls: type) -> tuple[str, OpenNames] | None:
+    return next(((one.name, one.metadata[OPEN]) for one in dataclasses.fields(cls) if OPEN in one.metadata), None)
+
+
+def _open_names(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> type of every flag that is no field."""
+    own = _open_field(cls)
+    found = {prefix + name: kind for name, kind in own[1].names().items()} if own else {}
+    for name, kind in _field_types(cls).items():
+        found |= _open_names(kind, f"{prefix}{name}.") if is_config(kind) else {}
+    return found
 
 
 def _split_argv(argv: Sequence[str], cls: type) -> tuple[Layer, list[str]]:
-    known = leaf_types(cls) | {"config_path": str}
+    fields = leaf_types(cls)
+    known = fields | {"config_path": str}
     flags: Layer = {}
     values: list[str] = []
     words = list(reversed(argv))
@@ -94,9 +112,11 @@ def _split_argv(argv: Sequence[str], cls: type) -> tuple[Layer, list[str]]:
             continue
         name, equals, text = word[2:].partition("=")
         if name not in known:
+            known = _open_names(cls) | known
+        if name not in known:
             raise ValueError(f"unknown flag --{name}{did_you_mean(name, known, prefix='--')}")
         text = text if equals else _next_value(name, known[name], words)
-        if is_repeatable(known[name]):
+        if is_repeatable(known[name]) and name in fields:
             texts = [*flags[name].value, text] if name in flags else [text]
             flags[name] = Given(texts, " ".join(f"--{name}={shown(one)}" for one in texts))
         else:
@@ -129,9 +149,12 @@ def _read_file(path: Path, cls: type) -> Layer:
 
 
 def _recipe_layer(cls: type, given: Layer) -> Layer:
-    if "recipe" not in given:
-        return {}
-    name = _checked(given["recipe"], str | None)
+    """Of the recipe that is named, else of the one that goes along with the policy's type."""
+    if "recipe" in given:
+        name = _checked(given["recipe"], str | None)
+    else:
+        type_name = given["policy.type"].value if "recipe" in _field_types(cls) and "policy.type" in given else None
+        name = recipe_of_type(type_name) if isinstance(type_name, str) else None
     return {} if name is None else _flatten(cls, get_recipe(name), f"recipe {name}")
 
 
@@ -141,6 +164,8 @@ def _flatten(cls: type, values: Any, where: str, prefix: str = "") -> Layer:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: {prefix[:-1] or 'the file'} must be a mapping of names to values")
     types = _field_types(cls)
+    if any(name not in types for name in values) and (own := _open_field(cls)):
+        types = {**own[1].names(), **types}
     flat: Layer = {}
     for name, value in values.items():
         if name not in types:
@@ -156,8 +181,11 @@ def _flatten(cls: type, values: Any, where: str, prefix: str = "") -> Layer:
 
 def _build[T](cls: type[T], layer: Layer, prefix: str = "", base: T | None = None) -> T:
     values = {} if base is None else vars(base).copy()
+    types = _field_types(cls)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
-        kind, name = _field_types(cls)[field.name], prefix + field.name
+        if field.name not in types:
+            continue
+        kind, name = types[field.name], prefix + field.name
         if is_config(kind):
             default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             values[field.name] = _build(kind, layer, f"{name}.", values.get(field.name, default))
@@ -165,7 +193,23 @@ def _build[T](cls: type[T], layer: Layer, prefix: str = "", base: T | None = Non
             values[field.name] = _checked(layer[name], kind)
         elif base is None and field.default is field.default_factory is dataclasses.MISSING:
             raise ValueError(f"--{name} is missing")
+    if own := _open_field(cls):
+        values[own[0]] = values.get(own[0], {}) | _build_open(own[1], layer, prefix, types, cls(**values))
     return cls(**values)
+
+
+def _build_open(own: OpenNames, layer: Layer, prefix: str, types: Mapping[str, Any], built: Any) -> dict[str, Any]:
+    """What `layer` has for a class beside its fields."""
+    found: dict[str, Any] = {}
+    for key, given in layer.items():
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and "." not in name and name not in types:
+            try:
+                kind = own.kind_of(vars(built), name)
+            except ValueError as refusal:
+                raise ValueError(f"{given.place}: {refusal}") from None
+            found[name] = _checked(given, kind)
+    return found
 
 
 def _checked(given: Given, kind: Any) -> Any:
@@ -191,6 +235,14 @@ def help_text(cls: type, *, width: int | None = None) -> str:
     return "\n\n".join("\n".join([f"{group or 'flags'}:", *lines]) for group, lines in groups.items())
 
 
+def flag_lines(rows: Mapping[str, tuple[Any, str, Any]], *, width: int | None = None) -> str:
+    """Flags as in `help_text`: name -> (type, sentence, default)."""
+    texts = {
+        f"--{name}={kind_name(kind)}": f"{text} {_default(default)}" for name, (kind, text, default) in rows.items()
+    }
+    return "\n".join(_entry(flag, text.strip(), width or _terminal_width()) for flag, text in texts.items())
+
+
 def table(rows: Mapping[str, str], *, width: int | None = None) -> str:
     """Names and what they mean, in two columns."""
     column = max(map(len, rows)) + 4
@@ -206,6 +258,8 @@ def _rows(cls: type, prefix: str = "", base: Any = None) -> list[tuple[str, str,
     sentences = field_sentences(cls)
     rows: list[tuple[str, str, Any]] = []
     for field in dataclasses.fields(cls):
+        if OPEN in field.metadata:
+            continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = default if base is None else getattr(base, field.name)
         if is_config(default):

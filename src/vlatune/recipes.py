@@ -19,6 +19,14 @@ def find_recipe(name: str) -> Recipe:
     raise ValueError(f"unknown recipe '{name}'{did_you_mean(name, recipes)} (there are {', '.join(recipes)})")
 
 
+def recipe_of_type(type_name: str) -> str | None:
+    """A policy that begins from nothing is asked for by its type: LeRobot's presets go along with it, in the recipe of its name."""
+    if type_name not in policy_types():
+        return None
+    card = get_policy(type_name)
+    return type_name if card.from_scratch and type_name in card.recipes else None
+
+
 def get_recipe(name: str) -> dict[str, Any]:
     """The values of a recipe, as a dict of your own."""
     return deepcopy(dict(find_recipe(name).values))

@@ -24,7 +24,7 @@ from vlatune.dataset.health.bad_episodes import (
 )
 from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
-from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats
+from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats, relative_action_stats
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
 from vlatune.dataset.order.select import Selection, hold_out, select_episodes
 from vlatune.dataset.reader import ReadSpec, augmented
@@ -35,9 +35,19 @@ from vlatune.files import read_json, write_json
 from vlatune.outgoing import progress_bar, warn
 from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
-from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
+from vlatune.policies.base import (
+    Binding,
+    Draw,
+    PolicyAdapter,
+    PolicySpec,
+    bind,
+    join_bindings,
+    make_relative,
+    read_policy,
+    stats_needed,
+)
 from vlatune.policies.base_folder import resolve_folder
-from vlatune.policies.registry import get_adapter
+from vlatune.policies.registry import get_adapter, get_policy
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
 
 
@@ -97,7 +107,8 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
     """
     metas = load_metas(config) if metas is None else metas
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
-    policy = adapter.read_spec(resolve_folder(_base_path(config), config.policy.revision))
+    folder = resolve_folder(_base_path(config), config.policy.revision)
+    policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     bindings = [bind(policy, meta, meta.names) for meta in metas]
     binding = join_bindings(metas, bindings)
     specs = tuple(
@@ -117,12 +128,13 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
         drop_last=config.dataset.drop_last,
     )
     check_order(order)
-    computed = config.dataset.stats == "computed"
-    vectors = {key: feature_stats(metas, key, names, computed=computed) for key, names in stats_needed(policy).items()}
+    vectors = _vector_stats(config, metas, policy, binding)
     warnings = _check_stats(metas, vectors)
-    pictures = picture_stats(metas, stats_needed(policy, [camera for _, camera in binding.cameras]))
+    needed = stats_needed(policy, [camera for _, camera in binding.cameras])
+    pictures = picture_stats(metas, needed, imagenet=config.dataset.use_imagenet_stats)
     if preflight:  # said once, though a run is set up several times
-        warnings += _hold_against_rows(config, metas, vectors)
+        plain = {key: values for key, values in vectors.items() if key == STATE or policy.relative_exclude is None}
+        warnings += _hold_against_rows(config, metas, plain)
         for text in warnings:
             warn(f"vlatune: warning: {text}")
     return Setup(
@@ -139,6 +151,28 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
         skipped=skipped,
         flow_samples=config.policy.flow_samples,
     )
+
+
+def _vector_stats(
+    config: RunConfig, metas: tuple[DatasetMeta, ...], policy: PolicySpec, binding: Binding
+) -> dict[str, dict[str, np.ndarray]]:
+    """Of state and action, as the policy's normalisation asks for them."""
+    needed, computed = stats_needed(policy), config.dataset.stats == "computed"
+    made = {key: feature_stats(metas, key, needed[key], computed=computed) for key in needed if key != ACTION}
+    if ACTION not in needed:
+        return made
+    relative = next(iter(make_relative(policy, binding)), None)
+    if relative is None:
+        return made | {ACTION: feature_stats(metas, ACTION, needed[ACTION], computed=computed)}
+    return made | {
+        ACTION: relative_action_stats(
+            metas,
+            needed[ACTION],
+            chunk_size=policy.horizon,
+            is_relative=relative.is_relative,
+            computed=computed,
+        )
+    }
 
 
 def _base_path(config: RunConfig) -> str:

@@ -40,10 +40,12 @@ class SmallRun:
         open_run(config)
         setup = self.start.setup
         torch.manual_seed(config.seed)
-        self.module: Any = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy))
+        options = ModuleOptions.of(config.policy)
+        self.module: Any = setup.adapter.load_module(setup.policy, setup.binding, options, stats=setup.stats)
         self.module.train()
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trainable.values(), config.optimizer)
+        factors = setup.adapter.rate_factors(setup.policy, config.optimizer.lr)
+        self.optimizer = make_optimizer(self.trainable, config.optimizer, factors)
         self.ema = Ema(self.trainable, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.checkpointer = self._make_checkpointer()
         self.done, self.loss_sum, self.loss_count = self.checkpointer.restore()

@@ -1050,7 +1050,7 @@ WORDS = [
             f"{TRAIN} --dataset.episodes=[99]",
             "there is no episode 99; it has 7 episodes, 0 to 6; correct",
         ),
-        ("a recipe that is not there", f"{TRAIN} --recipe=pi06", "unknown recipe 'pi06' (there are tiny, pi05-heads"),
+        ("a recipe that is not there", f"{TRAIN} --recipe=none", "unknown recipe 'none' (there are tiny, pi05-heads"),
         ("a policy that is not there", f"{TRAIN} --policy.type=evil", "--policy.type=evil: must be one of pi05"),
         (
             "a rename_map that is no map",

@@ -1,4 +1,4 @@
-"""A PI0.5 of any size with random weights, and batches for it: as LeRobot's loader delivers them, and as ours does.
+"""A policy with random weights, of PI0.5 and PI0 at any size, and batches for it: as LeRobot's loader delivers them, and as ours does.
 
 Sizes keep the published proportions, so that `width=2048` is the published PI0.5 at another depth. The vocabulary is
 that of the small tokenizer: the table of a quarter of a million tokens costs memory and no time.
@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lerobot.policies.pi05 import PI05Policy
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, SLOT, STATE, TASK, Columns
 from vlatune.bench.options import StepBench
 from vlatune.pipeline.transforms import apply_all
-from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec
-from vlatune.policies.pi05.load import parse_config
+from vlatune.policies.base import Binding, Draw, Fit, PolicyAdapter, PolicySpec
+from vlatune.policies.pi05.load import CLASSES, parse_config
 from vlatune.policies.pi05.size import Pi05Size, building_at, read_size, write_size
-from vlatune.policies.pi05.small import init_for_scratch, make_small_pi05
+from vlatune.policies.pi05.small import init_for_scratch
 from vlatune.policies.registry import get_adapter
 
 TASKS = ("pick up the red block and put it into the tray", "fold the towel twice")
@@ -39,7 +38,8 @@ class Base:
 
     def stats(self) -> dict[str, dict[str, np.ndarray]]:
         one = np.ones(DIMS, dtype=np.float32)
-        return {key: {"q01": -one, "q99": one} for key in (STATE, ACTION)}
+        of_any_mode = {"q01": -one, "q99": one, "min": -one, "max": one, "mean": 0 * one, "std": one}
+        return dict.fromkeys((STATE, ACTION), of_any_mode)
 
     def columns(self, rows: Columns, *, flow_samples: int) -> Columns:
         """What a read task makes of rows: the transforms of training."""
@@ -48,39 +48,29 @@ class Base:
 
 
 def make_small_base(folder: Path, options: StepBench) -> Base:
-    """The small PI0.5 of the demo, which training from scratch begins with."""
-    cameras = [f"observation.images.camera{number}" for number in range(2)]
-    make_small_pi05(
-        folder,
-        cameras=cameras,
-        state_dim=DIMS,
-        action_dim=DIMS,
-        horizon=8,
-        image_size=48,
-        tasks=TASKS,
-        seed=options.seed,
-    )
-    return _base(folder)
+    """The policy's small twin, as `vlatune demo` and the tests train it."""
+    fit = _fit(options, num_cameras=2, horizon=8, image_size=48)
+    get_adapter(options.policy.type).make_base(folder, fit, small=True, place=folder)
+    return _base(folder, options.policy.type)
 
 
 def make_base(folder: Path, options: StepBench) -> Base:
     """A folder with LeRobot's config and processors and random weights, at the size that the options name."""
-    make_small_pi05(
-        folder,
-        cameras=[f"observation.images.camera{number}" for number in range(options.cameras)],
-        state_dim=DIMS,
-        action_dim=DIMS,
-        horizon=options.horizon,
-        image_size=options.image_size,
-        tasks=TASKS,
-        seed=options.seed,
-    )
-    small = read_size(folder)
-    assert small is not None  # make_small_pi05 has written it
-    size = scaled_size(options, small.vocab_size)
-    rebuild_at(folder, size, seed=options.seed, tokens=options.tokens)
-    _set_prompt_length(folder / PREPROCESSOR, options.tokens)
-    return _base(folder)
+    is_scaled = options.policy.type in CLASSES
+    fit = _fit(options, num_cameras=options.cameras, horizon=options.horizon, image_size=options.image_size)
+    get_adapter(options.policy.type).make_base(folder, fit, small=is_scaled, place=folder)
+    if is_scaled:
+        small = read_size(folder)
+        assert small is not None  # make_base has written it
+        size = scaled_size(options, small.vocab_size)
+        rebuild_at(folder, size, seed=options.seed, tokens=options.tokens)
+        _set_prompt_length(folder / PREPROCESSOR, options.tokens)
+    return _base(folder, options.policy.type)
+
+
+def _fit(options: StepBench, *, num_cameras: int, horizon: int, image_size: int) -> Fit:
+    cameras = tuple(f"observation.images.camera{number}" for number in range(num_cameras))
+    return Fit(cameras, DIMS, DIMS, horizon, image_size, TASKS, options.seed, ((image_size, image_size),) * num_cameras)
 
 
 def rebuild_at(folder: Path, size: Pi05Size, *, seed: int, tokens: int | None = None) -> None:
@@ -89,7 +79,7 @@ def rebuild_at(folder: Path, size: Pi05Size, *, seed: int, tokens: int | None = 
     config.tokenizer_max_length = tokens or config.tokenizer_max_length
     with building_at(size), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = PI05Policy(config)
+        policy = CLASSES[config.type][1](config)
         init_for_scratch(policy)
     policy.save_pretrained(folder)
     write_size(folder, size)
@@ -137,8 +127,8 @@ def lerobot_batch(rows: Columns, device: torch.device) -> dict[str, Any]:
     return {key: torch.from_numpy(rows[key]).to(device) for key in keys} | {TASK: list(rows[TASK])}
 
 
-def _base(folder: Path) -> Base:
-    adapter = get_adapter("pi05")
+def _base(folder: Path, policy_type: str) -> Base:
+    adapter = get_adapter(policy_type)
     spec = adapter.read_spec(folder)
     binding = Binding(
         cameras=tuple((camera, camera) for camera in spec.cameras),

@@ -1,6 +1,6 @@
 """The settings of the benchmarks, one class each; light, since `--help` reads them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,26 @@ class ReaderBench:
 
 
 @dataclass(frozen=True)
+class PolicyBench:
+    type: str = "pi05"
+    """Kind of policy; one whose size cannot be set is taken as it is made from scratch."""
+
+
+@dataclass(frozen=True)
 class StepBench:
+    policy: PolicyBench = field(default_factory=PolicyBench)
     width: int = 2048
-    """Width of the language model; the other widths follow in PI0.5's proportions."""
+    """Width of the language model of PI0.5 or PI0; the other widths follow in the published proportions."""
     depth: int = 3
-    """Layers of the language model and of the action expert; the published PI0.5 has 18."""
+    """Layers of the language model and of the action expert; the published ones have 18."""
     vision_depth: int = 4
-    """Layers of the vision tower; the published PI0.5 has 27 to the language model's 18."""
+    """Layers of the vision tower; the published ones have 27 to the language model's 18."""
     batch_size: int = 1
     """Samples per micro-step."""
     flow_samples: int = 8
     """Noise and time draws per observation whose cost is measured against one."""
-    train: tuple[str, ...] = ("heads", "expert", "lora", "full")
-    """What is trained; give the flag again for several."""
+    train: tuple[str, ...] = ()
+    """What is trained; give the flag again for several; all of the policy's ways when left out."""
     rounds: int = 3
     """How often every way is run."""
     cameras: int = 3

@@ -23,10 +23,10 @@ from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import ExportConfig, RunConfig
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync, whole_folder
 from vlatune.flags import config_from_dict
-from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec
+from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec, read_policy
 from vlatune.policies.base_folder import base_weights, resolve_folder
 from vlatune.policies.processors import is_hub_name
-from vlatune.policies.registry import get_adapter
+from vlatune.policies.registry import get_adapter, get_policy
 from vlatune.report.run_folder import read_config
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template")
@@ -103,7 +103,8 @@ def make_plan(checkpoint: Path, options: ExportConfig) -> Plan:
             f"--adapter=true: the run was trained with --policy.train={config.policy.train} and has no adapters; leave the flag out"
         )
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
-    spec = adapter.read_spec(find_base(config, options.base, state))
+    base, card = find_base(config, options.base, state), get_policy(config.policy.type)
+    spec = read_policy(adapter, base, card, config.policy.overrides)
     files = read_policy_files(checkpoint, adapter.schema)
     return Plan(checkpoint, config, adapter, spec, make_binding(state.binding), files, options)
 

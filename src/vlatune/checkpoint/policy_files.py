@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 from vlatune.batch import ACTION, STATE
 from vlatune.files import read_file
+from vlatune.policies import processors
 from vlatune.policies.base import Binding, PolicySpec, Stats
 from vlatune.policies.processors import (
     CONFIG,
@@ -37,7 +38,7 @@ MAX_STATS_BYTES = 64 << 20
 
 def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype: str | None) -> dict[str, bytes]:
     """File name -> content, for the exported folder; weights and tokenizer are not among them."""
-    config = _make_config(_read(spec, CONFIG), binding, dtype)
+    config = _make_config(spec, _read(spec, CONFIG), binding, dtype)
     files = {CONFIG: config}
     state_files: dict[str, bytes] = {}
     if rename_map(binding):
@@ -46,12 +47,14 @@ def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype
         files[name] = _read(spec, name)
         for step in files[name]["steps"]:
             step.pop("state_file", None)  # the base's own statistics stay with it
+        if spec.relative_exclude is not None:
+            _ensure_relative(name, files[name]["steps"])
         _fill_steps(spec, files[name]["steps"], config, binding)
         state_files |= _put_stats(spec, name, files[name]["steps"], stats)
     return {name: json.dumps(content, indent=2).encode() for name, content in files.items()} | state_files
 
 
-def _make_config(config: dict[str, Any], binding: Binding, dtype: str | None) -> dict[str, Any]:
+def _make_config(spec: PolicySpec, config: dict[str, Any], binding: Binding, dtype: str | None) -> dict[str, Any]:
     inputs = {key: one for key, one in (config.get("input_features") or {}).items() if one["type"] != "STATE"}
     inputs[STATE] = {"type": "STATE", "shape": [binding.state_dim]}
     made = {
@@ -62,8 +65,13 @@ def _make_config(config: dict[str, Any], binding: Binding, dtype: str | None) ->
     }
     if dtype is not None:
         made["dtype"] = dtype
-    if "action_feature_names" in config:
+    is_relative = spec.relative_exclude is not None
+    if "action_feature_names" in config or is_relative:
         made["action_feature_names"] = list(binding.action_names)
+    if "use_relative_actions" in config or is_relative:
+        made["use_relative_actions"] = is_relative
+    if spec.relative_exclude is not None:
+        made["relative_exclude_joints"] = list(spec.relative_exclude)
     off = {name: False for name in ("gradient_checkpointing", "compile_model") if name in config}
     return config | made | off
 
@@ -82,8 +90,21 @@ def _fill_steps(spec: PolicySpec, steps: list[dict[str, Any]], config: dict[str,
                 settings["norm_map"] = dict(spec.normalisation)
             case "tokenizer_processor":
                 settings["tokenizer_name"] = tokenizer_name(settings.get("tokenizer_name") or "")
+            case processors.RELATIVE_STEP | processors.ABSOLUTE_STEP as name:
+                settings["enabled"] = spec.relative_exclude is not None
+                if name == processors.RELATIVE_STEP and spec.relative_exclude is not None:
+                    settings["exclude_joints"] = list(spec.relative_exclude)
+                    settings["action_names"] = list(binding.action_names)
             case "device_processor":
                 settings["device"] = "cpu"  # loads everywhere; LeRobot's programs replace it by their own device
+
+
+def _ensure_relative(file: str, steps: list[dict[str, Any]]) -> None:
+    """Bases of before LeRobot had relative actions lack its steps, which stand beside the normaliser's."""
+    step, after = (processors.RELATIVE_STEP, 0) if file == PREPROCESSOR else (processors.ABSOLUTE_STEP, 1)
+    names = [one.get("registry_name") for one in steps]
+    if step not in names and NORMALISER[file] in names:
+        steps.insert(names.index(NORMALISER[file]) + after, {"registry_name": step, "config": {}})
 
 
 def tokenizer_name(name: str) -> str:
@@ -95,7 +116,8 @@ def _put_stats(spec: PolicySpec, file: str, steps: list[dict[str, Any]], stats: 
     """Name the statistics' file in the step that normalises; returns that file."""
     if not stats:
         return {}
-    found = _require_step(spec, file, NORMALISER[file])
+    _require_step(spec, file, NORMALISER[file])
+    found = [one.get("registry_name") for one in steps].index(NORMALISER[file])
     step = steps[found]
     step["state_file"] = f"{file.removesuffix('.json')}_step_{found}_{NORMALISER[file]}.safetensors"
     flat = {f"{key}.{name}": values.astype(np.float32) for key, of in stats.items() for name, values in of.items()}
@@ -144,7 +166,7 @@ def _read(spec: PolicySpec, name: str) -> dict[str, Any]:
         ) from None
     schema = get_adapter(spec.type).schema
     if name == CONFIG:
-        return checked_config(content, schema, where)
+        return checked_config(content, schema, where) | dict(spec.overrides)
     return content | {"steps": checked_steps(content, schema, where)}
 
 

@@ -115,7 +115,8 @@ def read_held_out(setup: Setup, max_samples: int) -> Columns:
 def _figures(setup: Setup, options: EvalConfig, found: Sequence[Evaluated]) -> dict[str, Any]:
     """Those of the first variant, in full, and of each in short."""
     full = found[0].by_blank["none"]
-    mean_A = feature_stats(setup.metas, ACTION, ["mean"])["mean"].astype(np.float32)
+    is_relative = setup.policy.relative_exclude is not None  # the dataset's own statistics may be relative, too
+    mean_A = feature_stats(setup.metas, ACTION, ["mean"], computed=is_relative)["mean"].astype(np.float32)
     mean_guess = replace(full, predicted_NTA=np.broadcast_to(mean_A, full.true_NTA.shape))
     error_NTA = np.where(full.valid_NT[..., None], np.abs(full.predicted_NTA - full.true_NTA), np.nan)
     positions = setup.held_out.position

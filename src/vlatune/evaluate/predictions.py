@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, Columns, num_rows
+from vlatune.batch import ACTION, ACTION_IS_PAD, STATE, TASK, Columns, num_rows
 from vlatune.config import EvalConfig
-from vlatune.pipeline.transforms import Normalise, Transform, apply_all
+from vlatune.pipeline.transforms import Normalise, RelativeActions, Transform, apply_all
 from vlatune.run_setup import Setup
 
 BLANKS = ("none", "images", "sentence")
@@ -65,11 +65,11 @@ def predict_all(
         on_batch(number + 1, num_batches)
     losses_BK = torch.stack(losses).cpu().double().numpy()  # device sync, after all batches: nothing is left to overlap
     chunks_KNTA = torch.cat(chunks, dim=1).cpu().numpy()  # the same, already waited for
-    unscale, loss_K = _action_normaliser(transforms), np.array(counts) @ losses_BK / sum(counts)
+    loss_K = np.array(counts) @ losses_BK / sum(counts)
     return {
         blank: Predictions(
             rows[ACTION],
-            unscale.inverse(chunks_KNTA[k]) if unscale else chunks_KNTA[k],
+            in_own_units(transforms, chunks_KNTA[k], rows[STATE]),
             ~rows[ACTION_IS_PAD],
             float(loss_K[k]),
         )
@@ -103,8 +103,14 @@ def _blank(rows: Columns, setup: Setup, what: str) -> Columns:
     return rows
 
 
-def _action_normaliser(transforms: Sequence[Transform]) -> Normalise | None:
-    return next((t for t in transforms if isinstance(t, Normalise) and t.key == ACTION), None)
+def in_own_units(transforms: Sequence[Transform], predicted_NTA: np.ndarray, state_NS: np.ndarray) -> np.ndarray:
+    """What a policy predicts as the dataset's own actions: off its scale, and absolute; the state is as recorded."""
+    for transform in reversed(transforms):
+        if isinstance(transform, Normalise) and transform.key == ACTION:
+            predicted_NTA = transform.inverse(predicted_NTA)
+        elif isinstance(transform, RelativeActions):
+            predicted_NTA = transform.inverse(predicted_NTA, state_NS)
+    return predicted_NTA
 
 
 def _batches(rows: Columns, size: int) -> Iterator[Columns]:

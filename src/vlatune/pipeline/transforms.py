@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vlatune.batch import Columns
+from vlatune.batch import ACTION, STATE, Columns
 
 NORMALISE_EPS = np.float32(1e-8)
 """LeRobot's `NormalizerProcessorStep.eps`."""
@@ -62,6 +62,24 @@ class Normalise:
         if self.mode == "MEAN_STD":
             return values * high + low
         return (values + np.float32(1.0)) * _span(low, high) / np.float32(2.0) + low
+
+
+@dataclass(frozen=True)
+class RelativeActions:
+    """Actions as the way from the row's state, before both are normalised; as LeRobot does."""
+
+    is_relative: tuple[bool, ...]
+    """Of each action dim; the others stay as they are."""
+
+    def __call__(self, columns: Columns) -> Columns:
+        return columns | {ACTION: columns[ACTION] - self._offset(columns[STATE])}
+
+    def inverse(self, action_NTA: np.ndarray, state_NS: np.ndarray) -> np.ndarray:
+        return action_NTA + self._offset(state_NS)
+
+    def _offset(self, state_NS: np.ndarray) -> np.ndarray:
+        mask_A = np.array(self.is_relative, dtype=np.float32)
+        return (state_NS[:, : len(mask_A)] * mask_A)[:, None]
 
 
 def _span(low: np.ndarray, high: np.ndarray) -> np.ndarray:

@@ -8,9 +8,10 @@ layout: a local one, a hub repository's, or one that the adapter makes with rand
 from __future__ import annotations
 
 import difflib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from vlatune.batch import ACTION, STATE
 from vlatune.dataset.features import RESERVED, as_flag, likely_name, numpy_type
-from vlatune.pipeline.transforms import Normalise
+from vlatune.pipeline.transforms import Normalise, RelativeActions
 from vlatune.policies.processors import CONFIG
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vlatune.dataset.video.resize import PictureTransform
     from vlatune.pipeline.transforms import Transform
     from vlatune.policies.processors import Schema
+    from vlatune.policies.registry import Policy
 
 STATS_OF_MODE = {
     "QUANTILES": ("q01", "q99"),
@@ -38,6 +40,7 @@ STATS_OF_MODE = {
 Stats = Mapping[str, Mapping[str, np.ndarray]]
 """Feature, by the policy's name -> statistic -> values."""
 NO_STATS: Stats = {}
+NO_OVERRIDES: Mapping[str, Any] = {}
 FLOAT32_BYTES = 4
 
 
@@ -61,9 +64,16 @@ class PolicySpec:
     max_action_dim: int
     normalisation: Mapping[str, str]
     """VISUAL, STATE and ACTION -> QUANTILES, MIN_MAX, MEAN_STD or IDENTITY."""
+    relative_exclude: tuple[str, ...] | None = None
+    """Actions are learnt as the way from the state, but for those whose name holds one of these; None: as they are."""
     has_prompt: bool = False
     """Whether the sentence takes part."""
     tokenizer_file: str | None = None
+    fixed_inputs: bool = False
+    """True for a policy that takes what it was made for and nothing else: all its cameras, pictures recorded at `image_hw`,
+    state and action of just these dims. Others resize, pad, and mask cameras that are missing."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """A run's own values for fields of config.json, as JSON has them."""
 
     @property
     def horizon(self) -> int:
@@ -88,6 +98,8 @@ class Fit:
     recorded_hw: tuple[tuple[int, int], ...] = ()
     """Of each camera, as recorded."""
     fps: float = 0.0
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values for fields of its config.json, by LeRobot's names."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +174,12 @@ class PolicyAdapter[S: PolicySpec](ABC):
     """Files of the base's folder that an export takes along where they are there."""
 
     @abstractmethod
-    def read_spec(self, folder: Path) -> S:
-        """What the folder says, if it can be loaded: everything that is refused here costs nobody a GPU."""
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> S:
+        """What the folder says, if it can be loaded: everything that is refused here costs nobody a GPU.
+
+        `overrides` are a run's own values for fields of config.json, for `read_config`; a policy whose card has none may
+        do without the argument. Call `read_policy`.
+        """
 
     @abstractmethod
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
@@ -209,10 +225,52 @@ class PolicyAdapter[S: PolicySpec](ABC):
         holds one at a time. `stats` are those of pictures and all else; where nothing is computed there are none.
         """
 
+    def rate_factors(self, spec: S, lr: float) -> Mapping[str, float]:
+        """Beginning of parameters' names, as the module has them -> by what --optimizer.lr, given as `lr`, is multiplied for
+        them; the first that fits counts. Each is a group of the optimizer, and the schedule holds for all.
+        """
+        return {}
+
     def base_files(self, spec: S) -> dict[str, Path]:
         """What of the base decides the result beside its weights, by the name that a checkpoint's fingerprints have for it."""
         files = {"config": Path(spec.folder) / CONFIG}
         return files | ({"tokenizer": Path(spec.tokenizer_file)} if spec.tokenizer_file else {})
+
+
+def read_policy(adapter: PolicyAdapter[Any], folder: Path, card: Policy, overrides: Mapping[str, Any]) -> PolicySpec:
+    """What a base's folder says with a run's own values in it."""
+    used = {name: value for name, value in overrides.items() if card.overrides[name].with_base != "unused"}
+    if not used:
+        return adapter.read_spec(folder)
+    spec = adapter.read_spec(folder, used)
+    return replace(spec, overrides={**spec.overrides, **json.loads(json.dumps(used))})
+
+
+def check_action_steps(config: Mapping[str, Any], where: str) -> None:
+    """A robot can make no more actions of a chunk than it has; LeRobot refuses it as well."""
+    made, chunk = config.get("n_action_steps"), config.get("chunk_size")
+    if made is not None and chunk is not None and made > chunk:
+        raise ValueError(
+            f"{where}: n_action_steps is {made}, and a chunk has {chunk} actions (chunk_size); give "
+            f"--policy.n_action_steps={chunk} or less, or a larger --policy.chunk_size"
+        )
+
+
+def make_relative(spec: PolicySpec, binding: Binding) -> list[RelativeActions]:
+    """What comes before the normalisers: a step where the policy learns relative actions, else none."""
+    if spec.relative_exclude is None:
+        return []
+    return [RelativeActions(relative_dims(binding.action_names, spec.relative_exclude))]
+
+
+def relative_dims(action_names: Sequence[str], exclude: Sequence[str]) -> tuple[bool, ...]:
+    """Of each action dim, whether it becomes relative: as LeRobot, a name that holds an excluded word stays absolute.
+
+    >>> relative_dims(("shoulder.pos", "Gripper.pos"), ("gripper",))
+    (True, False)
+    """
+    words = [word.lower() for word in exclude if word]
+    return tuple(not any(word in name.lower() for word in words) for name in action_names)
 
 
 def make_normalisers(spec: PolicySpec, stats: Stats) -> list[Normalise]:
@@ -242,12 +300,26 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
             f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
         )
     names = {target for _, target in delivered}
+    missing = tuple(camera for camera in spec.cameras if camera not in names)
+    if missing and spec.fixed_inputs:
+        free = next((name for name in meta.cameras if renamed[name] not in spec.cameras), "NAME")
+        raise ValueError(
+            f"dataset '{meta.root.url}': it has no camera '{missing[0]}', without which the policy '{spec.folder}' cannot be used; "
+            f"map one with {as_flag({free: missing[0]})}"
+        )
     state, action = (_own_vector(meta, key, rename_map) for key in (STATE, ACTION))
+    state_dim = _check_width(meta, STATE, state, spec.max_state_dim, fixed=spec.fixed_inputs)
+    action_dim = _check_width(meta, ACTION, action, spec.max_action_dim, fixed=spec.fixed_inputs)
+    if spec.relative_exclude is not None and state_dim < action_dim:
+        raise ValueError(
+            f"dataset '{meta.root.url}': '{state}' has {state_dim} dims, '{action}' {action_dim}, and the policy learns actions "
+            f"relative to the state, dim by dim; use a base with absolute actions (use_relative_actions false)"
+        )
     return Binding(
         cameras=delivered,
-        missing_cameras=tuple(camera for camera in spec.cameras if camera not in names),
-        state_dim=_check_width(meta, STATE, state, spec.max_state_dim),
-        action_dim=_check_width(meta, ACTION, action, spec.max_action_dim),
+        missing_cameras=missing,
+        state_dim=state_dim,
+        action_dim=action_dim,
         action_names=_names(meta.features[action]),
         also=() if state == STATE else ((state, STATE),),
     )
@@ -305,6 +377,17 @@ def _check_targets(
             raise ValueError(
                 f"dataset '{meta.root.url}': camera '{name}' holds depth, the policy's '{target}' takes colours"
             )
+        recorded = meta.features[name].height_width
+        if target in spec.cameras and spec.fixed_inputs and recorded != spec.image_hw:
+            raise ValueError(
+                f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, the policy '{spec.folder}' takes "
+                f"pictures of {_size(spec.image_hw)} as they are and does not resize; re-encode the videos, or train without "
+                f"--policy.path, for the recorded size"
+            )
+
+
+def _size(height_width: tuple[int, int]) -> str:
+    return f"{height_width[0]} x {height_width[1]}"
 
 
 def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> str:
@@ -321,7 +404,7 @@ def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> s
     )
 
 
-def _check_width(meta: DatasetMeta, key: str, own: str, most: int) -> int:
+def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, fixed: bool) -> int:
     feature = meta.features[own]
     said = f"'{own}'" if own == key else f"'{own}', which is to be '{key}',"
     if numpy_type(feature) in (None, "object") or not feature.shape:
@@ -332,6 +415,11 @@ def _check_width(meta: DatasetMeta, key: str, own: str, most: int) -> int:
     if feature.shape[0] > most:
         raise ValueError(
             f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most} at most"
+        )
+    if fixed and feature.shape[0] != most:
+        raise ValueError(
+            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy was made for {most}; train without "
+            f"--policy.path, or take a base of as many"
         )
     return feature.shape[0]
 

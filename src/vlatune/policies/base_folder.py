@@ -4,13 +4,14 @@ tells one base model's weights from another's, without reading all of them. No t
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from vlatune.dataset.storage.hub import fetch
 from vlatune.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, parse_json, read_file
 from vlatune.policies.processors import CONFIG, PREPROCESSOR, PROCESSORS, Schema, checked_config, checked_steps
+from vlatune.policies.registry import find_override
 
 REPOSITORY_FILES = ("*.json", "*.safetensors", "tokenizer*")
 TOKENIZER = "tokenizer.json"
@@ -32,9 +33,24 @@ def fetch_file(repository: str, name: str) -> Path:
     return fetch(repository, lambda hub: hub.hf_hub_download(repository, name))
 
 
-def read_config(folder: Path, schema: Schema) -> dict[str, Any]:
-    """config.json, with the fields that such a policy has."""
-    return checked_config(read_object(folder, CONFIG), schema, f"policy '{folder}': {CONFIG}")
+def read_config(folder: Path, schema: Schema, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """config.json, with the fields that such a policy has, and a run's own values laid over it."""
+    config = checked_config(read_object(folder, CONFIG), schema, f"policy '{folder}': {CONFIG}")
+    return config | _allowed(folder, config, schema.type, overrides) if overrides else config
+
+
+def _allowed(folder: Path, config: Mapping[str, Any], type_name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides as JSON has them, if the base's weights allow them."""
+    plain = json.loads(json.dumps(overrides))
+    for name, value in plain.items():
+        override = find_override(type_name, name)
+        stored = config.get(name, json.loads(json.dumps(override.default)))
+        if override.with_base == "same" and value != stored:
+            raise ValueError(
+                f"--policy.{name}={value}: the weights of the base model '{folder}' are made for {stored} ({CONFIG}); leave "
+                f"the flag out, or take a base that was made with {value}"
+            )
+    return plain
 
 
 def read_steps(folder: Path, schema: Schema) -> dict[str, list[dict[str, Any]]]:

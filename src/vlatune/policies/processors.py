@@ -15,6 +15,7 @@ from vlatune.limits import limit
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
+RELATIVE_STEP, ABSOLUTE_STEP = "relative_actions_processor", "absolute_actions_processor"
 MAX_CHARS, MAX_ITEMS, MAX_NUMBER = 1000, 1000, 1e18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 STATE_FILE = re.compile(r"policy_(?:pre|post)processor_step_\d{1,3}_\w{1,80}\.safetensors")
@@ -46,6 +47,11 @@ def is_size(value: Any) -> bool:
 
 def is_flag(value: Any) -> bool:
     return isinstance(value, bool)
+
+
+def is_switch(value: Any) -> bool:
+    """A flag that LeRobot's config has as a number."""
+    return is_flag(value) or (is_number(value) and value in (0, 1))
 
 
 def is_texts(value: Any) -> bool:
@@ -91,6 +97,7 @@ KIND: Mapping[Check, str] = {
     is_text: "a text",
     is_number: "a number",
     is_flag: "true or false",
+    is_switch: "true or false",
     is_texts: "a list of texts",
     is_text_map: "a mapping of texts to texts",
     is_features: "features with type and shape",
@@ -109,8 +116,8 @@ NORMALISER: Fields = {
 STEPS: Mapping[str, Fields] = {
     "rename_observations_processor": {"rename_map": is_text_map},
     "to_batch_processor": {},
-    "relative_actions_processor": {"enabled": is_flag, "exclude_joints": is_texts, "action_names": is_texts},
-    "absolute_actions_processor": {"enabled": is_flag},
+    RELATIVE_STEP: {"enabled": is_flag, "exclude_joints": is_texts, "action_names": is_texts},
+    ABSOLUTE_STEP: {"enabled": is_flag},
     "normalizer_processor": NORMALISER,
     "unnormalizer_processor": NORMALISER,
     "tokenizer_processor": {

@@ -6,14 +6,19 @@ asked for. Those of vlatune stand in PACKAGES. A package of somebody else is fou
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
 from vlatune.errors import did_you_mean
 
-PACKAGES = {"pi05": "vlatune.policies.pi05", "smolvla": "vlatune.policies.smolvla"}
+PACKAGES = {
+    "pi05": "vlatune.policies.pi05",
+    "pi0": "vlatune.policies.pi0",
+    "act": "vlatune.policies.act",
+    "smolvla": "vlatune.policies.smolvla",
+}
 """Type -> package."""
 DEFAULT_TYPE = next(iter(PACKAGES))
 """What is meant when none is named."""
@@ -29,6 +34,33 @@ class Recipe:
     """Nested, with the names of `RunConfig`."""
     small: bool = False
     """The base is the policy's small twin, made for the run's datasets where no --policy.path is given."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """A field of LeRobot's config.json that a run may give a value of its own: `--policy.NAME=VALUE`."""
+
+    kind: Any
+    """Its type, as that of a config's field: int, `float | None`, `tuple[int, ...]`, Literal."""
+    help: str
+    """One sentence."""
+    default: Any = None
+    """LeRobot's: what counts where a base's config.json leaves the field out."""
+    check: Callable[[Any], str | None] = lambda value: None
+    """What a value must be, in words, if it is not; see `at_least`."""
+    with_base: Literal["same", "any", "unused"] = "same"
+    """What a base model allows: only what its weights were made for, any value, or it is of no use with one (it says how
+    a new one is made)."""
+
+
+def at_least(least: float) -> Callable[[Any], str | None]:
+    """A check of an `Override`: none of its numbers may be smaller; None passes."""
+
+    def check(value: Any) -> str | None:
+        numbers = value if isinstance(value, tuple) else (value,)
+        return None if all(one is None or one >= least for one in numbers) else f"must be {least} or more"
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -52,6 +84,20 @@ class Policy:
     """Dims of state and action that it takes at most."""
     from_scratch: bool = False
     """A run without --policy.path begins with random weights, made for its datasets in RUN/base."""
+    has_prompt: bool = False
+    """Whether the sentence takes part: decides which world the demo shows it."""
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+    """Fields of its config.json that a run may change, by LeRobot's names."""
+
+    @property
+    def small_recipe(self) -> str:
+        """The recipe of its small twin, which the demo trains."""
+        small = [name for name, recipe in self.recipes.items() if recipe.small]
+        if not small:
+            raise ValueError(
+                f"{self.title} (--policy.type={self.type}) has no recipe of a small twin, which a demo needs"
+            )
+        return small[0]
 
 
 def policy_types() -> tuple[str, ...]:
@@ -78,6 +124,33 @@ def all_recipes() -> dict[str, Recipe]:
     for one in policy_types():
         found |= {name: recipe for name, recipe in get_policy(one).recipes.items() if name not in found}
     return found
+
+
+def all_overrides() -> dict[str, Override]:
+    """Override by name, of any policy; of two with one name the first counts."""
+    found: dict[str, Override] = {}
+    for one in policy_types():
+        found = {**get_policy(one).overrides, **found}
+    return found
+
+
+def find_override(type_name: str, name: str) -> Override:
+    """A policy's own; one that it does not have is refused with those that it has."""
+    card = get_policy(type_name)
+    if name not in card.overrides:
+        hint = did_you_mean(name, card.overrides, prefix="--policy.") or (
+            f"; it has {', '.join(card.overrides)}" if card.overrides else "; leave it out"
+        )
+        raise ValueError(f"{card.title} (--policy.type={card.type}) has no setting {name}{hint}")
+    return card.overrides[name]
+
+
+def check_overrides(type_name: str, given: Mapping[str, Any]) -> None:
+    """Refuse those that the policy does not have, and values that it cannot take."""
+    for name, value in given.items():
+        expected = find_override(type_name, name).check(value)
+        if expected is not None:
+            raise ValueError(f"--policy.{name}={value}: {expected}")
 
 
 def _others() -> dict[str, Any]:

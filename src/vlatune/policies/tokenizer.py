@@ -71,6 +71,21 @@ class Tokenise:
         return rest | {TOKENS: tokens_NL, TOKEN_MASK: mask_NL}
 
 
+def end_with_newline(task: str) -> str:
+    """As LeRobot writes prompts for models that were taught that a prompt ends so."""
+    return task if task.endswith("\n") else f"{task}\n"
+
+
+@dataclass(frozen=True)
+class NewlinePrompt:
+    """`task` with a newline at its end."""
+
+    def __call__(self, columns: Columns) -> Columns:
+        prompts = np.empty(len(columns[TASK]), dtype=object)
+        prompts[:] = [end_with_newline(str(task)) for task in columns[TASK]]
+        return columns | {TASK: prompts}
+
+
 def tokenizer_settings(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The settings of the preprocessor's step that tokenises; they name the tokenizer."""
     found = [step["config"] for step in steps if step["registry_name"] == "tokenizer_processor"]

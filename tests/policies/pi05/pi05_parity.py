@@ -1,15 +1,22 @@
-"""LeRobot's own PI0.5 beside ours: the same batch and draws through both, and how far apart the results are."""
+"""LeRobot's own PI0.5 or PI0 beside ours: the same batch and draws through both, and how far apart the results are."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from lerobot.policies.pi05 import PI05Policy
 from torch import Tensor, nn
 
-from vlatune.batch import ACTION, IMAGE_PREFIX, NOISE, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import ACTION, IMAGE_PREFIX, NOISE, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.reader import make_unit, read_unit
+from vlatune.pipeline.transforms import apply_all
+from vlatune.policies.base import Draw
 from vlatune.policies.pi05.size import Pi05Size, building_at, read_size, write_size
+from vlatune.policies.pi05.weights import PI05, Kind
+from vlatune.run_setup import Setup, make_setup
 
 Batch = Mapping[str, Tensor]
 WAYS = ("heads", "expert", "lora", "full")
@@ -40,20 +47,56 @@ SIZE = Pi05Size(
 """Nine tokens a picture at 48 pixels, and no two sizes alike that could be mixed up unseen."""
 
 
-def make_base(folder: Path, size: Pi05Size, **settings: Any) -> Path:
-    """A LeRobot folder at a size, with random weights that let every part speak; `settings` as of make_small_pi05."""
+def make_base(folder: Path, size: Pi05Size, *, kind: Kind = PI05, **settings: Any) -> Path:
+    """A LeRobot folder at a size, with random weights that let every part speak; `settings` as of make_small."""
     from lerobot.configs import PreTrainedConfig
 
-    from vlatune.policies.pi05.small import make_small_pi05
+    from vlatune.policies.pi05.load import CLASSES
+    from vlatune.policies.pi05.small import make_small
 
-    make_small_pi05(folder, **settings)
+    make_small(kind, folder, **settings)
     config: Any = PreTrainedConfig.from_pretrained(folder)
     with building_at(size):
-        policy = PI05Policy(config)
+        policy = CLASSES[kind.type][1](config)
     randomise(policy)
     policy.save_pretrained(folder)
     write_size(folder, size)
     return folder
+
+
+def make_parity_base(folder: Path, dataset: Path, *, kind: Kind = PI05) -> Path:
+    """For a dataset's cameras, dims and sentences."""
+    meta = load_meta(str(dataset))
+    state, action = (meta.features[key].shape[0] for key in (STATE, ACTION))
+    return make_base(
+        folder,
+        SIZE,
+        kind=kind,
+        cameras=meta.cameras,
+        state_dim=state,
+        action_dim=action,
+        horizon=5,
+        image_size=48,
+        tasks=meta.tasks,
+    )
+
+
+def setup_for(dataset: Path, base: Path, *, kind: Kind = PI05) -> Setup:
+    policy = PolicyConfig(path=str(base), type=kind.type)
+    return make_setup(RunConfig(dataset=DatasetConfig(root=(str(dataset),)), policy=policy))
+
+
+def draw_batch(setup: Setup) -> dict[str, Tensor]:
+    """Four samples of the dataset with three draws of noise and time each, as training gets them."""
+    frames = np.arange(4)
+    rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))
+    draw = Draw(seed=7, flow_samples=DRAWS)
+    transforms = setup.adapter.make_transforms(setup.policy, setup.binding, setup.stats, draw)
+    return {key: torch.from_numpy(values) for key, values in apply_all(transforms, rows).items()}
+
+
+def first_draw(draws: Batch) -> dict[str, Tensor]:
+    return {**draws, NOISE: draws[NOISE][:, :1], TIME: draws[TIME][:, :1]}
 
 
 def randomise(policy: nn.Module) -> None:
@@ -67,16 +110,18 @@ def randomise(policy: nn.Module) -> None:
             parameter.data.normal_(0.0, 0.1, generator=generator)
 
 
-def load_lerobot(folder: Path, dtype: str = "float32") -> PI05Policy:
+def load_lerobot(folder: Path, dtype: str = "float32") -> Any:
     """As a user of LeRobot loads it."""
     from lerobot.configs import PreTrainedConfig
+
+    from vlatune.policies.pi05.load import CLASSES
 
     size = read_size(folder)
     assert size is not None
     config: Any = PreTrainedConfig.from_pretrained(folder)
     config.dtype = dtype
     with building_at(size):
-        policy = PI05Policy.from_pretrained(folder, config=config)
+        policy = CLASSES[config.type][1].from_pretrained(folder, config=config)
     policy.train()
     return policy
 
@@ -88,7 +133,8 @@ def lerobot_loss(policy: Any, batch: Batch, draw: int = 0) -> Tensor:
     model.sample_time = lambda size, device: batch[TIME][:, draw]
     dims = policy.config.output_features[ACTION].shape[0]
     theirs = {key: batch[key].float() / 255.0 for key in batch if key.startswith(IMAGE_PREFIX)}
-    theirs |= {TOKENS: batch[TOKENS], TOKEN_MASK: batch[TOKEN_MASK], ACTION: batch[ACTION][..., :dims]}
+    theirs |= {key: batch[key] for key in (TOKENS, TOKEN_MASK, STATE) if key in batch}
+    theirs[ACTION] = batch[ACTION][..., :dims]
     try:
         return policy.forward(theirs)[0]
     finally:

@@ -1,4 +1,4 @@
-"""`vlatune bench step`: what does a micro-step of PI0.5 cost, LeRobot's way and ours?
+"""`vlatune bench step`: what does a micro-step of PI0.5, or of another policy, cost, LeRobot's way and ours?
 
 Same weights (the very same tensors), same rows, one run, alternating. LeRobot's way is `lerobot-train`'s own step with
 its processor in the loop; ours is the worker's, whose samples are prepared by the readers on other cores. For every way
@@ -11,13 +11,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.policies.pi05 import PI05Policy
 
 from vlatune.batch import NOISE, TIME, Columns
 from vlatune.bench.base_models import Base, make_base, make_rows, make_small_base
@@ -28,8 +27,7 @@ from vlatune.bench.step.step_meter import StepTime, copies_hidden_share, peak_by
 from vlatune.bench.step.step_ways import LeRobotWay, OurWay, make_accelerator
 from vlatune.pipeline.host import usable_cpus
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.module import Pi05Module, load_pi05
-from vlatune.policies.pi05.trainable import TRAINED as TRAIN_WAYS
+from vlatune.policies.registry import get_policy
 from vlatune.train.worker.device import set_performance_flags
 
 FROZEN_PREFIX = ("heads", "expert")
@@ -73,8 +71,8 @@ class TrainFigures:
     many_draws: WayFigures | None = None
     """Ours with `flow_samples` draws per observation, where the prefix is frozen."""
     _: KW_ONLY
-    loss_difference: float
-    """Relative, on the same draws."""
+    loss_difference: float | None
+    """Relative, on the same draws; None for a policy that is given none."""
     copies_hidden_share: float | None
     """Of the time of copies to the device, what kernels hide; None without CUDA."""
 
@@ -95,11 +93,13 @@ class TrainFigures:
 
 def run(options: StepBench) -> None:
     """Print a table and, as the last line, one JSON object."""
+    options = replace(options, train=options.train or tuple(get_policy(options.policy.type).train_ways))
     _check(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flags = set_performance_flags(device, usable_cpus())
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
-        say(f"making a PI0.5 with random weights: width {options.width}, depth {options.depth}")
+        title = get_policy(options.policy.type).title
+        say(f"making a {title} with random weights: width {options.width}, depth {options.depth}")
         base = make_base(Path(scratch) / "base", options)
         by_train = {train: measure(base, train, options, device) for train in options.train}
         small = measure_host(make_small_base(Path(scratch) / "small", options), options, device)
@@ -110,15 +110,15 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
     """All figures of one way to train. What it loads is let go with its return: a model takes gigabytes."""
     gc.collect()
     rows = make_rows(base, options.batch_size, options.seed)
-    module = load_pi05(base.spec, base.binding, ModuleOptions(train, "float32"), device).train()
+    module = _load(base, train, device)
     lerobot = LeRobotWay(module.policy, base, rows, make_accelerator(device))
     columns = base.columns(rows, flow_samples=1)
     ours = OurWay(module, columns, device)
     difference = _loss_difference(lerobot, ours, columns, device)
     ways: dict[str, Way] = {"LeRobot": lerobot, "vlatune": ours}
-    if train in FROZEN_PREFIX:
+    if train in FROZEN_PREFIX and "flow_samples" in get_policy(base.spec.type).settings:
         ways[f"vlatune, {options.flow_samples} draws"] = _with_draws(
-            module.policy, train, base, rows, options.flow_samples, device
+            module, train, base, rows, options.flow_samples, device
         )
     figures = _time({f"{train}: {name}": way for name, way in ways.items()}, options.rounds, say=say)
     for way, one in zip(ways.values(), figures, strict=True):
@@ -132,7 +132,8 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
 def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFigures:
     """Ours on the small model: the device has little to do, so the host's share is at its largest."""
     rows = make_rows(base, options.small_batch_size, options.seed)
-    module = load_pi05(base.spec, base.binding, ModuleOptions("expert", "float32"), device).train()
+    ways = get_policy(base.spec.type).train_ways
+    module = _load(base, "expert" if "expert" in ways else next(iter(ways)), device)
     ours = OurWay(module, base.columns(rows, flow_samples=1), device)
     say(f"the host's own time on the small model: {options.small_steps} micro-steps")
     (figures,) = _time({"small model: vlatune": ours}, options.small_steps, say=lambda _: None)
@@ -141,10 +142,15 @@ def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFig
     return figures
 
 
-def _with_draws(policy: PI05Policy, train: str, base: Base, rows: Columns, count: int, device: torch.device) -> OurWay:
+def _load(base: Base, train: str, device: torch.device) -> Any:
+    options = ModuleOptions(train, "float32")
+    return base.adapter.load_module(base.spec, base.binding, options, device, stats=base.stats()).train()
+
+
+def _with_draws(module: Any, train: str, base: Base, rows: Columns, count: int, device: torch.device) -> OurWay:
     """Many draws per observation, on the same weights."""
     options = ModuleOptions(train, "float32", flow_samples=count)
-    many = Pi05Module(policy, base.spec, base.binding, options).to(device).train()
+    many = type(module)(module.policy, base.spec, base.binding, options).to(device).train()
     return OurWay(many, base.columns(rows, flow_samples=count), device)
 
 
@@ -187,16 +193,19 @@ def _step(way: Way) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _loss_difference(lerobot: LeRobotWay, ours: OurWay, columns: Columns, device: torch.device) -> float:
+def _loss_difference(lerobot: LeRobotWay, ours: OurWay, columns: Columns, device: torch.device) -> float | None:
+    if NOISE not in columns or TIME not in columns:
+        return None
     noise, time = (torch.from_numpy(columns[key][:, 0]).to(device) for key in (NOISE, TIME))
     theirs = lerobot.loss(noise, time)
     return float((ours.loss() - theirs).abs() / theirs)
 
 
 def _check(options: StepBench) -> None:
+    known = get_policy(options.policy.type).train_ways
     for train in options.train:
-        if train not in TRAIN_WAYS:
-            raise ValueError(f"--train={train}: must be one of {', '.join(TRAIN_WAYS)}")
+        if train not in known:
+            raise ValueError(f"--train={train}: must be one of {', '.join(known)}")
     for name, value in vars(options).items():
         least = 0 if name == "seed" else 1
         if isinstance(value, int) and value < least:

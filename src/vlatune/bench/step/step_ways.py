@@ -21,7 +21,6 @@ from vlatune.batch import ACTION, IMAGE_PREFIX, Columns, num_rows
 from vlatune.bench.base_models import Base, lerobot_batch
 from vlatune.bench.step.step_meter import Stopwatch
 from vlatune.config import OptimizerConfig, SchedulerConfig
-from vlatune.policies.pi05.module import Pi05Module
 from vlatune.train.worker.device import DeviceBatch, device_batches
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import Batch, Updater, learning_rate, make_optimizer, set_learning_rate
@@ -51,7 +50,7 @@ class TimedUpdater(Updater):
 
 
 class OurWay:
-    def __init__(self, module: Pi05Module, columns: Columns, device: torch.device) -> None:
+    def __init__(self, module: Any, columns: Columns, device: torch.device) -> None:
         self.stopwatch = Stopwatch(device)
         self.policy = module.policy
         config = OptimizerConfig()
@@ -103,7 +102,7 @@ def make_accelerator(device: torch.device) -> Accelerator:
 
 
 class LeRobotWay:
-    """Trains what is trainable of `policy`, a PI05Policy, on `rows`."""
+    """Trains what is trainable of LeRobot's `policy` on `rows`."""
 
     def __init__(self, policy: Any, base: Base, rows: Columns, accelerator: Accelerator) -> None:
         self._device = accelerator.device

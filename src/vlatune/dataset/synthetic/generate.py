@@ -46,6 +46,8 @@ class SyntheticSpec:
     """Texture of the scene, in grey levels (standard deviation), as coarse and as fine as in nature. Without it video decodes several times faster than a recording."""
     noise: float = 0.0
     """Noise of the camera, in grey levels (standard deviation); a webcam has 1 to 4."""
+    one_task: bool = False
+    """Every episode has the same sentence, so that the pictures alone say what to do: for policies without a prompt."""
 
 
 def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int], None] | None = None) -> None:
@@ -57,7 +59,7 @@ def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int
     _require_empty(folder)
     with whole_folder(folder) as aside, DatasetWriter(aside, form) as writer:
         for place in LAYOUTS[spec.version].plan(episode_lengths(spec), spec.episodes_per_file):
-            episode = make_episode(spec.seed, place.episode_index, place.length, spec.fps)
+            episode = make_episode(spec.seed, place.episode_index, place.length, spec.fps, one_task=spec.one_task)
             vectors = {"observation.state": episode.state_TS, "action": episode.action_TA}
             films = {key: _film(episode, place, camera, spec, grain) for camera, key in enumerate(form.video_keys)}
             writer.add_episode(place, episode.task, vectors, films)

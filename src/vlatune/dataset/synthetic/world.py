@@ -65,12 +65,17 @@ class WorldEpisode:
         return image_HWC
 
 
-def make_episode(seed: int, episode_index: int, num_frames: int, fps: int) -> WorldEpisode:
-    """A tray, a sentence and an expert's way to the named pad; the same for the same arguments, on every machine."""
+def make_episode(seed: int, episode_index: int, num_frames: int, fps: int, *, one_task: bool = False) -> WorldEpisode:
+    """A tray, a sentence and an expert's way to the named pad; the same for the same arguments, on every machine.
+
+    With `one_task` it is the first sentence of TASKS in every episode, so that the picture alone decides.
+    """
     rng = np.random.default_rng([seed, episode_index])
     tray_2 = _place_tray(rng)
     colour = tuple(COLOURS)[int(rng.integers(len(COLOURS)))]
     phrase = PHRASES[int(rng.integers(len(PHRASES)))]
+    if one_task:
+        colour, phrase = next(iter(COLOURS)), PHRASES[0]
     target_2 = pad_centre(tray_2, colour)
     state_TS, action_TA = _drive(_place_gripper(rng, target_2), target_2, num_frames, fps)
     return WorldEpisode(phrase.format(colour), state_TS, action_TA, tray_2)

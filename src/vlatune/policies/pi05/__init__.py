@@ -5,7 +5,7 @@ The numbers of the recipes are LeRobot's own training presets of PI0.5 (`PI05Con
 
 from typing import TYPE_CHECKING, Any
 
-from vlatune.policies.registry import Policy, Recipe
+from vlatune.policies.registry import Override, Policy, Recipe, at_least
 
 if TYPE_CHECKING:
     from vlatune.policies.pi05.adapter import Pi05Adapter
@@ -75,4 +75,23 @@ POLICY = Policy(
     settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha"),
     hub_base=HUB_BASE,
     max_dims=32,
+    has_prompt=True,
+    overrides={
+        "chunk_size": Override(int, "Actions in a chunk.", 50, at_least(1), with_base="any"),
+        "n_action_steps": Override(
+            int, "Actions of a chunk that a robot makes before it asks anew.", 50, at_least(1), with_base="any"
+        ),
+        "num_inference_steps": Override(
+            int, "Steps from noise to actions when they are sampled.", 10, at_least(1), with_base="any"
+        ),
+        "use_relative_actions": Override(
+            bool, "Learn actions as the way from the state at the beginning of their chunk.", False, with_base="any"
+        ),
+        "relative_exclude_joints": Override(
+            tuple[str, ...],
+            "Words, as [gripper]: actions whose name holds one of them stay absolute.",
+            ("gripper",),
+            with_base="any",
+        ),
+    },
 )

@@ -1,9 +1,9 @@
-"""PI0.5's forward in two parts: pictures and prompt -> keys and values, and the action expert on top of them.
+"""The forward of PI0.5 and PI0 in two parts: pictures and prompt -> keys and values, and the action expert on top of them.
 
 The prefix is computed once per observation. Nothing after the last layer's keys and values is computed, and cameras
 without data take no part: LeRobot runs them through the vision tower and then masks every token of them, so nothing sees
-them, and positions count valid tokens only. The expert then runs for any number of draws per observation. Together equal
-to `PI05Pytorch.forward` in loss and gradients. Masks, positions and constants are made on the device: nothing waits for
+them, and positions count valid tokens only. The expert then runs for any number of draws per observation; what tokens it
+is given is all that differs between the two policies (`Suffix`). Together equal to LeRobot's forward in loss and gradients. Masks, positions and constants are made on the device: nothing waits for
 it, and no shape depends on values.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lerobot.policies.pi05 import PI05Config
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vlatune.policies.pi05.layers import KeyValue, Rope, expert_layer, make_rope, prefix_key_value, prefix_layer
+from vlatune.policies.pi05.size import NUM_HEADS
 
 PrefixLayer = Callable[[Any, Tensor, Rope, Tensor], tuple[Tensor, KeyValue]]
-ExpertLayer = Callable[[Any, Tensor, Tensor, Rope, KeyValue, Tensor], Tensor]
+ExpertLayer = Callable[[Any, Tensor, Tensor | None, Rope, KeyValue, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,29 @@ class Prefix:
 
     def repeated(self, times: int) -> "Prefix":
         """Every observation `times` times in a row, for its draws of noise."""
-        layers = [KeyValue(_repeat(keys, times), _repeat(values, times)) for keys, values in self.layers]
-        return Prefix(layers, _repeat(self.valid_BS, times))
+        layers = [KeyValue(repeat_each(keys, times), repeat_each(values, times)) for keys, values in self.layers]
+        return Prefix(layers, repeat_each(self.valid_BS, times))
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """The expert's own tokens; the last of them are the actions."""
+
+    hidden_BND: Tensor
+    time_BD: Tensor | None
+    """Scales the expert's norms, where the policy has it so."""
+    num_blind: int = 0
+    """Tokens at the front that do not look at those behind them."""
+
+
+EmbedSuffix = Callable[[Any, Tensor, Tensor], Suffix]
+"""(model, noisy_BTP, time_code_BD) -> tokens."""
+
+
+def embed_actions(model: Any, noisy_BTP: Tensor, time_code_BD: Tensor) -> Suffix:
+    """PI0.5's: a token per action, and the time beside them."""
+    time_BD = functional.silu(model.time_mlp_out(functional.silu(model.time_mlp_in(time_code_BD))))
+    return Suffix(model.action_in_proj(noisy_BTP), time_BD)
 
 
 def compute_prefix(
@@ -78,6 +99,7 @@ def flow_losses(
     time_BK: Tensor,
     *,
     time_scale: Tensor,
+    embed: EmbedSuffix = embed_actions,
     run_layer: ExpertLayer = expert_layer,
 ) -> Tensor:
     """Squared errors of the guessed velocity, (B * K, T, P): the draws of an observation stand in a row."""
@@ -85,29 +107,35 @@ def flow_losses(
     noisy_BKTP = time_BK11 * noise_BKTP + (1 - time_BK11) * action_BTP[:, None]
     wanted_BKTP = noise_BKTP - action_BTP[:, None]
     time_code = encode_time(time_BK.flatten(), time_scale)
-    guessed = velocity(
-        model, prefix.repeated(time_BK.shape[1]), noisy_BKTP.flatten(0, 1), time_code, run_layer=run_layer
-    )
+    suffix = embed(model, noisy_BKTP.flatten(0, 1), time_code)
+    guessed = velocity(model, prefix.repeated(time_BK.shape[1]), suffix, run_layer=run_layer)
     return functional.mse_loss(wanted_BKTP.flatten(0, 1), guessed, reduction="none")
 
 
-def velocity(
-    model: Any, prefix: Prefix, noisy_BTP: Tensor, time_code_BD: Tensor, *, run_layer: ExpertLayer = expert_layer
-) -> Tensor:
+def velocity(model: Any, prefix: Prefix, suffix: Suffix, *, run_layer: ExpertLayer = expert_layer) -> Tensor:
     """The expert's guess of noise - action, in float32."""
     joint = model.paligemma_with_expert
     dtype = prefix.layers[0].keys.dtype
-    time_BD = functional.silu(model.time_mlp_out(functional.silu(model.time_mlp_in(time_code_BD))))
-    hidden_BTD = model.action_in_proj(noisy_BTP).to(dtype)
-    steps_T = torch.arange(noisy_BTP.shape[1], device=noisy_BTP.device)
-    positions_BT = prefix.valid_BS.sum(dim=1, keepdim=True) + steps_T
-    rope = make_rope(joint.paligemma.model.language_model.rotary_emb, positions_BT, dtype)
-    valid_BS = torch.cat([prefix.valid_BS, prefix.valid_BS.new_ones(positions_BT.shape)], dim=1)
+    hidden_BND = suffix.hidden_BND.to(dtype)
+    places_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device)
+    positions_BN = prefix.valid_BS.sum(dim=1, keepdim=True) + places_N
+    rope = make_rope(joint.paligemma.model.language_model.rotary_emb, positions_BN, dtype)
+    valid_BS = torch.cat([prefix.valid_BS, prefix.valid_BS.new_ones(positions_BN.shape)], dim=1)
+    if suffix.num_blind:
+        valid_BS = _seen_by_each(valid_BS, places_N, suffix.num_blind)
     expert = joint.gemma_expert.model
     for layer, key_value in zip(expert.layers, prefix.layers, strict=True):
-        hidden_BTD = run_layer(layer, hidden_BTD, time_BD, rope, key_value, valid_BS)
-    normed_BTD, _ = expert.norm(hidden_BTD, cond=time_BD)
+        hidden_BND = run_layer(layer, hidden_BND, suffix.time_BD, rope, key_value, valid_BS)
+    normed_BTD, _ = expert.norm(hidden_BND[:, suffix.num_blind :], cond=suffix.time_BD)
     return model.action_out_proj(normed_BTD.to(torch.float32))
+
+
+def _seen_by_each(valid_BS: Tensor, places_N: Tensor, num_blind: int) -> Tensor:
+    """Who looks at whom, (B, H * N, S), as heads are folded into tokens: made once for all layers."""
+    own_NN = (places_N[:, None] >= num_blind) | (places_N[None, :] < num_blind)
+    num_prefix = valid_BS.shape[1] - len(places_N)
+    all_NS = torch.cat([own_NN.new_ones(len(places_N), num_prefix), own_NN], dim=1)
+    return (valid_BS[:, None] & all_NS).repeat(1, NUM_HEADS, 1)
 
 
 def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
@@ -116,12 +144,13 @@ def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
     return torch.cat([torch.sin(angle_BD), torch.cos(angle_BD)], dim=1).to(time_B.dtype)
 
 
-def make_time_scale(config: PI05Config, action_in: nn.Linear) -> Tensor:
+def make_time_scale(config: Any, action_in: nn.Linear) -> Tensor:
     """Radians per unit of flow time, slow to fast; float64, made once: LeRobot makes it in every step."""
     fraction = torch.linspace(0.0, 1.0, action_in.out_features // 2, dtype=torch.float64)
     period = config.min_period * (config.max_period / config.min_period) ** fraction
     return (1.0 / period * 2 * math.pi).to(action_in.weight.device)
 
 
-def _repeat(values: Tensor, times: int) -> Tensor:
+def repeat_each(values: Tensor, times: int) -> Tensor:
+    """Every row `times` times in a row."""
     return values[:, None].expand(-1, times, *values.shape[1:]).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""One layer of PI0.5, split in two: the prefix's part and the action expert's, on LeRobot's own layer modules.
+"""One layer of PI0.5 or PI0, split in two: the prefix's part and the action expert's, on LeRobot's own layer modules.
 
 LeRobot runs pictures, prompt and actions through one joint attention per layer. No picture or prompt token looks at an
 action token, so the prefix's keys and values can be computed by themselves, once for any number of action chunks and
@@ -6,7 +6,8 @@ without gradients where nothing of them trains; the expert then looks at [prefix
 its order and dtype, but for the attention itself, which is PyTorch's fused one.
 
 Shapes: B batch, N tokens of this part, S tokens that are looked at, D width, H query heads, E size of a head. There is
-one key/value head, and what is looked at depends on the key alone, so heads are folded into tokens: nothing is repeated.
+one key/value head, so heads are folded into tokens, head after head: nothing is repeated. What is looked at depends on
+the key alone, (B, S), but for PI0's state token, which does not look at actions: then it is (B, H * N, S).
 """
 
 from collections.abc import Callable
@@ -58,14 +59,15 @@ def prefix_layer(layer: Any, hidden_BND: Tensor, rope: Rope, valid_BS: Tensor) -
 
 
 def expert_layer(
-    layer: Any, hidden_BND: Tensor, time_BD: Tensor, rope: Rope, prefix: KeyValue, valid_BS: Tensor
+    layer: Any, hidden_BND: Tensor, time_BD: Tensor | None, rope: Rope, prefix: KeyValue, valid_BS: Tensor
 ) -> Tensor:
+    """`time_BD` scales the norms of PI0.5; those of PI0 are plain and have no gate."""
     normed_BND, gate_B1D = layer.input_layernorm(hidden_BND, cond=time_BD)
     own = _key_value(layer.self_attn, normed_BND, rope)
     both = KeyValue(torch.cat([prefix.keys, own.keys], dim=2), torch.cat([prefix.values, own.values], dim=2))
-    hidden_BND = hidden_BND + _attend(layer.self_attn, normed_BND, rope, both, valid_BS) * gate_B1D
+    hidden_BND = hidden_BND + _gated(_attend(layer.self_attn, normed_BND, rope, both, valid_BS), gate_B1D)
     normed_BND, gate_B1D = layer.post_attention_layernorm(hidden_BND, cond=time_BD)
-    return hidden_BND + _mlp(layer.mlp, normed_BND) * gate_B1D
+    return hidden_BND + _gated(_mlp(layer.mlp, normed_BND), gate_B1D)
 
 
 def project(linear: Any, x: Tensor) -> Tensor:
@@ -107,11 +109,16 @@ def _attend(attention: Any, normed_BND: Tensor, rope: Rope, seen: KeyValue, vali
     head = attention.head_dim
     queries_BHNE = project(attention.q_proj, normed_BND).view(batch, tokens, -1, head).transpose(1, 2)
     folded_B1QE = _rotate(queries_BHNE, rope).reshape(batch, 1, -1, head)
+    mask = valid_BS[:, None, None, :] if valid_BS.ndim == 2 else valid_BS[:, None]
     out_B1QE = functional.scaled_dot_product_attention(
-        folded_B1QE, seen.keys, seen.values, attn_mask=valid_BS[:, None, None, :], scale=attention.scaling
+        folded_B1QE, seen.keys, seen.values, attn_mask=mask, scale=attention.scaling
     )
     out_BNHE = out_B1QE.view(batch, -1, tokens, head).transpose(1, 2)
     return project(attention.o_proj, out_BNHE.reshape(batch, tokens, -1))
+
+
+def _gated(x_BND: Tensor, gate_B1D: Tensor | None) -> Tensor:
+    return x_BND if gate_B1D is None else x_BND * gate_B1D
 
 
 def _rotate(x_BHNE: Tensor, rope: Rope) -> Tensor:

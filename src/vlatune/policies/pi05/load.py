@@ -1,4 +1,4 @@
-"""A PI0.5 folder -> LeRobot's `PI05Policy` with every weight in place, held once and in the dtype it is used in.
+"""A folder of PI0.5 or PI0 -> LeRobot's own policy with every weight in place, held once and in the dtype it is used in.
 
 The model is built without memory for its parameters; then each tensor is read from its file, rounded and put in place
 on its device, one at a time: the host never holds more of the model than one tensor. What trains is float32; the rest
@@ -17,6 +17,7 @@ from typing import Any
 
 import draccus
 import torch
+from lerobot.policies.pi0 import PI0Config, PI0Policy
 from lerobot.policies.pi05 import PI05Config, PI05Policy
 from safetensors import safe_open
 from torch import nn
@@ -26,13 +27,20 @@ from vlatune.policies.pi05.size import building_at, read_size
 from vlatune.policies.pi05.trainable import is_float32, set_trainable, trains_tower
 from vlatune.policies.pi05.weights import StoredTensor, find_tensors
 
+type PiPolicy = PI05Policy | PI0Policy
+
+CLASSES: Mapping[str, tuple[type[Any], type[PI05Policy | PI0Policy]]] = {
+    "pi05": (PI05Config, PI05Policy),
+    "pi0": (PI0Config, PI0Policy),
+}
+"""config.json's type -> LeRobot's config and policy."""
 UNUSED_HEADS = ("paligemma", "gemma_expert")
-"""Owners of an `lm_head` over the vocabulary, which no forward of PI0.5 calls: 1.6 GB in bfloat16."""
+"""Owners of an `lm_head` over the vocabulary, which no forward of either policy calls: 1.6 GB in bfloat16."""
 
 
 def load_policy(
     folder: Path, *, train: str, dtype: str | None, device: torch.device | str = "cpu", lean: bool = False
-) -> PI05Policy:
+) -> PiPolicy:
     """With what `train` names trainable; adapters are not added here. The folder's files are checked first."""
     tensors = _find_tensors(folder)
     policy = plan_policy(folder, train=train, dtype=dtype, lean=lean)
@@ -40,7 +48,7 @@ def load_policy(
     return policy
 
 
-def plan_policy(folder: Path, *, train: str, dtype: str | None, lean: bool) -> PI05Policy:
+def plan_policy(folder: Path, *, train: str, dtype: str | None, lean: bool) -> PiPolicy:
     """The policy before it is filled, on the meta device: which tensors, in which dtypes, and what of them trains."""
     policy = build_policy(folder, dtype)
     if lean:
@@ -52,7 +60,7 @@ def plan_policy(folder: Path, *, train: str, dtype: str | None, lean: bool) -> P
     return policy
 
 
-def make_whole(policy: PI05Policy, folder: Path) -> None:
+def make_whole(policy: PiPolicy, folder: Path) -> None:
     """A lean policy as LeRobot has it: what was left out or rounded comes from the base's files again."""
     whole = build_policy(folder, policy.config.dtype)
     joint, theirs = policy.model.paligemma_with_expert, whole.model.paligemma_with_expert
@@ -65,7 +73,7 @@ def make_whole(policy: PI05Policy, folder: Path) -> None:
         _put(policy, name, tensor.to(device=device, dtype=whole.get_parameter(name).dtype, copy=True))
 
 
-def _make_lean(policy: PI05Policy, train: str) -> None:
+def _make_lean(policy: PiPolicy, train: str) -> None:
     for owner in UNUSED_HEADS:
         getattr(policy.model.paligemma_with_expert, owner).lm_head = None
     if policy.config.dtype == "bfloat16" and not trains_tower(train):
@@ -81,14 +89,14 @@ def _round_input(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Te
     return (first.to(layer.weight.dtype), *rest)
 
 
-def _tower_layers(policy: PI05Policy) -> dict[str, nn.Module]:
+def _tower_layers(policy: PiPolicy) -> dict[str, nn.Module]:
     """The layers of vision tower and projector that multiply by a matrix, by name."""
     tower = re.compile(r".*\.paligemma\.model\.(vision_tower|multi_modal_projector)\.")
     layers = (nn.Linear, nn.Conv2d)
     return {name: one for name, one in policy.named_modules() if tower.match(name) and isinstance(one, layers)}
 
 
-def _tower_weights(policy: PI05Policy) -> Iterator[tuple[str, nn.Parameter]]:
+def _tower_weights(policy: PiPolicy) -> Iterator[tuple[str, nn.Parameter]]:
     for name, layer in _tower_layers(policy).items():
         for leaf, parameter in layer.named_parameters(recurse=False):
             yield f"{name}.{leaf}", parameter
@@ -98,19 +106,19 @@ def _find_tensors(folder: Path) -> Mapping[str, StoredTensor]:
     return find_tensors(folder, json.loads(read_file(folder, "config.json")))
 
 
-def build_policy(folder: Path, dtype: str | None) -> PI05Policy:
+def build_policy(folder: Path, dtype: str | None) -> PiPolicy:
     """LeRobot's own class, its parameters on the meta device: names, shapes and dtypes without memory."""
     config = read_config(folder)
     config.dtype = dtype or config.dtype
     size = read_size(folder)
     config.device = None  # the constructor would move parameters that are not there yet
     with building_at(size) if size is not None else nullcontext(), parameters_on_meta():
-        policy = PI05Policy(config)
+        policy = CLASSES[config.type][1](config)
     config.device = "cpu"
     return policy
 
 
-def read_config(folder: Path) -> PI05Config:
+def read_config(folder: Path) -> Any:
     try:
         config = parse_config(folder)
     except Exception as error:  # draccus raises kinds of its own; each means: this LeRobot does not know this config
@@ -124,15 +132,16 @@ def read_config(folder: Path) -> PI05Config:
     return config
 
 
-def parse_config(folder: Path) -> PI05Config:
+def parse_config(folder: Path) -> Any:
     """config.json as LeRobot parses it, whose own way leaves a file behind in the folder for temporary files.
 
     An option of another version of LeRobot that is off has nothing to do here; one that is on is refused by its name.
     """
     stored = json.loads(read_file(folder, "config.json"))
-    known = {field.name for field in fields(PI05Config)}
+    config_class, _ = CLASSES[stored["type"]]
+    known = {field.name for field in fields(config_class)}
     given = {key: value for key, value in stored.items() if key in known or (value and key != "type")}
-    return draccus.decode(PI05Config, given)
+    return draccus.decode(config_class, given)
 
 
 @contextmanager
@@ -155,7 +164,7 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original
 
 
-def _fill(policy: PI05Policy, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
+def _fill(policy: PiPolicy, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
     for name, tensor in _read(tensors, [name for name, _ in policy.named_parameters()]):
         # A copy: the stored tensor is a window onto the file, which may change.
         _put(policy, name, tensor.to(device=device, dtype=policy.get_parameter(name).dtype, copy=True))
@@ -175,7 +184,7 @@ def _read(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> Iterator
                 yield name, stored.get_tensor(wanted[name].key)
 
 
-def _put(policy: PI05Policy, name: str, tensor: torch.Tensor) -> None:
+def _put(policy: PiPolicy, name: str, tensor: torch.Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     filled = nn.Parameter(tensor, requires_grad=policy.get_parameter(name).requires_grad)
     policy.get_submodule(owner).register_parameter(leaf, filled)

@@ -1,4 +1,4 @@
-"""PI0.5, the torch side: LeRobot's own modules and weights behind `forward(batch) -> loss`.
+"""PI0.5, the torch side: LeRobot's own modules and weights behind `forward(batch) -> loss`. PI0's is derived from it.
 
 The forward is the one of `forward.py`, in place of `PI05Policy.forward`, which runs backward
 through a frozen prefix and waits for the device several times a step. Sampling actions is LeRobot's.
@@ -6,16 +6,16 @@ through a frozen prefix and waits for the device several times a step. Sampling 
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from lerobot.policies.pi05 import PI05Policy
 from torch import Tensor, nn
 
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
-from vlatune.policies.pi05.forward import compute_prefix, flow_losses, make_time_scale
+from vlatune.policies.pi05.forward import EmbedSuffix, compute_prefix, embed_actions, flow_losses, make_time_scale
 from vlatune.policies.pi05.layers import expert_layer, how_to_run, prefix_layer
-from vlatune.policies.pi05.load import load_policy, make_whole
+from vlatune.policies.pi05.load import PiPolicy, load_policy, make_whole
 from vlatune.policies.pi05.trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable, trains_tower
 
 
@@ -24,7 +24,7 @@ class Pi05Module(nn.Module):
 
     time_scale: Tensor
 
-    def __init__(self, policy: PI05Policy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
+    def __init__(self, policy: PiPolicy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
         self.policy = policy
         self.base = Path(spec.folder)
@@ -64,19 +64,25 @@ class Pi05Module(nn.Module):
             batch[NOISE],
             batch[TIME],
             time_scale=self.time_scale,
+            embed=self.embedding(batch),
             run_layer=self._expert_layer,
         )
         return losses_BTP[:, :, : self.action_dim].mean()
 
     @torch.no_grad()
     def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
-        images, image_masks = self._images(batch)
-        actions_BTP = self.policy.model.sample_actions(
-            images, image_masks, batch[TOKENS], batch[TOKEN_MASK], noise=noise_BTP
-        )
+        actions_BTP = self.policy.model.sample_actions(*self.observation(batch), noise=noise_BTP)
         return actions_BTP[:, :, : self.action_dim]
 
-    def as_lerobot(self) -> PI05Policy:
+    def embedding(self, batch: Mapping[str, Tensor]) -> EmbedSuffix:
+        """How noisy actions become the expert's tokens."""
+        return embed_actions
+
+    def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """What LeRobot's `sample_actions` takes."""
+        return (*self._images(batch), batch[TOKENS], batch[TOKEN_MASK])
+
+    def as_lerobot(self) -> PiPolicy:
         """The policy in LeRobot's own form, for saving: adapters are folded in for good, so train no more afterwards.
 
         What no step uses is read from the base's files again.
@@ -107,10 +113,17 @@ class Pi05Module(nn.Module):
 
 
 def load_pi05(
-    spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+    spec: PolicySpec,
+    binding: Binding,
+    options: ModuleOptions,
+    device: torch.device | str = "cpu",
+    *,
+    module: type[Pi05Module] = Pi05Module,
 ) -> Pi05Module:
     """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen."""
     policy = load_policy(Path(spec.folder), train=options.train, dtype=options.dtype, device=device, lean=True)
+    for name, value in spec.overrides.items():  # none of them changes a weight
+        setattr(policy.config, name, value)
     if options.train == "lora":
         add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
         set_trainable(policy, options.train)
@@ -118,10 +131,10 @@ def load_pi05(
         tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower
         # As in `how_to_run`: nothing is random, and keeping the generator's state would wait for the device.
         tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    return Pi05Module(policy, spec, binding, options)
+    return module(policy, spec, binding, options)
 
 
-def _put_head_before_embedding(policy: PI05Policy) -> None:
+def _put_head_before_embedding(policy: PiPolicy) -> None:
     """LeRobot's loader copies the head over the token embedding where it meets it later in the file.
 
     safetensors sorts by dtype, then by name: in one dtype the head comes first, and the embedding stays what it is.

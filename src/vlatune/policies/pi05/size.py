@@ -1,7 +1,7 @@
-"""LeRobot's PI0.5 at other sizes than the two it knows.
+"""LeRobot's PI0.5 and PI0, which are made of the same parts, at other sizes than the two they know.
 
-LeRobot's `PI05Policy` takes its widths from two named variants and writes the vocabulary and the vision tower's shape
-into its constructor. Inside `building_at(size)` the same, unchanged classes are built at `size`: only the configs that
+LeRobot's policies take their widths from two named variants and write the vocabulary and the vision tower's shape
+into their constructors. Inside `building_at(size)` the same, unchanged classes are built at `size`: only the configs that
 they are given differ. A `pretrained_model` folder of such a model carries its size in SIZE_FILE beside config.json.
 
 Fixed by LeRobot's attention code and therefore no fields: 8 query heads, 1 key/value head, and one depth and one
@@ -31,7 +31,7 @@ _building = threading.RLock()
 
 @dataclass(frozen=True)
 class Pi05Size:
-    """Every number that decides a parameter's shape; the defaults are the published PI0.5."""
+    """Every number that decides a parameter's shape; the defaults are the published PI0.5, and the published PI0."""
 
     width: int = 2048
     """Hidden size of the language model, and what the vision tower is projected to."""
@@ -106,26 +106,31 @@ class Pi05Size:
 
 @contextmanager
 def building_at(size: Pi05Size) -> Iterator[None]:
-    """While active, LeRobot's PI05Policy is constructed at this size, by from_pretrained too.
+    """While active, LeRobot's PI05Policy and PI0Policy are constructed at this size, by from_pretrained too.
 
-    Other threads that want a size wait; one that constructs a PI05Policy outside `building_at` meanwhile would get it.
+    Other threads that want a size wait; one that constructs such a policy outside `building_at` meanwhile would get it.
     """
+    from lerobot.policies.pi0 import modeling_pi0
     from lerobot.policies.pi05 import modeling_pi05
 
     with _building:
         replaced = {
-            "get_gemma_config": _gemma_config_at(size),
-            "PaliGemmaForConditionalGenerationWithPiGemma": _paligemma_at(size),
-            "PiGemmaForCausalLM": _expert_at(size),
+            (modeling, name): make_at(modeling, size)
+            for modeling in (modeling_pi05, modeling_pi0)
+            for name, make_at in (
+                ("get_gemma_config", _gemma_config_at),
+                ("PaliGemmaForConditionalGenerationWithPiGemma", _paligemma_at),
+                ("PiGemmaForCausalLM", _expert_at),
+            )
         }
-        originals = {name: getattr(modeling_pi05, name) for name in replaced}
+        originals = {(modeling, name): getattr(modeling, name) for modeling, name in replaced}
         try:
-            for name, replacement in replaced.items():
-                setattr(modeling_pi05, name, replacement)
+            for (modeling, name), replacement in replaced.items():
+                setattr(modeling, name, replacement)
             yield
         finally:
-            for name, original in originals.items():
-                setattr(modeling_pi05, name, original)
+            for (modeling, name), original in originals.items():
+                setattr(modeling, name, original)
 
 
 def read_size(folder: Path) -> Pi05Size | None:
@@ -143,26 +148,22 @@ def write_size(folder: Path, size: Pi05Size) -> None:
     (folder / SIZE_FILE).write_text(json.dumps(size.to_json(), indent=2) + "\n")
 
 
-def _gemma_config_at(size: Pi05Size):
-    # PI05Config's two variant names stay what they are by default and serve as the names of the two roles.
+def _gemma_config_at(modeling: Any, size: Pi05Size):
+    # The two variant names of LeRobot's configs stay what they are by default and serve as the names of the two roles.
     by_variant = {
         "gemma_2b": (size.width, size.mlp_dim),
         "gemma_300m": (size.expert_width, size.expert_mlp_dim),
     }
 
-    from lerobot.policies.pi05.modeling_pi05 import GemmaConfig
-
-    def get_gemma_config(variant: str) -> GemmaConfig:
+    def get_gemma_config(variant: str):
         width, mlp_dim = by_variant[variant]
-        return GemmaConfig(width, size.depth, mlp_dim, NUM_HEADS, NUM_KV_HEADS, size.head_dim)
+        return modeling.GemmaConfig(width, size.depth, mlp_dim, NUM_HEADS, NUM_KV_HEADS, size.head_dim)
 
     return get_gemma_config
 
 
-def _paligemma_at(size: Pi05Size):
-    from lerobot.policies.pi05 import modeling_pi05
-
-    original = modeling_pi05.PaliGemmaForConditionalGenerationWithPiGemma
+def _paligemma_at(modeling: Any, size: Pi05Size):
+    original = modeling.PaliGemmaForConditionalGenerationWithPiGemma
 
     def make_paligemma(config: Any):
         config._vocab_size = size.vocab_size
@@ -181,10 +182,8 @@ def _paligemma_at(size: Pi05Size):
     return make_paligemma
 
 
-def _expert_at(size: Pi05Size):
-    from lerobot.policies.pi05 import modeling_pi05
-
-    original = modeling_pi05.PiGemmaForCausalLM
+def _expert_at(modeling: Any, size: Pi05Size):
+    original = modeling.PiGemmaForCausalLM
 
     def make_expert(config: Any):
         config.vocab_size = size.vocab_size

@@ -1,18 +1,19 @@
-"""A small PI0.5 that trains from scratch on a CPU in minutes: the base model of the demo and of the tests.
+"""A small PI0.5 or PI0 that trains from scratch on a CPU in minutes: the base model of the demo and of the tests.
 
-`make_small_pi05` writes a LeRobot `pretrained_model` folder: LeRobot's own classes, config and processors, at the size
+`make_small` writes a LeRobot `pretrained_model` folder: LeRobot's own classes, config and processors, at the size
 `small_size` and with a tokenizer made here, so that nothing is fetched from a hub. The same arguments give the same
 bytes, but for the tokenizer's absolute path in policy_preprocessor.json.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.policies.pi05 import PI05Config, PI05Policy
+from lerobot.policies.pi0.processor_pi0 import Pi0NewLineProcessor
 from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
 from lerobot.processor import (
     AbsoluteActionsProcessorStep,
@@ -27,8 +28,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from vlatune.files import whole_folder
+from vlatune.policies.pi05.load import CLASSES, PiPolicy
 from vlatune.policies.pi05.prompt import NUM_STATE_BINS, make_prompt
 from vlatune.policies.pi05.size import Pi05Size, building_at, write_size
+from vlatune.policies.pi05.weights import PI05, Kind
+from vlatune.policies.tokenizer import end_with_newline
 
 TOKENIZER_FOLDER = "tokenizer"
 NUM_WAVES = 3  # cosines per axis that a patch filter is mixed from
@@ -57,7 +61,13 @@ def small_size(vocab_size: int, image_size: int) -> Pi05Size:
     )
 
 
-def make_small_pi05(
+def make_small_pi05(folder: Path, **settings: Any) -> Path:
+    """`make_small` of a PI0.5."""
+    return make_small(PI05, folder, **settings)
+
+
+def make_small(
+    kind: Kind,
     folder: Path,
     *,
     cameras: Sequence[str],
@@ -73,12 +83,15 @@ def make_small_pi05(
 
     `place` is where the folder will lie in the end, if somewhere else: LeRobot's processor names its tokenizer by its path.
     """
-    tokenizer = make_tokenizer(tasks)
-    config = PI05Config(
+    write = end_with_newline if kind.has_state else partial(make_prompt, state_bins=[0] * state_dim)
+    prompts = sorted({write(task) for task in (*tasks, "")})
+    tokenizer = train_tokenizer(prompts) if kind.has_state else make_tokenizer(tasks)
+    config_class, policy_class = CLASSES[kind.type]
+    config = config_class(
         chunk_size=horizon,
         n_action_steps=horizon,
         image_resolution=(image_size, image_size),
-        tokenizer_max_length=_prompt_length(tokenizer, tasks, state_dim),
+        tokenizer_max_length=_round_up(max(len(tokenizer.encode(prompt)) for prompt in prompts), 8),
         input_features=_input_features(cameras, state_dim, image_size),
         output_features={ACTION: PolicyFeature(FeatureType.ACTION, (action_dim,))},
         device="cpu",
@@ -87,7 +100,7 @@ def make_small_pi05(
     size = small_size(_round_up(len(tokenizer), 64), image_size)
     with building_at(size), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = PI05Policy(config)
+        policy = policy_class(config)
         init_for_scratch(policy)
     with whole_folder(folder) as aside:
         tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
@@ -101,7 +114,13 @@ def make_small_pi05(
 
 
 def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that knows every state bin and every word of `tasks` as one token, and spells the rest in bytes."""
+    """PI0.5's: it knows every state bin and every word of `tasks` as one token, and spells the rest in bytes."""
+    prompts = [make_prompt(task, range(NUM_STATE_BINS)) for task in sorted(set(tasks))]
+    return train_tokenizer(prompts or [make_prompt("", range(NUM_STATE_BINS))])
+
+
+def train_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE to which every word of `prompts` is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,8 +131,7 @@ def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    prompts = [make_prompt(task, range(NUM_STATE_BINS)) for task in sorted(set(tasks))]
-    tokenizer.train_from_iterator(prompts or [make_prompt("", range(NUM_STATE_BINS))], trainer)
+    tokenizer.train_from_iterator(prompts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
     )
@@ -122,14 +140,14 @@ def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def init_for_scratch(policy: PI05Policy) -> None:
+def init_for_scratch(policy: PiPolicy) -> None:
     """Weights from which training starts well, drawn from torch's global generator.
 
-    The published PI0.5 grew out of trained parts, and its constructor does not care how its parts start. Here
+    The published policies grew out of trained parts, and their constructors do not care how the parts start. Here
     - every token enters the language model at unit scale, so that the layers refine it instead of drowning it;
     - queries and keys are large enough for attention to tell tokens apart at once;
     - image tokens know their place by a smooth code of it;
-    - the expert's gates are open: the constructor leaves them near zero, which hides the prefix from the actions;
+    - the gates of PI0.5's expert are open: the constructor leaves them near zero, which hides the prefix from the actions;
     - the noise goes straight from the action's input to its output, as the flow at time 1 wants it.
     """
     model: Any = policy.model.paligemma_with_expert
@@ -151,14 +169,42 @@ def init_for_scratch(policy: PI05Policy) -> None:
         _init_gain(layer.self_attn.o_proj, gain=EXPERT_GAIN)
         _init_gain(layer.mlp.down_proj, gain=EXPERT_GAIN)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            _open_gate(norm.dense)
-    nn.init.zeros_(expert.norm.dense.bias)
+            if norm.dense is not None:
+                _open_gate(norm.dense)
+    if expert.norm.dense is not None:
+        nn.init.zeros_(expert.norm.dense.bias)
     action_in, action_out = policy.model.action_in_proj, policy.model.action_out_proj
     nn.init.orthogonal_(action_in.weight)
     nn.init.normal_(action_in.bias)
     action_in.bias.data -= action_in.weight.data @ (action_in.weight.data.T @ action_in.bias.data)
     action_out.weight.data.copy_(OUT_GAIN * action_in.weight.data.T)
     nn.init.zeros_(action_out.bias)
+    if policy.config.type == "pi0":
+        _init_state_and_time(policy.model)
+
+
+def _init_state_and_time(model: Any) -> None:
+    """PI0's: the state at unit scale, and an MLP of action and time that lets the action through.
+
+    silu(x) - silu(-x) = x: two hidden units for each action dim carry it past the bend, the rest see the time.
+    """
+    _init_gain(model.state_proj)
+    mlp_in, mlp_out, action_in = model.action_time_mlp_in, model.action_time_mlp_out, model.action_in_proj
+    width, dims = action_in.weight.shape
+    if width < 2 * dims:  # no room: a size that only benchmarks have
+        return
+    straight = action_in.weight.data.T
+    for linear in (mlp_in, mlp_out):
+        nn.init.zeros_(linear.bias)
+    mlp_in.weight.data[:, :width].zero_()
+    mlp_in.weight.data[:dims, :width] = straight
+    mlp_in.weight.data[dims : 2 * dims, :width] = -straight
+    mlp_in.weight.data[: 2 * dims, width:].zero_()
+    nn.init.normal_(mlp_in.weight.data[2 * dims :, width:], std=(2 / width) ** 0.5)  # half of the code is near 0 or 1
+    mlp_out.weight.data[:, :dims] = straight.T
+    mlp_out.weight.data[:, dims : 2 * dims] = -straight.T
+    nn.init.normal_(mlp_out.weight.data[:, 2 * dims :], std=width**-0.5)
+    mlp_out.bias.data.copy_(action_in.bias.data)
 
 
 def _init_gain(linear: nn.Linear, gain: float = 1.0) -> None:
@@ -210,14 +256,8 @@ def _input_features(cameras: Sequence[str], state_dim: int, image_size: int) -> 
     return images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (state_dim,))}
 
 
-def _prompt_length(tokenizer: PreTrainedTokenizerFast, tasks: Sequence[str], state_dim: int) -> int:
-    """Tokens of the longest prompt, rounded up to 8: padding costs as much as text."""
-    prompts = [make_prompt(task, [0] * state_dim) for task in (*tasks, "")]
-    return _round_up(max(len(tokenizer.encode(prompt)) for prompt in prompts), 8)
-
-
-def _make_processors(config: PI05Config, tokenizer_folder: Path, its_last_place: Path):
-    """LeRobot's pipelines for PI0.5, step by step, with this tokenizer in place of the hub's."""
+def _make_processors(config: Any, tokenizer_folder: Path, its_last_place: Path):
+    """LeRobot's pipelines for the policy, step by step, with this tokenizer in place of the hub's."""
     steps = make_default_policy_processor_steps(config)
     relative = RelativeActionsProcessorStep(enabled=False)
     tokenize = TokenizerProcessorStep(
@@ -227,17 +267,14 @@ def _make_processors(config: PI05Config, tokenizer_folder: Path, its_last_place:
         padding="max_length",
     )
     tokenize.tokenizer_name = str(its_last_place)
-    prompt = Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim)
+    first, last = [steps.rename_observations, steps.add_batch_dim], [relative, steps.normalize]
+    if config.type == "pi05":
+        prompt = Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim)
+        before = [*first, *last, prompt, tokenize, steps.to_device]
+    else:
+        before = [*first, Pi0NewLineProcessor(), tokenize, steps.to_device, *last]
     return make_policy_processor_pipelines(
-        input_steps=[
-            steps.rename_observations,
-            steps.add_batch_dim,
-            relative,
-            steps.normalize,
-            prompt,
-            tokenize,
-            steps.to_device,
-        ],
+        input_steps=before,
         output_steps=[
             steps.unnormalize,
             AbsoluteActionsProcessorStep(enabled=False, relative_step=relative),

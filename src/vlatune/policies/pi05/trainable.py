@@ -1,4 +1,4 @@
-"""Which parameters of PI0.5 train, by name, and the adapters of `lora`.
+"""Which parameters of PI0.5 and PI0 train, by name, and the adapters of `lora`.
 
 What cannot influence the loss is frozen whatever is asked for, so that DDP need not search for parameters without a
 gradient: the output of the prefix after its last keys and values is thrown away.
@@ -12,7 +12,7 @@ from torch import nn
 
 from vlatune.policies.pi05.layers import ADAPTER
 
-HEADS = r"model\.(action_in_proj|action_out_proj|time_mlp_in|time_mlp_out)\."
+HEADS = r"model\.(state_proj|action_in_proj|action_out_proj|(action_)?time_mlp_(in|out))\."
 EXPERT = r"model\.paligemma_with_expert\.gemma_expert\.model\."
 TRAINED = {
     "heads": HEADS,

@@ -1,4 +1,4 @@
-"""Which tensors a PI0.5 folder must hold, and whether it does. No torch: the driver looks before anything is started.
+"""Which tensors a folder of PI0.5 or PI0 must hold, and whether it does. No torch: the driver looks before anything is started.
 
 Only the headers of the safetensors files are read. LeRobot's loader prints a line about tensors that are missing or do
 not fit and goes on with random weights; here every one of them is an error.
@@ -37,16 +37,54 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
     "empty_cameras": 0,
     "input_features": {},
+    "use_relative_actions": False,
+    "relative_exclude_joints": ["gripper"],
 }
 """What LeRobot takes where config.json leaves a key out (a test holds it to the real one)."""
 
 Shapes = dict[str, tuple[int, ...]]
 
-# As LeRobot's `_fix_pytorch_state_dict_keys`: what openpi's checkpoints carry and PI0.5 has no place for.
-LEFT_OUT = re.compile(
-    r"state_proj\.|paligemma_with_expert\.gemma_expert\.model\."
-    r"(layers\.\d+\.(input_layernorm|post_attention_layernorm)|norm)\.weight$"
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the policies that are PaliGemma with an action expert, as far as their files differ."""
+
+    type: str
+    title: str
+    defaults: Mapping[str, Any]
+    """What LeRobot takes where config.json leaves a key out."""
+    has_state: bool
+    """The state is a token of the expert's, and the time a part of the action tokens; else the state stands in the
+    prompt, and the time scales the expert's norms."""
+    older_names: tuple[str, str]
+    """Pattern and replacement of stored names, as LeRobot's `_fix_pytorch_state_dict_keys`."""
+    left_out: re.Pattern[str] | None = None
+    """What openpi's checkpoints carry and the policy has no place for, likewise."""
+
+
+PI05 = Kind(
+    type="pi05",
+    title="PI0.5",
+    defaults=CONFIG_DEFAULTS,
+    has_state=False,
+    older_names=(r"^action_time_mlp_(in|out)\.", r"time_mlp_\1."),
+    left_out=re.compile(
+        r"state_proj\.|paligemma_with_expert\.gemma_expert\.model\."
+        r"(layers\.\d+\.(input_layernorm|post_attention_layernorm)|norm)\.weight$"
+    ),
 )
+PI0 = Kind(
+    type="pi0",
+    title="PI0",
+    defaults={
+        **CONFIG_DEFAULTS,
+        "tokenizer_max_length": 48,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+    },
+    has_state=True,
+    older_names=(r"^time_mlp_(in|out)\.", r"action_time_mlp_\1."),
+)
+KINDS = {kind.type: kind for kind in (PI05, PI0)}
 
 
 @dataclass(frozen=True)
@@ -60,13 +98,14 @@ class StoredTensor:
 def find_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Every tensor of the model that `config` (config.json) describes, by the model's name for it."""
     found: dict[str, StoredTensor] = {}
+    kind = KINDS[config["type"]]
     for file in weight_files(folder):
         for stored in _read_header(folder, file):
-            names = model_names(stored.key)
+            names = model_names(stored.key, kind)
             for name in names:
                 if name not in found or name == names[0]:  # a table of its own goes before the tied one
                     found[name] = stored
-    _check(folder, expected_shapes(folder, config), found)
+    _check(folder, expected_shapes(folder, config), found, kind.title)
     return found
 
 
@@ -84,37 +123,46 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def model_names(key: str) -> tuple[str, ...]:
+def model_names(key: str, kind: Kind = PI05) -> tuple[str, ...]:
     """A stored name -> the model's names, which may be none or two: openpi stores tied tables once, as the head."""
-    if LEFT_OUT.match(key):
+    if kind.left_out and kind.left_out.match(key):
         return ()
-    key = re.sub(r"^action_time_mlp_(in|out)\.", r"time_mlp_\1.", key)
+    key = re.sub(*kind.older_names, key)
     name = key if key.startswith("model.") else f"model.{key}"
     return (name, EMBEDDING) if name == f"{PALIGEMMA}lm_head.weight" else (name,)
 
 
 def expected_shapes(folder: Path, config: Mapping[str, Any]) -> Shapes:
-    config = {**CONFIG_DEFAULTS, **config}
+    kind = KINDS[config["type"]]
+    config = {**kind.defaults, **config}
     size = read_size(folder) or _published_size(folder, config)
-    return shapes_at(size, image_size=int(config["image_resolution"][0]), action_dims=int(config["max_action_dim"]))
+    return shapes_at(
+        size,
+        image_size=int(config["image_resolution"][0]),
+        action_dims=int(config["max_action_dim"]),
+        state_dims=int(config["max_state_dim"]) if kind.has_state else None,
+    )
 
 
-def shapes_at(size: Pi05Size, *, image_size: int, action_dims: int) -> Shapes:
-    """LeRobot's PI05Policy at a size: the name and shape of every tensor (a test holds it to the real one)."""
+def shapes_at(size: Pi05Size, *, image_size: int, action_dims: int, state_dims: int | None = None) -> Shapes:
+    """LeRobot's policy at a size: the name and shape of every tensor (a test holds it to the real one).
+
+    With `state_dims` it is PI0, whose expert has a state token and plain norms; without, PI0.5.
+    """
     expert = f"{EXPERT}model."
-    shapes = _vision(size, image_size) | _heads(size.expert_width, action_dims)
+    shapes = _vision(size, image_size) | _heads(size.expert_width, action_dims, state_dims)
     for layer in range(size.depth):
         shapes |= _gemma_layer(f"{PALIGEMMA}model.language_model.layers.{layer}.", size.width, size.mlp_dim, size)
         shapes |= _gemma_layer(f"{expert}layers.{layer}.", size.expert_width, size.expert_mlp_dim, size)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{PALIGEMMA}model.language_model.layers.{layer}.{norm}.weight"] = (size.width,)
-            shapes |= _linear(f"{expert}layers.{layer}.{norm}.dense", 3 * size.expert_width, size.expert_width)
+            shapes |= _expert_norm(f"{expert}layers.{layer}.{norm}", size.expert_width, is_plain=state_dims is not None)
     return shapes | {
         EMBEDDING: (size.vocab_size, size.width),
         f"{PALIGEMMA}lm_head.weight": (size.vocab_size, size.width),
         f"{PALIGEMMA}model.language_model.norm.weight": (size.width,),
         f"{EXPERT}lm_head.weight": (size.vocab_size, size.expert_width),
-        **_linear(f"{expert}norm.dense", 3 * size.expert_width, size.expert_width),
+        **_expert_norm(f"{expert}norm", size.expert_width, is_plain=state_dims is not None),
     }
 
 
@@ -151,12 +199,19 @@ def _gemma_layer(prefix: str, width: int, mlp_dim: int, size: Pi05Size) -> Shape
     }
 
 
-def _heads(width: int, action_dims: int) -> Shapes:
+def _expert_norm(name: str, width: int, *, is_plain: bool) -> Shapes:
+    """Of PI0.5 a layer that makes scale, shift and gate of the flow time."""
+    return {f"{name}.weight": (width,)} if is_plain else _linear(f"{name}.dense", 3 * width, width)
+
+
+def _heads(width: int, action_dims: int, state_dims: int | None) -> Shapes:
+    time = "time_mlp" if state_dims is None else "action_time_mlp"
     return {
         **_linear("model.action_in_proj", width, action_dims),
         **_linear("model.action_out_proj", action_dims, width),
-        **_linear("model.time_mlp_in", width, width),
-        **_linear("model.time_mlp_out", width, width),
+        **_linear(f"model.{time}_in", width, width if state_dims is None else 2 * width),
+        **_linear(f"model.{time}_out", width, width),
+        **({} if state_dims is None else _linear("model.state_proj", width, state_dims)),
     }
 
 
@@ -188,17 +243,17 @@ def _read_header(folder: Path, file: Path) -> Iterator[StoredTensor]:
         raise ValueError(f"policy '{folder}': {file.name} is damaged ({error}); fetch the base model anew") from error
 
 
-def _check(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor]) -> None:
+def _check(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor], title: str) -> None:
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted]
     if missing or unexpected:
         raise ValueError(
             f"policy '{folder}': the weights do not fit the model: {len(missing)} missing {missing[:5]}, "
-            f"{len(unexpected)} unexpected {unexpected[:5]}; is it a PI0.5 base of another size or version?"
+            f"{len(unexpected)} unexpected {unexpected[:5]}; is it a {title} base of another size or version?"
         )
     for name, stored in found.items():
         if stored.shape != wanted[name]:
             raise ValueError(
                 f"policy '{folder}': the weights do not fit the model: '{name}' in {stored.file.name} has shape "
-                f"{stored.shape}, expected {wanted[name]}; is it a PI0.5 base of another size or version?"
+                f"{stored.shape}, expected {wanted[name]}; is it a {title} base of another size or version?"
             )

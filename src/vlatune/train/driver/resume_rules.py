@@ -99,10 +99,10 @@ def config_changes(config: RunConfig, stored: Mapping[str, Any], where: str) -> 
         text = f"the global batch, batch_size * grad_accum * num_workers, was {_global_batch(then)}, now {_global_batch(now)}"
         yield Change("config", text)
     flat_now, flat_then = dict(_flatten(now)), dict(_flatten(then))
-    for key in sorted(flat_now):
-        if flat_now[key] != flat_then[key] and key not in NOT_THE_RUNS:
-            text = f"--{key} was {flat_then[key]!r}, now {flat_now[key]!r}"
-            yield Change("" if _is_free(key) else "config", text)
+    for key in sorted(flat_now.keys() | flat_then.keys()):
+        was, is_now = (repr(flat[key]) if key in flat else "left out" for flat in (flat_then, flat_now))
+        if was != is_now and key not in NOT_THE_RUNS:
+            yield Change("" if _is_free(key) else "config", f"--{key} was {was}, now {is_now}")
 
 
 def _made_of(now: Mapping[str, str], then: Mapping[str, str]) -> Iterator[Change]:

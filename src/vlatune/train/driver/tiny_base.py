@@ -38,6 +38,7 @@ def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callabl
     if (folder.path / CONFIG_FILE).exists() and (folder.path / BASE).is_dir():
         return config  # the run has begun with it
     fit = fit_datasets(metas, seed=config.seed, max_dims=get_policy(config.policy.type).max_dims)
+    fit = replace(fit, overrides=config.policy.overrides)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
         remove_leftovers(folder.path / ASIDE)

@@ -108,7 +108,8 @@ class Worker:
         )
         module.train()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.trainable.values(), self.config.optimizer)
+        factors = job.setup.adapter.rate_factors(job.setup.policy, self.config.optimizer.lr)
+        self.optimizer = make_optimizer(self.trainable, self.config.optimizer, factors)
         decay = self.config.optimizer.ema_decay
         self.ema = Ema(self.trainable, decay) if decay else None
         self.checkpointer = self._make_checkpointer()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,58 @@ from torch.nn.parallel import DistributedDataParallel
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
+RATE_FACTOR = "rate_factor"
+"""Of a group of parameters: its share of the run's learning rate."""
 
-def make_optimizer(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters: one kernel for all of them."""
-    return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-    )
+
+def make_optimizer(
+    parameters: Iterable[Tensor] | Mapping[str, Tensor],
+    config: OptimizerConfig,
+    rate_factors: Mapping[str, float] | None = None,
+) -> torch.optim.Optimizer:
+    """Fused AdamW or Adam over the trainable parameters: one kernel for all of a rate.
+
+    `rate_factors`, as `PolicyAdapter.rate_factors` gives them, take parameters by name.
+    """
+    groups = [{"params": list(parameters)}]
+    if isinstance(parameters, Mapping):
+        groups = make_groups(parameters, config.lr, rate_factors or {})
+    kind = torch.optim.AdamW if config.type == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+
+
+def make_groups(parameters: Mapping[str, Tensor], lr: float, rate_factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A group for what has the run's own rate and one for each beginning of a name in `rate_factors`; none is empty."""
+    by_start: dict[str, list[Tensor]] = {start: [] for start in ("", *rate_factors)}
+    for name, parameter in parameters.items():
+        by_start[next((start for start in rate_factors if name.startswith(start)), "")].append(parameter)
+    return [
+        {"params": members, "lr": lr * rate_factors.get(start, 1.0), RATE_FACTOR: rate_factors.get(start, 1.0)}
+        for start, members in by_start.items()
+        if members
+    ]
 
 
 def learning_rate(optimizer_step: int, total_steps: int, peak_lr: float, config: SchedulerConfig) -> float:
-    """Rate of optimizer step 0, 1, ...: linear warm-up from above 0, cosine to `decay_lr`, flat afterwards.
+    """Rate of optimizer step 0, 1, ..., as LeRobot's schedulers of the same names give it.
 
-    As LeRobot's `CosineDecayWithWarmupSchedulerConfig`: a run shorter than the decay shrinks both phases.
+    The usual one warms up linearly from above 0, falls to `decay_lr` by a cosine and stays there; a run shorter than the
+    decay shrinks both phases. `diffuser` begins at 0 and ends at 0 with the run. Its first update therefore changes nothing.
     """
+    if config.type == "cosine_decay_with_warmup":
+        return _cosine_decay(optimizer_step, total_steps, peak_lr, config)
+    if config.type == "none":
+        return peak_lr
+    warmup = config.num_warmup_steps
+    if optimizer_step < warmup:
+        return peak_lr * optimizer_step / warmup
+    if config.type == "constant_with_warmup":
+        return peak_lr
+    progress = (optimizer_step - warmup) / max(1, total_steps - warmup)
+    return peak_lr * max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def _cosine_decay(optimizer_step: int, total_steps: int, peak_lr: float, config: SchedulerConfig) -> float:
     warmup, decay = config.num_warmup_steps, config.num_decay_steps
     if total_steps < decay:
         warmup, decay = int(warmup * total_steps / decay), total_steps
@@ -44,8 +84,9 @@ def learning_rate(optimizer_step: int, total_steps: int, peak_lr: float, config:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of the run; groups with a factor of their own have that part of it."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
 
 
 class Ema:

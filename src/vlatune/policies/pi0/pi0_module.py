@@ -1,0 +1,51 @@
+"""PI0, the torch side: PI0.5's module with a state token and with the time in the action tokens.
+
+Prefix, expert layers, ways to train, loading and export are those of `pi05/`; LeRobot's `PI0Policy` holds the weights.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vlatune.batch import STATE
+from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
+from vlatune.policies.pi05.forward import EmbedSuffix, Suffix, repeat_each
+from vlatune.policies.pi05.module import Pi05Module, load_pi05
+
+
+class Pi0Module(Pi05Module):
+    """A `PI0Policy` that takes batches as `batch.py` describes them."""
+
+    def embedding(self, batch: Mapping[str, Tensor]) -> EmbedSuffix:
+        return partial(embed_state_and_actions, self._state(batch))
+
+    def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        return (*super().observation(batch), self._state(batch))
+
+    def _state(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Widened with zeros to the policy's number of dims."""
+        dims = self.policy.config.max_state_dim
+        return functional.pad(batch[STATE], (0, dims - batch[STATE].shape[1]))
+
+
+def embed_state_and_actions(state_BP: Tensor, model: Any, noisy_BTP: Tensor, time_code_BD: Tensor) -> Suffix:
+    """The state's token, which looks at no action, and one per action, each with the time mixed in.
+
+    `state_BP` is one per observation, the actions one per draw: the draws of an observation stand in a row.
+    """
+    draws = len(noisy_BTP) // len(state_BP)
+    state_B1D = repeat_each(model.state_proj(state_BP)[:, None], draws)
+    action_BTD = model.action_in_proj(noisy_BTP)
+    mixed_BTD = torch.cat([action_BTD, time_code_BD[:, None].expand_as(action_BTD)], dim=2)
+    mixed_BTD = model.action_time_mlp_out(functional.silu(model.action_time_mlp_in(mixed_BTD)))
+    return Suffix(torch.cat([state_B1D, mixed_BTD], dim=1), time_BD=None, num_blind=1)
+
+
+def load_pi0(
+    spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+) -> Pi05Module:
+    return load_pi05(spec, binding, options, device, module=Pi0Module)
