@@ -27,7 +27,7 @@ def train_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=2**16,  # never reached: training ends when every word of the prompts is one token
         min_frequency=1,
-        special_tokens=["<pad>", "<eos>", "<bos>"],  # ids 0, 1, 2 as in PaliGemma
+        special_tokens=["<pad>", "<eos>", "<bos>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

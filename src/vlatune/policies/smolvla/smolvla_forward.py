@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlatune.policies.modeling import KeyValue, gated_mlp, project, repeat_each, to_pixels
-from vlatune.policies.smolvla.size import SmolVLASize
+from vlatune.policies.smolvla.smolvla_size import SmolVLASize
 
 MAX_WAVELENGTH = 10_000
 

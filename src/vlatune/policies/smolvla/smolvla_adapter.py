@@ -1,22 +1,30 @@
 """SmolVLA, the side without torch: what its folder says and may hold, and what happens to samples on the CPU.
 
 Reads LeRobot's `config.json` and processor files as plain JSON: no class that they name is imported, and nothing is fetched
-but the tokenizer that they name. The torch side is `module.py`.
+but the tokenizer that they name. The torch side is `smolvla_module.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
 from vlatune.pipeline.transforms import Rename, Select, Transform
-from vlatune.policies.base import NO_STATS, Binding, Draw, Fit, ModuleOptions, PolicyAdapter, Stats, make_normalisers
+from vlatune.policies.base import (
+    NO_OVERRIDES,
+    NO_STATS,
+    Binding,
+    Draw,
+    Fit,
+    ModuleOptions,
+    PolicyAdapter,
+    Stats,
+    check_action_steps,
+    make_normalisers,
+)
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import DrawFlow, PadActions
 from vlatune.policies.processors import (
@@ -31,7 +39,7 @@ from vlatune.policies.processors import (
     is_size,
     is_text,
 )
-from vlatune.policies.smolvla.size import (
+from vlatune.policies.smolvla.smolvla_size import (
     CONFIG_DEFAULTS,
     SIZE_FILE,
     SmolVLASize,
@@ -39,7 +47,7 @@ from vlatune.policies.smolvla.size import (
     find_tensors,
     read_size,
 )
-from vlatune.policies.tokenizer import Tokenise, find_pad_id, find_tokenizer, tokenizer_settings
+from vlatune.policies.tokenizer import NewlinePrompt, Tokenise, find_pad_id, find_tokenizer, tokenizer_settings
 
 if TYPE_CHECKING:
     import torch
@@ -74,24 +82,15 @@ REFUSED = {
 STATE_TOKENS = 1
 
 
-@dataclass(frozen=True)
-class EndLine:
-    """A sentence ends with a newline, as LeRobot's step for SmolVLA sees to it."""
-
-    def __call__(self, columns: Columns) -> Columns:
-        prompts = np.empty(len(columns[TASK]), dtype=object)
-        for row, task in enumerate(columns[TASK]):
-            prompts[row] = task if task.endswith("\n") else f"{task}\n"
-        return columns | {TASK: prompts}
-
-
 class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
     schema = SCHEMA
     carried_files = (SIZE_FILE,)
 
-    def read_spec(self, folder: Path) -> SmolVLASpec:
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> SmolVLASpec:
         """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
-        config = read_config(folder, SCHEMA)
+        config = read_config(folder, SCHEMA, overrides)
+        if overrides:
+            check_action_steps(config, f"policy '{folder}'")
         for name, why in REFUSED.items():
             if config.get(name):
                 raise ValueError(f"policy '{folder}': config.json: {name} is on, which is not supported ({why})")
@@ -109,11 +108,12 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
         return spec
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
-        """Only the small twin: the real one grew out of a vision-language model and is never trained from nothing."""
-        assert small
-        from vlatune.policies.smolvla.small import make_small_smolvla
+        """The small twin, or, for benchmarks alone, one of the published size: that one grew out of a vision-language model
+        and is never trained from nothing.
+        """
+        from vlatune.policies.smolvla.smolvla_small import make_smolvla
 
-        make_small_smolvla(folder, fit, place=place)
+        make_smolvla(folder, fit, small=small, place=place)
 
     def make_transforms(self, spec: SmolVLASpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, end the sentence, tokenise, normalise, pad, draw: LeRobot's processors in LeRobot's order."""
@@ -123,7 +123,7 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
         )
         return (
             Rename(dict(binding.cameras)),
-            EndLine(),
+            NewlinePrompt(),
             Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
             *make_normalisers(spec, stats),
             PadActions(spec.max_action_dim),
@@ -152,7 +152,7 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
         *,
         stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
-        from vlatune.policies.smolvla.module import load_smolvla
+        from vlatune.policies.smolvla.smolvla_module import load_smolvla
 
         return load_smolvla(spec, binding, options, device)
 

@@ -1,6 +1,6 @@
 """SmolVLA, the torch side: a folder -> LeRobot's own modules and weights, behind `forward(batch) -> loss`.
 
-The forward is the one of `forward.py`, in place of `SmolVLAPolicy.forward`, which runs backward through a frozen
+The forward is the one of `smolvla_forward.py`, in place of `SmolVLAPolicy.forward`, which runs backward through a frozen
 vision-language model and waits for the device several times a step. Sampling actions is LeRobot's. What trains is what
 LeRobot's own flags would train (WAYS), and is float32; the rest has the dtype that is asked for. The head over the
 vocabulary, which nothing calls, is not loaded; an export has it from the base's files.
@@ -32,7 +32,7 @@ from vlatune.policies.modeling import (
     repeat_each,
     to_pixels,
 )
-from vlatune.policies.smolvla.forward import (
+from vlatune.policies.smolvla.smolvla_forward import (
     add_state,
     cross_layer,
     look,
@@ -41,7 +41,7 @@ from vlatune.policies.smolvla.forward import (
     own_layer,
     velocity,
 )
-from vlatune.policies.smolvla.size import SmolVLASize, SmolVLASpec, building_at, find_tensors
+from vlatune.policies.smolvla.smolvla_size import SmolVLASize, SmolVLASpec, building_at, find_tensors
 
 STATE_PROJECTION = r"model\.state_proj\."
 HEADS = r"model\.(state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out)\."
@@ -155,7 +155,7 @@ def load_smolvla(
 ) -> SmolVLAModule:
     """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen."""
     folder, size = Path(spec.folder), spec.size
-    policy = plan_policy(folder, size, train=options.train, dtype=options.dtype)
+    policy = plan_policy(spec, train=options.train, dtype=options.dtype)
     fill(policy, find_tensors(folder, size), torch.device(device))
     if options.train == "lora":
         add_adapters(policy, on=ADAPTED, but=_unused(size), rank=options.lora_rank, alpha=options.lora_alpha)
@@ -167,11 +167,11 @@ def load_smolvla(
     return SmolVLAModule(policy, spec, binding, options)
 
 
-def plan_policy(folder: Path, size: SmolVLASize, *, train: str, dtype: str | None) -> SmolVLAPolicy:
+def plan_policy(spec: SmolVLASpec, *, train: str, dtype: str | None) -> SmolVLAPolicy:
     """The policy before it is filled, on the meta device: which tensors, in which dtypes, and what of them trains."""
-    policy = build_policy(folder, size)
+    policy = build_policy(spec)
     policy.model.vlm_with_expert.vlm.lm_head = None  # pyright: ignore[reportAttributeAccessIssue]
-    set_trainable(policy, size, train)
+    set_trainable(policy, spec.size, train)
     for name, parameter in list(policy.named_parameters()):
         if dtype == "bfloat16" and not _is_float32(name, train):
             put(policy, name, parameter.detach().to(torch.bfloat16))
@@ -180,9 +180,10 @@ def plan_policy(folder: Path, size: SmolVLASize, *, train: str, dtype: str | Non
     return policy
 
 
-def build_policy(folder: Path, size: SmolVLASize) -> SmolVLAPolicy:
+def build_policy(spec: SmolVLASpec) -> SmolVLAPolicy:
     """LeRobot's own class, its parameters on the meta device: names, shapes and dtypes without memory."""
-    config = decode_config(folder, SmolVLAConfig)
+    config = decode_config(Path(spec.folder), SmolVLAConfig)
+    vars(config).update(spec.overrides)  # none of them changes a weight
     config.compile_model = False  # ours to decide, see ModuleOptions
     building = {
         "num_vlm_layers": 0,  # only those that are used are built
@@ -193,7 +194,7 @@ def build_policy(folder: Path, size: SmolVLASize) -> SmolVLAPolicy:
     }
     stored = {name: getattr(config, name) for name in building} | {"device": "cpu"}
     vars(config).update(building)
-    with building_at(replace(size.vlm, depth=size.depth)), parameters_on_meta():
+    with building_at(replace(spec.size.vlm, depth=spec.size.depth)), parameters_on_meta():
         policy = SmolVLAPolicy(config)
     vars(config).update(stored)
     return policy

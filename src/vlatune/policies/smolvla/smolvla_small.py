@@ -1,10 +1,11 @@
 """A small SmolVLA that trains from scratch on a CPU in minutes: a base model of the demo and of the tests.
 
-`make_small_smolvla` writes a LeRobot `pretrained_model` folder: LeRobot's own classes, config and processors, at the size
+`make_smolvla` writes a LeRobot `pretrained_model` folder: LeRobot's own classes, config and processors, at the size
 `small_size` and with a tokenizer made here, so that nothing is fetched from a hub. The same arguments give the same
 bytes, but for the tokenizer's absolute path in policy_preprocessor.json.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from vlatune.policies.small_models import (
     smooth_filters,
     train_tokenizer,
 )
-from vlatune.policies.smolvla.size import SmolVLMSize, building_at, write_size
+from vlatune.policies.smolvla.smolvla_size import SmolVLMSize, building_at, write_size
+from vlatune.policies.tokenizer import end_with_newline
 
 DEPTH = 2  # in the first layer the expert looks at itself, too, in the second at what was seen alone
 
@@ -58,26 +60,16 @@ def small_size(vocab_size: int, image_size: int) -> SmolVLMSize:
     )
 
 
-def make_small_smolvla(folder: Path, fit: Fit, *, place: Path | None = None) -> Path:
-    """Write the base model's folder, whole or not at all, and return it.
+def make_smolvla(folder: Path, fit: Fit, *, small: bool = True, place: Path | None = None) -> Path:
+    """Write the base model's folder, whole or not at all, and return it; not `small`: of the published size.
 
     `place` is where the folder will lie in the end, if somewhere else: LeRobot's processor names its tokenizer by its path.
     """
-    prompts = [f"{task}\n" for task in sorted({*fit.tasks, ""})]
+    prompts = sorted({end_with_newline(task) for task in (*fit.tasks, "")})
     tokenizer = train_tokenizer(prompts)
-    config = SmolVLAConfig(
-        chunk_size=fit.horizon,
-        n_action_steps=fit.horizon,
-        resize_imgs_with_padding=(fit.image_size, fit.image_size),
-        tokenizer_max_length=prompt_length(tokenizer, prompts),
-        num_vlm_layers=DEPTH,
-        expert_width_multiplier=1.0,
-        input_features=input_features(fit.cameras, fit.state_dim, fit.image_size),
-        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
-        device="cpu",
-        push_to_hub=False,
-    )
-    size = small_size(round_up(len(tokenizer), 64), fit.image_size)
+    config = _config(fit, small=small)
+    config.tokenizer_max_length = prompt_length(tokenizer, prompts) if small else config.tokenizer_max_length
+    size = small_size(round_up(len(tokenizer), 64), fit.image_size) if small else SmolVLMSize()
     policy = make_policy(config, size, fit.seed)
     with whole_folder(folder) as aside:
         tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
@@ -90,9 +82,27 @@ def make_small_smolvla(folder: Path, fit: Fit, *, place: Path | None = None) -> 
     return folder
 
 
+def _config(fit: Fit, *, small: bool) -> SmolVLAConfig:
+    horizon = fit.overrides.get("chunk_size", fit.horizon)
+    sizes: dict[str, Any] = {
+        "chunk_size": horizon,
+        "n_action_steps": horizon,
+        "resize_imgs_with_padding": (fit.image_size, fit.image_size),
+        "num_vlm_layers": DEPTH,
+        "expert_width_multiplier": 1.0,
+    }
+    return SmolVLAConfig(
+        **(sizes if small else {}),
+        input_features=input_features(fit.cameras, fit.state_dim, fit.image_size),
+        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
+        device="cpu",
+        push_to_hub=False,
+    )
+
+
 def make_policy(config: SmolVLAConfig, size: SmolVLMSize, seed: int) -> SmolVLAPolicy:
-    depth, config.num_vlm_layers = config.num_vlm_layers, 0  # all that there are; LeRobot prints a line about fewer
-    with building_at(size), torch.random.fork_rng(devices=[]):
+    depth, config.num_vlm_layers = config.num_vlm_layers, 0  # just those are built; LeRobot prints a line about fewer
+    with building_at(replace(size, depth=depth)), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = SmolVLAPolicy(config)
         init_for_scratch(policy)
