@@ -129,7 +129,13 @@ def test_gemmas_class_puts_parts_of_its_own_in_place_of_the_files(folder, name, 
 
 
 DIGITS = {"type": "Digits", "individual_digits": True}
-SMOLLM = {"type": "Sequence", "pretokenizers": [DIGITS, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]}
+SMOLLM = {
+    "type": "Sequence",
+    "pretokenizers": [
+        DIGITS,
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
 """How SmolVLM's tokenizer.json cuts words."""
 
 

@@ -72,7 +72,9 @@ def test_the_fields_of_a_config_and_their_defaults_are_lerobots():
     theirs = draccus.encode(SmolVLAConfig())
     defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in CONFIG_DEFAULTS.items()}
     assert {key: theirs[key] for key in defaults} == defaults
-    assert {name: one.default for name, one in POLICY.overrides.items()} == {name: theirs[name] for name in POLICY.overrides}
+    assert {name: one.default for name, one in POLICY.overrides.items()} == {
+        name: theirs[name] for name in POLICY.overrides
+    }
 
 
 @pytest.mark.parametrize("name", [*KNOWN, "small"])
@@ -127,7 +129,9 @@ def test_no_hub_is_asked_and_lerobot_is_left_as_it_was(smolvla_base, monkeypatch
     before = [getattr(smolvlm_with_expert, name) for name in names]
     for name in names:
         monkeypatch.setattr(getattr(smolvlm_with_expert, name), "from_pretrained", lambda *_, **__: pytest.fail("hub"))
-    change(smolvla_base, "config.json", load_vlm_weights=True)  # of the published base; its weights are all in its folder
+    change(
+        smolvla_base, "config.json", load_vlm_weights=True
+    )  # of the published base; its weights are all in its folder
     try:
         policy = build_policy(SmolVLAAdapter().read_spec(smolvla_base))
     finally:

@@ -118,9 +118,7 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
     def make_transforms(self, spec: SmolVLASpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, end the sentence, tokenise, normalise, pad, draw: LeRobot's processors in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
-        flow = DrawFlow(
-            draw.seed, spec.horizon, spec.max_action_dim, draw.flow_samples, draw.by_frame, *spec.flow_time
-        )
+        flow = DrawFlow(draw.seed, spec.horizon, spec.max_action_dim, draw.flow_samples, draw.by_frame, *spec.flow_time)
         return (
             Rename(dict(binding.cameras)),
             NewlinePrompt(),
@@ -132,7 +130,11 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
         )
 
     def step_flops(self, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> float:
-        size, forward, both = spec.size, 2, 6  # operations per weight and token; backward takes twice as many as forward
+        size, forward, both = (
+            spec.size,
+            2,
+            6,
+        )  # operations per weight and token; backward takes twice as many as forward
         patches = math.prod(spec.image_hw) // size.vlm.patch_size**2 * len(binding.cameras)
         tokens = patches // size.vlm.shuffle**2 + spec.max_tokens + STATE_TOKENS
         tower = both if options.train == "full" else forward

@@ -58,9 +58,7 @@ WAYS = {
 is neither of them."""
 TRAIN_PREFIX = ("lora", "language", "full")
 """Ways that train something of the vision-language model, which then needs gradients."""
-ADAPTED = (
-    r".*\.(text_model|lm_expert)\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
-)
+ADAPTED = r".*\.(text_model|lm_expert)\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 
 
@@ -71,9 +69,7 @@ class SmolVLAModule(nn.Module):
     wavelengths: Tensor
     places: Tensor
 
-    def __init__(
-        self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions
-    ) -> None:
+    def __init__(self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
         self.policy, self.base = policy, Path(spec.folder)
         size = self.size = spec.size
@@ -176,7 +172,9 @@ def plan_policy(spec: SmolVLASpec, *, train: str, dtype: str | None) -> SmolVLAP
         if dtype == "bfloat16" and not _is_float32(name, train):
             put(policy, name, parameter.detach().to(torch.bfloat16))
     # Where the tower is frozen and what comes after it trains, the two have different dtypes.
-    policy.model.vlm_with_expert.get_vlm_model().connector.modality_projection.proj.register_forward_pre_hook(round_input)
+    policy.model.vlm_with_expert.get_vlm_model().connector.modality_projection.proj.register_forward_pre_hook(
+        round_input
+    )
     return policy
 
 

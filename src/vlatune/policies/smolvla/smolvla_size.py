@@ -212,7 +212,9 @@ def read_size(folder: Path, config: Mapping[str, Any]) -> SmolVLASize:
         state_dims=int(given["max_state_dim"]),
         action_dims=int(given["max_action_dim"]),
     )
-    odd = [layer for layer in range(expert_depth) if _is_cross(size, layer) is size.looks_at_itself(layer * size.stride)]
+    odd = [
+        layer for layer in range(expert_depth) if _is_cross(size, layer) is size.looks_at_itself(layer * size.stride)
+    ]
     _require(
         not odd,
         f"num_expert_layers={expert_depth} of {depth} with self_attn_every_n_layers={every}: layer {odd[:1]} of the expert would "
