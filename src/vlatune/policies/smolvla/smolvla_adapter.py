@@ -26,7 +26,7 @@ from vlatune.policies.base import (
     make_normalisers,
 )
 from vlatune.policies.base_folder import read_config, read_steps
-from vlatune.policies.flow_matching import DrawFlow, PadActions
+from vlatune.policies.flow_matching import PadActions, camera_names, draw_flow
 from vlatune.policies.processors import (
     PREPROCESSOR,
     Schema,
@@ -118,14 +118,13 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
     def make_transforms(self, spec: SmolVLASpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, end the sentence, tokenise, normalise, pad, draw: LeRobot's processors in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
-        flow = DrawFlow(draw.seed, spec.horizon, spec.max_action_dim, draw.flow_samples, draw.by_frame, *spec.flow_time)
         return (
             Rename(dict(binding.cameras)),
             NewlinePrompt(),
             Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
             *make_normalisers(spec, stats),
             PadActions(spec.max_action_dim),
-            flow,
+            draw_flow(spec, draw),
             Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
         )
 
@@ -171,7 +170,7 @@ def _make_spec(
     return SmolVLASpec(
         type="smolvla",
         folder=str(folder),
-        cameras=_cameras(config),
+        cameras=camera_names(config),
         image_hw=_image_hw(config, size),
         pad="left_top",
         action_offsets=tuple(range(int(config["chunk_size"]))),
@@ -197,12 +196,3 @@ def _image_hw(config: Mapping[str, Any], size: SmolVLASize) -> tuple[int, int]:
             f"({size.vlm.patch_size} pixels a patch, {size.vlm.shuffle} patches in a row to a token)"
         )
     return height, width
-
-
-def _cameras(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """With the empty ones, which LeRobot adds when it builds the policy."""
-    named = [key for key, feature in (config["input_features"] or {}).items() if feature["type"] == "VISUAL"]
-    if not named:
-        raise ValueError("input_features names no camera; write the policy's cameras there")
-    empty = [f"observation.images.empty_camera_{number}" for number in range(int(config["empty_cameras"]))]
-    return tuple(dict.fromkeys([*named, *empty]))
