@@ -51,7 +51,7 @@ POLICY = Policy(
             "a small SmolVLA on the CPU, in minutes; what `vlatune demo --policy=smolvla` trains",
             {
                 "policy": {"type": "smolvla", "train": "full", "dtype": "float32"},
-                "optimizer": {"lr": 3e-3, "weight_decay": 1e-10, "grad_clip_norm": 10.0},
+                "optimizer": {"lr": 3e-3},
                 "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 800, "decay_lr": 1.5e-4},
                 "steps": 800,
                 "batch_size": 32,

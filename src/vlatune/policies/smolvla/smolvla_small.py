@@ -37,6 +37,7 @@ from vlatune.policies.small_models import (
 from vlatune.policies.smolvla.smolvla_size import SmolVLMSize, building_at, write_size
 from vlatune.policies.tokenizer import end_with_newline
 
+OUT_GAIN = 0.7  # undoes the expert's last norm, so that the first guess of the flow is about the noise itself
 DEPTH = 2  # in the first layer the expert looks at itself, too, in the second at what was seen alone
 
 
@@ -163,7 +164,7 @@ def _pass_noise(model: Any) -> None:
     outer.weight.data[:, :dims] = noise
     outer.weight.data[:, dims : 2 * dims] = -noise
     outer.weight.data[:, 2 * dims :] = other[:, : width - 2 * dims]
-    action_out.weight.data.copy_(noise.T)
+    action_out.weight.data.copy_(OUT_GAIN * noise.T)
 
 
 def make_processors(config: SmolVLAConfig, tokenizer_folder: Path, its_last_place: Path):
