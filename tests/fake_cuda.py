@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from vlatune.policies import loading
 from vlatune.policies.pi05 import load as pi05_load
+from vlatune.policies.smolvla import smolvla_module
 
 CUDA = torch.device("cuda", 0)
 
@@ -24,8 +26,9 @@ CUDA = torch.device("cuda", 0)
 def fake_cuda() -> Iterator[None]:
     """Until the end of the block; files are read and LeRobot's classes are built outside of it."""
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
-        patch.setattr(pi05_load, "build_policy", _outside(pi05_load.build_policy))
-        patch.setattr(pi05_load, "safe_open", RealFile)
+        for module in (pi05_load, smolvla_module):
+            patch.setattr(module, "build_policy", _outside(module.build_policy))
+        patch.setattr(loading, "safe_open", RealFile)
         patch.setattr(nn.Module, "_apply", _apply)
         yield
 
@@ -55,7 +58,7 @@ class RealFile:
             return self._stored.get_tensor(name)
 
 
-_SAFE_OPEN = pi05_load.safe_open
+_SAFE_OPEN = loading.safe_open
 
 
 def _apply(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

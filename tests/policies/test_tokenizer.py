@@ -128,6 +128,36 @@ def test_gemmas_class_puts_parts_of_its_own_in_place_of_the_files(folder, name, 
     check(folder)
 
 
+DIGITS = {"type": "Digits", "individual_digits": True}
+SMOLLM = {
+    "type": "Sequence",
+    "pretokenizers": [
+        DIGITS,
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
+"""How SmolVLM's tokenizer.json cuts words."""
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "GPT2TokenizerFast"])
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"added_tokens_decoder": {"0": TOKEN | {"content": "<pad>", "special": True}}, "truncation_side": "left"},
+        {"add_prefix_space": True, "unk_token": "<eos>", "bos_token": "<bos>", "eos_token": "<eos>"},
+        {"fake_image_token": "<fake_token_around_image>", "extra_special_tokens": ["State"]},
+    ],
+    ids=str,
+)
+def test_gpt2s_class_cuts_words_in_its_own_way(folder, name, bos, config):
+    """As the tokenizer of SmolVLM names it, whose tokenizer.json takes digits apart: transformers' class does not."""
+    content = read(folder) | {"pre_tokenizer": SMOLLM, "normalizer": {"type": "Lowercase"}}
+    write(folder, content if bos else content | {"post_processor": None}, tokenizer_class=name, **config)
+    check(folder)
+
+
 def test_a_class_of_which_nothing_is_known_is_refused_with_what_to_do(folder):
     write(folder, read(folder), tokenizer_class="LlamaTokenizerFast")
     with pytest.raises(

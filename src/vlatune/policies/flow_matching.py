@@ -1,14 +1,16 @@
 """What vision-language-action policies that learn by flow matching share: their spec, draws of noise and time, wide actions.
 
-Without torch: read tasks run these.
+Without torch: read tasks run these. The torch side that they share is `modeling.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from vlatune.batch import ACTION, NOISE, SLOT, TIME, Columns
-from vlatune.policies.base import PolicySpec
+from vlatune.policies.base import Draw, PolicySpec
 from vlatune.random_streams import Stream, make_generator
 
 
@@ -68,3 +70,17 @@ class DrawFlow:
                 rng.standard_normal(out=noise[row, draw], dtype=np.float32)
                 time[row, draw] = rng.beta(self.alpha, self.beta) * self.scale + self.offset
         return columns | {NOISE: noise, TIME: time}
+
+
+def draw_flow(spec: FlowSpec, draw: Draw) -> DrawFlow:
+    """Of a policy's chunks."""
+    return DrawFlow(draw.seed, spec.horizon, spec.max_action_dim, draw.flow_samples, draw.by_frame, *spec.flow_time)
+
+
+def camera_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of config.json, with the empty ones, which LeRobot adds when it builds the policy."""
+    named = [key for key, feature in (config["input_features"] or {}).items() if feature["type"] == "VISUAL"]
+    if not named:
+        raise ValueError("input_features names no camera; write the policy's cameras there")
+    empty = [f"observation.images.empty_camera_{number}" for number in range(int(config["empty_cameras"]))]
+    return tuple(dict.fromkeys([*named, *empty]))

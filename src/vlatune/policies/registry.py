@@ -18,6 +18,7 @@ PACKAGES = {
     "pi0": "vlatune.policies.pi0",
     "act": "vlatune.policies.act",
     "diffusion": "vlatune.policies.diffusion",
+    "smolvla": "vlatune.policies.smolvla",
 }
 """Type -> package."""
 DEFAULT_TYPE = next(iter(PACKAGES))

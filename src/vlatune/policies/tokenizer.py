@@ -2,8 +2,8 @@
 
 Readers import neither transformers nor torch, and no code that a repository could bring is run. tokenizer.json holds the
 tokenizer; tokenizer_config.json may add tokens, say on which side long prompts are cut and whether special tokens in a
-text are taken apart, and names a class. Gemma's class puts parts of its own in place of the file's; one that is not known
-here might do the same and is refused. `add_bos_token` there counts for nothing beside a tokenizer.json. For every policy
+text are taken apart, and names a class. Gemma's class puts parts of its own in place of the file's, and so does GPT-2's, which
+SmolVLM's tokenizer names; one that is not known here might do the same and is refused. `add_bos_token` there counts for nothing beside a tokenizer.json. For every policy
 with a prompt: where its tokenizer is, and the transform that uses it.
 """
 
@@ -27,6 +27,8 @@ from vlatune.policies.processors import PREPROCESSOR, is_hub_name
 CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 PLAIN = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
 GEMMA = ("GemmaTokenizer", "GemmaTokenizerFast")
+GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
+KNOWN = (*PLAIN, *GEMMA, *GPT2)
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -49,6 +51,17 @@ GEMMA_MODEL = {
     "ignore_merges": False,
 }
 GEMMA_TOKENS = {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
+GPT2_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+GPT2_TOKENS = {f"{name}_token": "<|endoftext|>" for name in ("unk", "bos", "eos")}
 
 
 @dataclass(frozen=True)
@@ -143,8 +156,8 @@ def _load_tokenizer(file: str, max_length: int, _versions: tuple[tuple[int, ...]
     settings = read_settings(Path(file).parent)
     data = read_file(Path(file).parent, Path(file).name, max_bytes=MAX_TOKENIZER_BYTES)
     try:
-        if settings.get("tokenizer_class") in GEMMA:
-            data = json.dumps(as_gemma(json.loads(data), settings)).encode()
+        if (remake := {GEMMA: as_gemma, GPT2: as_gpt2}.get(_family(settings))) is not None:
+            data = json.dumps(remake(json.loads(data), settings)).encode()
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
         _add_tokens(tokenizer, settings)
         tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
@@ -215,14 +228,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, with what an older folder keeps in special_tokens_map.json."""
     settings = _read_object(folder, CONFIG)
     name = settings.get("tokenizer_class")
-    if name not in (*PLAIN, *GEMMA):
+    if name not in KNOWN:
         raise ValueError(
             f"tokenizer '{folder}': {CONFIG} says tokenizer_class '{name}', of which it is not known what it makes of tokenizer.json; "
-            f"expected one of {', '.join(filter(None, (*PLAIN, *GEMMA)))}; where tokenizer.json is all of it, set PreTrainedTokenizerFast there"
+            f"expected one of {', '.join(filter(None, KNOWN))}; where tokenizer.json is all of it, set PreTrainedTokenizerFast there"
         )
     if "added_tokens_decoder" not in settings:
         settings |= _read_object(folder, SPECIAL_TOKENS)
-    return (GEMMA_TOKENS if name in GEMMA else {}) | settings
+    return {GEMMA: GEMMA_TOKENS, GPT2: GPT2_TOKENS}.get(_family(settings), {}) | settings
+
+
+def _family(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the class, if it puts parts of its own in place of the file's."""
+    return next((family for family in (GEMMA, GPT2) if settings.get("tokenizer_class") in family), ())
 
 
 def as_gemma(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,6 +248,14 @@ def as_gemma(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
     model = dict(content["model"]) | GEMMA_MODEL | {"unk_token": _text(settings["unk_token"])}
     listed = [] if "added_tokens_decoder" in settings else content["added_tokens"]
     return dict(content) | GEMMA_PARTS | {"model": model, "added_tokens": listed}
+
+
+def as_gpt2(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What GPT-2's class takes of a tokenizer.json: the same; words are cut in its own way, and nothing is normalised."""
+    words = {"type": "ByteLevel", "add_prefix_space": bool(settings.get("add_prefix_space")), "trim_offsets": True}
+    listed = [] if "added_tokens_decoder" in settings else content["added_tokens"]
+    parts = {"normalizer": None, "pre_tokenizer": words | {"use_regex": True}, "added_tokens": listed}
+    return dict(content) | parts | {"model": dict(content["model"]) | GPT2_MODEL}
 
 
 def _add_tokens(tokenizer: Any, settings: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vlatune.batch import TIME
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.forward import encode_time
+from vlatune.policies.modeling import encode_time
 from vlatune.policies.pi05.trainable import set_trainable
 from vlatune.train.worker.device import deterministic_kernels
 

@@ -15,12 +15,13 @@ from lerobot.policies.pi05 import PI05Config, modeling_pi05
 from pi05_parity import SIZE
 from safetensors.torch import load_file, save_file
 
+from vlatune.policies import loading
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05 import load as pi05_load
 from vlatune.policies.pi05.adapter import Pi05Adapter
 from vlatune.policies.pi05.load import load_policy, parse_config
 from vlatune.policies.pi05.size import Pi05Size, building_at
-from vlatune.policies.pi05.weights import EMBEDDING, INDEX_FILE, SINGLE_FILE, model_names, shapes_at
+from vlatune.policies.pi05.weights import EMBEDDING, model_names, shapes_at
+from vlatune.policies.weight_files import INDEX_FILE, SINGLE_FILE
 
 HEAD = "model.paligemma_with_expert.paligemma.lm_head.weight"
 NAME = "model.action_in_proj.weight"
@@ -122,7 +123,7 @@ def test_a_table_of_its_own_goes_before_the_tied_one(base, prefix):
 
 def test_no_second_copy_of_the_weights_is_held(parity_base, monkeypatch):
     held: list[weakref.ref] = []
-    opened = pi05_load.safe_open
+    opened = loading.safe_open
 
     class Spy:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +142,7 @@ def test_no_second_copy_of_the_weights_is_held(parity_base, monkeypatch):
             held.append(weakref.ref(tensor))
             return tensor
 
-    monkeypatch.setattr(pi05_load, "safe_open", Spy)
+    monkeypatch.setattr(loading, "safe_open", Spy)
     policy = load_policy(parity_base, train="heads", dtype="bfloat16")
     assert len(held) == len(list(policy.parameters()))
 

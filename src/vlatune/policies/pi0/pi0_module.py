@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from vlatune.batch import STATE
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
-from vlatune.policies.pi05.forward import EmbedSuffix, Suffix, repeat_each
+from vlatune.policies.modeling import repeat_each
+from vlatune.policies.pi05.forward import EmbedSuffix, Suffix
 from vlatune.policies.pi05.module import Pi05Module, load_pi05
 
 

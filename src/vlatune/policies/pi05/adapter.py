@@ -27,7 +27,7 @@ from vlatune.policies.base import (
     make_relative,
 )
 from vlatune.policies.base_folder import read_config, read_steps
-from vlatune.policies.flow_matching import DrawFlow, FlowSpec, PadActions
+from vlatune.policies.flow_matching import FlowSpec, PadActions, camera_names, draw_flow
 from vlatune.policies.pi05.prompt import StatePrompt
 from vlatune.policies.pi05.size import SIZE_FILE, Pi05Size, read_size
 from vlatune.policies.pi05.weights import PI05, Kind, find_tensors
@@ -125,14 +125,6 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
     def make_transforms(self, spec: FlowSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, make actions relative where asked for, normalise, prompt, tokenise, pad, draw: as LeRobot's processors."""
         cameras = tuple(target for _, target in binding.cameras)
-        flow = DrawFlow(
-            draw.seed,
-            spec.horizon,
-            spec.max_action_dim,
-            draw.flow_samples,
-            draw.by_frame,
-            *spec.flow_time,
-        )
         return (
             Rename(dict(binding.cameras)),
             *make_relative(spec, binding),
@@ -140,7 +132,7 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
             self.prompt,
             Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
             PadActions(spec.max_action_dim),
-            flow,
+            draw_flow(spec, draw),
             Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
         )
 
@@ -196,7 +188,7 @@ def _make_spec(
     return FlowSpec(
         type=kind.type,
         folder=str(folder),
-        cameras=_cameras(config),
+        cameras=camera_names(config),
         image_hw=(int(config["image_resolution"][0]), int(config["image_resolution"][1])),
         action_offsets=tuple(range(int(config["chunk_size"]))),
         max_state_dim=int(config["max_state_dim"]),
@@ -213,12 +205,3 @@ def _make_spec(
             float(config["time_sampling_offset"]),
         ),
     )
-
-
-def _cameras(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """With the empty ones, which LeRobot adds when it builds the policy."""
-    named = [key for key, feature in (config["input_features"] or {}).items() if feature["type"] == "VISUAL"]
-    if not named:
-        raise ValueError("input_features names no camera; write the policy's cameras there")
-    empty = [f"observation.images.empty_camera_{number}" for number in range(int(config["empty_cameras"]))]
-    return tuple(dict.fromkeys([*named, *empty]))

@@ -7,7 +7,6 @@ is given is all that differs between the two policies (`Suffix`). Together equal
 it, and no shape depends on values.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlatune.policies.pi05.layers import KeyValue, Rope, expert_layer, make_rope, prefix_key_value, prefix_layer
+from vlatune.policies.modeling import KeyValue, encode_time, noisy_and_wanted, repeat_each, to_pixels
+from vlatune.policies.pi05.layers import Rope, expert_layer, make_rope, prefix_key_value, prefix_layer
 from vlatune.policies.pi05.size import NUM_HEADS
 
 PrefixLayer = Callable[[Any, Tensor, Rope, Tensor], tuple[Tensor, KeyValue]]
@@ -31,8 +31,7 @@ class Prefix:
 
     def repeated(self, times: int) -> "Prefix":
         """Every observation `times` times in a row, for its draws of noise."""
-        layers = [KeyValue(repeat_each(keys, times), repeat_each(values, times)) for keys, values in self.layers]
-        return Prefix(layers, repeat_each(self.valid_BS, times))
+        return Prefix([layer.repeated(times) for layer in self.layers], repeat_each(self.valid_BS, times))
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def compute_prefix(
 
 
 def embed_images(model: Any, images: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """uint8 -> [-1, 1] in LeRobot's order of operations, and one pass of the vision tower for all cameras."""
-    pixels = torch.cat(list(images)).to(torch.float32) / 255.0 * 2.0 - 1.0
+    """One pass of the vision tower for all cameras."""
+    pixels = to_pixels(torch.cat(list(images)))
     return model.paligemma_with_expert.embed_image(pixels).to(dtype).chunk(len(images))
 
 
@@ -103,13 +102,11 @@ def flow_losses(
     run_layer: ExpertLayer = expert_layer,
 ) -> Tensor:
     """Squared errors of the guessed velocity, (B * K, T, P): the draws of an observation stand in a row."""
-    time_BK11 = time_BK[:, :, None, None]
-    noisy_BKTP = time_BK11 * noise_BKTP + (1 - time_BK11) * action_BTP[:, None]
-    wanted_BKTP = noise_BKTP - action_BTP[:, None]
+    noisy, wanted = noisy_and_wanted(action_BTP, noise_BKTP, time_BK)
     time_code = encode_time(time_BK.flatten(), time_scale)
-    suffix = embed(model, noisy_BKTP.flatten(0, 1), time_code)
+    suffix = embed(model, noisy, time_code)
     guessed = velocity(model, prefix.repeated(time_BK.shape[1]), suffix, run_layer=run_layer)
-    return functional.mse_loss(wanted_BKTP.flatten(0, 1), guessed, reduction="none")
+    return functional.mse_loss(wanted, guessed, reduction="none")
 
 
 def velocity(model: Any, prefix: Prefix, suffix: Suffix, *, run_layer: ExpertLayer = expert_layer) -> Tensor:
@@ -136,21 +133,3 @@ def _seen_by_each(valid_BS: Tensor, places_N: Tensor, num_blind: int) -> Tensor:
     num_prefix = valid_BS.shape[1] - len(places_N)
     all_NS = torch.cat([own_NN.new_ones(len(places_N), num_prefix), own_NN], dim=1)
     return (valid_BS[:, None] & all_NS).repeat(1, NUM_HEADS, 1)
-
-
-def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
-    """LeRobot's sinusoidal code of the flow time, to the bit."""
-    angle_BD = time_scale[None, :] * time_B[:, None]
-    return torch.cat([torch.sin(angle_BD), torch.cos(angle_BD)], dim=1).to(time_B.dtype)
-
-
-def make_time_scale(config: Any, action_in: nn.Linear) -> Tensor:
-    """Radians per unit of flow time, slow to fast; float64, made once: LeRobot makes it in every step."""
-    fraction = torch.linspace(0.0, 1.0, action_in.out_features // 2, dtype=torch.float64)
-    period = config.min_period * (config.max_period / config.min_period) ** fraction
-    return (1.0 / period * 2 * math.pi).to(action_in.weight.device)
-
-
-def repeat_each(values: Tensor, times: int) -> Tensor:
-    """Every row `times` times in a row."""
-    return values[:, None].expand(-1, times, *values.shape[1:]).flatten(0, 1)

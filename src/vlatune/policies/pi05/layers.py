@@ -10,17 +10,14 @@ one key/value head, so heads are folded into tokens, head after head: nothing is
 the key alone, (B, S), but for PI0's state token, which does not look at actions: then it is (B, H * N, S).
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import rotate_half
 
-ADAPTER = "default"
-"""PEFT's name for the one adapter that a layer may carry."""
+from vlatune.policies.modeling import KeyValue, gated_mlp, project
 
 
 class Rope(NamedTuple):
@@ -28,13 +25,6 @@ class Rope(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-
-
-class KeyValue(NamedTuple):
-    """(B, 1, S, E) each."""
-
-    keys: Tensor
-    values: Tensor
 
 
 def make_rope(rotary: Any, positions_BN: Tensor, dtype: torch.dtype) -> Rope:
@@ -55,7 +45,7 @@ def prefix_layer(layer: Any, hidden_BND: Tensor, rope: Rope, valid_BS: Tensor) -
     seen_BND = _attend(layer.self_attn, normed_BND, rope, own, valid_BS)
     hidden_BND = hidden_BND + seen_BND
     normed_BND, _ = layer.post_attention_layernorm(hidden_BND)
-    return hidden_BND + _mlp(layer.mlp, normed_BND), own
+    return hidden_BND + gated_mlp(layer.mlp, normed_BND), own
 
 
 def expert_layer(
@@ -64,38 +54,10 @@ def expert_layer(
     """`time_BD` scales the norms of PI0.5; those of PI0 are plain and have no gate."""
     normed_BND, gate_B1D = layer.input_layernorm(hidden_BND, cond=time_BD)
     own = _key_value(layer.self_attn, normed_BND, rope)
-    both = KeyValue(torch.cat([prefix.keys, own.keys], dim=2), torch.cat([prefix.values, own.values], dim=2))
+    both = prefix.followed_by(own)
     hidden_BND = hidden_BND + _gated(_attend(layer.self_attn, normed_BND, rope, both, valid_BS), gate_B1D)
     normed_BND, gate_B1D = layer.post_attention_layernorm(hidden_BND, cond=time_BD)
-    return hidden_BND + _gated(_mlp(layer.mlp, normed_BND), gate_B1D)
-
-
-def project(linear: Any, x: Tensor) -> Tensor:
-    """A linear layer in the dtype of `x`. What trains is kept in float32 and rounded here, as a bfloat16 model's is.
-
-    An adapter is computed in the same dtype: PEFT's own forward would keep a float32 copy of `x` for each layer.
-    """
-    adapted = hasattr(linear, "lora_A")
-    weight = linear.base_layer.weight if adapted else linear.weight
-    out = functional.linear(x, weight.to(x.dtype))
-    if not adapted:
-        return out
-    low = functional.linear(x, linear.lora_A[ADAPTER].weight.to(x.dtype))
-    return out + functional.linear(low, linear.lora_B[ADAPTER].weight.to(x.dtype)) * linear.scaling[ADAPTER]
-
-
-def how_to_run[**P, R](layer_function: Callable[P, R], *, compiled: bool, checkpointed: bool) -> Callable[P, R]:
-    """Compiled once and used for every layer of its kind; activations dropped and computed again where asked for."""
-    run: Callable[P, R] = torch.compile(layer_function) if compiled else layer_function
-    if not checkpointed:
-        return run
-
-    def run_checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Nothing here is random, and saving the generator's state would wait for the device.
-        kept: Any = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return kept
-
-    return run_checkpointed
+    return hidden_BND + _gated(gated_mlp(layer.mlp, normed_BND), gate_B1D)
 
 
 def _key_value(attention: Any, normed_BND: Tensor, rope: Rope) -> KeyValue:
@@ -123,7 +85,3 @@ def _gated(x_BND: Tensor, gate_B1D: Tensor | None) -> Tensor:
 
 def _rotate(x_BHNE: Tensor, rope: Rope) -> Tensor:
     return x_BHNE * rope.cos + rotate_half(x_BHNE) * rope.sin
-
-
-def _mlp(mlp: Any, x_BND: Tensor) -> Tensor:
-    return project(mlp.down_proj, mlp.act_fn(project(mlp.gate_proj, x_BND)) * project(mlp.up_proj, x_BND))

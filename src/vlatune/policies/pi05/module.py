@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
-from vlatune.policies.pi05.forward import EmbedSuffix, compute_prefix, embed_actions, flow_losses, make_time_scale
-from vlatune.policies.pi05.layers import expert_layer, how_to_run, prefix_layer
+from vlatune.policies.modeling import check_draws, how_to_run, make_time_scale, merge_adapters, to_pixels
+from vlatune.policies.pi05.forward import EmbedSuffix, compute_prefix, embed_actions, flow_losses
+from vlatune.policies.pi05.layers import expert_layer, prefix_layer
 from vlatune.policies.pi05.load import PiPolicy, load_policy, make_whole
-from vlatune.policies.pi05.trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable, trains_tower
+from vlatune.policies.pi05.trainable import TRAIN_PREFIX, add_adapters, set_trainable, trains_tower
 
 
 class Pi05Module(nn.Module):
@@ -46,7 +47,8 @@ class Pi05Module(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Mean over samples, draws, time steps and the dataset's action dims."""
-        self._check_draws(batch[NOISE], batch[TIME])
+        if self.training:  # evaluation takes one, however many training does
+            check_draws(batch[NOISE], batch[TIME], self.flow_samples)
         model = self.policy.model
         with torch.set_grad_enabled(self.train_prefix and torch.is_grad_enabled()):
             prefix = compute_prefix(
@@ -93,23 +95,14 @@ class Pi05Module(nn.Module):
         return self.policy
 
     def _images(self, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """uint8 -> [-1, 1], in LeRobot's order of operations; cameras without data are -1 and masked."""
-        images = [batch[camera].to(torch.float32) / 255.0 * 2.0 - 1.0 for camera in self.cameras]
+        """Cameras without data are -1 and masked."""
+        images = [to_pixels(batch[camera]) for camera in self.cameras]
         there = torch.ones(images[0].shape[0], dtype=torch.bool, device=images[0].device)
         masks = [there] * len(images)
         for _ in range(self.missing_cameras):
             images.append(torch.full_like(images[0], -1.0))
             masks.append(torch.zeros_like(there))
         return images, masks
-
-    def _check_draws(self, noise_BKTP: Tensor, time_BK: Tensor) -> None:
-        """Another number would train all the same, at another cost and with another meaning of an epoch."""
-        drawn = (noise_BKTP.shape[1], time_BK.shape[1])
-        if self.training and drawn != (self.flow_samples, self.flow_samples):
-            raise ValueError(
-                f"the batch brings {drawn[0]} draws of noise and {drawn[1]} of time per observation, the module was "
-                f"loaded for --policy.flow_samples={self.flow_samples}; give `Draw` the same number"
-            )
 
 
 def load_pi05(

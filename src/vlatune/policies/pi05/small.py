@@ -5,7 +5,6 @@
 bytes, but for the tokenizer's absolute path in policy_preprocessor.json.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,8 +21,7 @@ from lerobot.processor import (
     make_default_policy_processor_steps,
     make_policy_processor_pipelines,
 )
-from lerobot.utils.constants import ACTION, OBS_STATE
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from lerobot.utils.constants import ACTION
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -32,11 +30,19 @@ from vlatune.policies.pi05.load import CLASSES, PiPolicy
 from vlatune.policies.pi05.prompt import NUM_STATE_BINS, make_prompt
 from vlatune.policies.pi05.size import Pi05Size, building_at, write_size
 from vlatune.policies.pi05.weights import PI05, Kind
+from vlatune.policies.small_models import (
+    ATTENTION_GAIN,
+    TOKENIZER_FOLDER,
+    init_gain,
+    input_features,
+    place_code,
+    prompt_length,
+    round_up,
+    smooth_filters,
+    train_tokenizer,
+)
 from vlatune.policies.tokenizer import end_with_newline
 
-TOKENIZER_FOLDER = "tokenizer"
-NUM_WAVES = 3  # cosines per axis that a patch filter is mixed from
-ATTENTION_GAIN = 1.25  # of queries and keys each: a head looks at a few tokens, not at all of them alike
 OUT_GAIN = 1.06  # undoes the expert's last norm, so that the first guess of the flow is the noise itself
 EXPERT_GAIN = (
     0.0  # the expert's branches begin silent: the noise passes through clean, and the rest is added by learning
@@ -91,13 +97,13 @@ def make_small(
         chunk_size=horizon,
         n_action_steps=horizon,
         image_resolution=(image_size, image_size),
-        tokenizer_max_length=_round_up(max(len(tokenizer.encode(prompt)) for prompt in prompts), 8),
-        input_features=_input_features(cameras, state_dim, image_size),
+        tokenizer_max_length=prompt_length(tokenizer, prompts),
+        input_features=input_features(cameras, state_dim, image_size),
         output_features={ACTION: PolicyFeature(FeatureType.ACTION, (action_dim,))},
         device="cpu",
         push_to_hub=False,
     )
-    size = small_size(_round_up(len(tokenizer), 64), image_size)
+    size = small_size(round_up(len(tokenizer), 64), image_size)
     with building_at(size), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = policy_class(config)
@@ -119,27 +125,6 @@ def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:
     return train_tokenizer(prompts or [make_prompt("", range(NUM_STATE_BINS))])
 
 
-def train_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE to which every word of `prompts` is one token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2**16,  # never reached: training ends when every word of the prompts is one token
-        min_frequency=1,
-        special_tokens=["<pad>", "<eos>", "<bos>"],  # ids 0, 1, 2 as in PaliGemma
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(prompts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="right"
-    )
-
-
 def init_for_scratch(policy: PiPolicy) -> None:
     """Weights from which training starts well, drawn from torch's global generator.
 
@@ -152,22 +137,22 @@ def init_for_scratch(policy: PiPolicy) -> None:
     """
     model: Any = policy.model.paligemma_with_expert
     paligemma, expert = model.paligemma.model, model.gemma_expert.model
-    _init_gain(paligemma.multi_modal_projector.linear)
+    init_gain(paligemma.multi_modal_projector.linear)
     tokens = paligemma.language_model.embed_tokens.weight
     nn.init.normal_(tokens, std=tokens.shape[1] ** -0.5)  # Gemma multiplies an embedding by sqrt(width)
     for layer in (*paligemma.language_model.layers, *expert.layers):
         attention, mlp = layer.self_attn, layer.mlp
         for linear in (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            _init_gain(linear)
+            init_gain(linear)
         for linear in (attention.q_proj, attention.k_proj):
-            _init_gain(linear, gain=ATTENTION_GAIN)
+            init_gain(linear, gain=ATTENTION_GAIN)
     embeddings = paligemma.vision_tower.vision_model.embeddings
     patches, places = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
-    patches.data.copy_(_smooth_filters(*patches.shape))
-    places.data.copy_(_place_code(*places.shape))
+    patches.data.copy_(smooth_filters(*patches.shape))
+    places.data.copy_(place_code(*places.shape))
     for layer in expert.layers:
-        _init_gain(layer.self_attn.o_proj, gain=EXPERT_GAIN)
-        _init_gain(layer.mlp.down_proj, gain=EXPERT_GAIN)
+        init_gain(layer.self_attn.o_proj, gain=EXPERT_GAIN)
+        init_gain(layer.mlp.down_proj, gain=EXPERT_GAIN)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             if norm.dense is not None:
                 _open_gate(norm.dense)
@@ -188,7 +173,7 @@ def _init_state_and_time(model: Any) -> None:
 
     silu(x) - silu(-x) = x: two hidden units for each action dim carry it past the bend, the rest see the time.
     """
-    _init_gain(model.state_proj)
+    init_gain(model.state_proj)
     mlp_in, mlp_out, action_in = model.action_time_mlp_in, model.action_time_mlp_out, model.action_in_proj
     width, dims = action_in.weight.shape
     if width < 2 * dims:  # no room: a size that only benchmarks have
@@ -207,53 +192,11 @@ def _init_state_and_time(model: Any) -> None:
     mlp_out.bias.data.copy_(action_in.bias.data)
 
 
-def _init_gain(linear: nn.Linear, gain: float = 1.0) -> None:
-    """Inputs of unit variance give outputs of standard deviation `gain`."""
-    nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
-
-
-def _smooth_filters(num_filters: int, num_channels: int, height: int, width: int) -> torch.Tensor:
-    """Random mixtures of the slowest cosines over a patch: each sees colours and roughly where they lie, not texture."""
-    waves_KHW = [
-        torch.outer(_cosine(row_turns, height), _cosine(column_turns, width))
-        for row_turns in range(NUM_WAVES)
-        for column_turns in range(NUM_WAVES)
-    ]
-    mixture = torch.randn(num_filters, num_channels, len(waves_KHW))
-    filters = torch.einsum("fck,khw->fchw", mixture, torch.stack(waves_KHW))
-    return filters / filters.flatten(1).norm(dim=1)[:, None, None, None]
-
-
-def _cosine(half_turns: int, length: int) -> torch.Tensor:
-    return torch.cos(math.pi * half_turns * (torch.arange(length) + 0.5) / length)
-
-
-def _place_code(num_places: int, width: int) -> torch.Tensor:
-    """Sines and cosines of row and column, slow to fast: half a turn over the picture, then one, two, ..."""
-    side = math.isqrt(num_places)
-    if side * side != num_places or width % 4:
-        raise ValueError(
-            f"place code: {num_places} image tokens and width {width}; needs a square number and a multiple of 4"
-        )
-    centre = (torch.arange(side) + 0.5) / side - 0.5
-    turns = torch.arange(width // 4) % side * 0.5 + 0.5
-    angle = 2 * math.pi * centre[:, None] * turns
-    code = torch.cat([angle.sin(), angle.cos()], dim=1)
-    rows = code[:, None].expand(side, side, -1)
-    columns = code[None, :].expand(side, side, -1)
-    return 0.5 * torch.cat([rows, columns], dim=2).reshape(num_places, width)
-
-
 def _open_gate(dense: nn.Linear) -> None:
     """AdaRMS computes scale, shift and gate from the flow time; begin as a plain residual block: 0, 0, 1."""
     width = dense.out_features // 3
     nn.init.zeros_(dense.bias)
     nn.init.ones_(dense.bias[2 * width :])
-
-
-def _input_features(cameras: Sequence[str], state_dim: int, image_size: int) -> dict[str, PolicyFeature]:
-    images = {camera: PolicyFeature(FeatureType.VISUAL, (3, image_size, image_size)) for camera in cameras}
-    return images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (state_dim,))}
 
 
 def _make_processors(config: Any, tokenizer_folder: Path, its_last_place: Path):
@@ -281,7 +224,3 @@ def _make_processors(config: Any, tokenizer_folder: Path, its_last_place: Path):
             steps.to_cpu,
         ],
     )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

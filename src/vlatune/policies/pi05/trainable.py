@@ -7,10 +7,10 @@ gradient: the output of the prefix after its last keys and values is thrown away
 import re
 from typing import Any
 
-import torch
 from torch import nn
 
-from vlatune.policies.pi05.layers import ADAPTER
+from vlatune.policies import modeling
+from vlatune.policies.modeling import ADAPTER
 
 HEADS = r"model\.(state_proj|action_in_proj|action_out_proj|(action_)?time_mlp_(in|out))\."
 EXPERT = r"model\.paligemma_with_expert\.gemma_expert\.model\."
@@ -45,34 +45,8 @@ def trains_tower(train: str) -> bool:
 
 
 def add_adapters(policy: nn.Module, *, rank: int, alpha: float) -> None:
-    """LoRA of the peft library on every linear layer of language model and expert whose output is used.
-
-    The adapters begin without effect, are drawn from torch's global generator, and are float32 whatever the base is.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  (peft only divides it by the rank)
-        target_modules=ADAPTED,
-        exclude_modules=f".*({_unused(policy)}).*",
-    )
-    inject_adapter_in_model(config, policy, adapter_name=ADAPTER)
-    for name, parameter in policy.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data.to(torch.float32)
-
-
-def merge_adapters(policy: nn.Module) -> None:
-    """Fold every adapter into its layer, in float32: the policy is then LeRobot's own again, module by module."""
-    adapted = [(name, module) for name, module in policy.named_modules() if hasattr(module, "lora_A")]
-    for name, module in adapted:
-        layer: Any = module
-        a, b = (part[ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
-        merged = layer.base_layer.weight.detach().to(torch.float32) + layer.scaling[ADAPTER] * (b @ a)
-        layer.base_layer.weight = nn.Parameter(merged, requires_grad=False)
-        owner, _, leaf = name.rpartition(".")
-        setattr(policy.get_submodule(owner), leaf, layer.base_layer)
+    """LoRA on every linear layer of language model and expert whose output is used."""
+    modeling.add_adapters(policy, on=ADAPTED, but=_unused(policy), rank=rank, alpha=alpha)
 
 
 def _unused(policy: Any) -> str:

@@ -1,23 +1,24 @@
 """Which tensors a folder of PI0.5 or PI0 must hold, and whether it does. No torch: the driver looks before anything is started.
 
-Only the headers of the safetensors files are read. LeRobot's loader prints a line about tensors that are missing or do
-not fit and goes on with random weights; here every one of them is an error.
+How files are read and held against it is in `policies/weight_files.py`.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from vlatune.files import read_file, real_path
 from vlatune.policies.pi05.size import NUM_HEADS, Pi05Size, read_size
+from vlatune.policies.weight_files import (
+    Shapes,
+    StoredTensor,
+    check_tensors,
+    linear_shapes,
+    norm_shapes,
+    stored_tensors,
+)
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PALIGEMMA = "model.paligemma_with_expert.paligemma."
 EXPERT = "model.paligemma_with_expert.gemma_expert."
 EMBEDDING = f"{PALIGEMMA}model.language_model.embed_tokens.weight"
@@ -41,8 +42,6 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "relative_exclude_joints": ["gripper"],
 }
 """What LeRobot takes where config.json leaves a key out (a test holds it to the real one)."""
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -87,40 +86,17 @@ PI0 = Kind(
 KINDS = {kind.type: kind for kind in (PI05, PI0)}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    file: Path
-    key: str
-    """Its name in the file, which may be an older one than the model's."""
-    shape: tuple[int, ...]
-
-
 def find_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Every tensor of the model that `config` (config.json) describes, by the model's name for it."""
     found: dict[str, StoredTensor] = {}
     kind = KINDS[config["type"]]
-    for file in weight_files(folder):
-        for stored in _read_header(folder, file):
-            names = model_names(stored.key, kind)
-            for name in names:
-                if name not in found or name == names[0]:  # a table of its own goes before the tied one
-                    found[name] = stored
-    _check(folder, expected_shapes(folder, config), found, kind.title)
+    for stored in stored_tensors(folder):
+        names = model_names(stored.key, kind)
+        for name in names:
+            if name not in found or name == names[0]:  # a table of its own goes before the tied one
+                found[name] = stored
+    check_tensors(folder, expected_shapes(folder, config), found, kind.title)
     return found
-
-
-def weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return [folder / SINGLE_FILE]
-    try:
-        names = sorted(set(json.loads(read_file(folder, INDEX_FILE))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"policy '{folder}': {INDEX_FILE} is damaged ({error}); fetch the base model anew") from error
-    odd = [name for name in names if Path(str(name)).name != name]
-    if odd:
-        raise ValueError(f"policy '{folder}': {INDEX_FILE} names '{odd[0]}', expected a file of the same folder")
-    return [folder / name for name in names]
 
 
 def model_names(key: str, kind: Kind = PI05) -> tuple[str, ...]:
@@ -173,16 +149,16 @@ def _vision(size: Pi05Size, image_size: int) -> Shapes:
         f"{tower}embeddings.patch_embedding.weight": (width, 3, *patch),
         f"{tower}embeddings.patch_embedding.bias": (width,),
         f"{tower}embeddings.position_embedding.weight": ((image_size // size.patch_size) ** 2, width),
-        **_norm(f"{tower}post_layernorm", width),
-        **_linear(f"{PALIGEMMA}model.multi_modal_projector.linear", size.width, width),
+        **norm_shapes(f"{tower}post_layernorm", width),
+        **linear_shapes(f"{PALIGEMMA}model.multi_modal_projector.linear", size.width, width),
     }
     for number in range(size.vision_depth):
         layer = f"{tower}encoder.layers.{number}."
-        shapes |= _norm(f"{layer}layer_norm1", width) | _norm(f"{layer}layer_norm2", width)
+        shapes |= norm_shapes(f"{layer}layer_norm1", width) | norm_shapes(f"{layer}layer_norm2", width)
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= _linear(f"{layer}self_attn.{name}", width, width)
-        shapes |= _linear(f"{layer}mlp.fc1", size.vision_mlp_dim, width)
-        shapes |= _linear(f"{layer}mlp.fc2", width, size.vision_mlp_dim)
+            shapes |= linear_shapes(f"{layer}self_attn.{name}", width, width)
+        shapes |= linear_shapes(f"{layer}mlp.fc1", size.vision_mlp_dim, width)
+        shapes |= linear_shapes(f"{layer}mlp.fc2", width, size.vision_mlp_dim)
     return shapes
 
 
@@ -201,26 +177,18 @@ def _gemma_layer(prefix: str, width: int, mlp_dim: int, size: Pi05Size) -> Shape
 
 def _expert_norm(name: str, width: int, *, is_plain: bool) -> Shapes:
     """Of PI0.5 a layer that makes scale, shift and gate of the flow time."""
-    return {f"{name}.weight": (width,)} if is_plain else _linear(f"{name}.dense", 3 * width, width)
+    return {f"{name}.weight": (width,)} if is_plain else linear_shapes(f"{name}.dense", 3 * width, width)
 
 
 def _heads(width: int, action_dims: int, state_dims: int | None) -> Shapes:
     time = "time_mlp" if state_dims is None else "action_time_mlp"
     return {
-        **_linear("model.action_in_proj", width, action_dims),
-        **_linear("model.action_out_proj", action_dims, width),
-        **_linear(f"model.{time}_in", width, width if state_dims is None else 2 * width),
-        **_linear(f"model.{time}_out", width, width),
-        **({} if state_dims is None else _linear("model.state_proj", width, state_dims)),
+        **linear_shapes("model.action_in_proj", width, action_dims),
+        **linear_shapes("model.action_out_proj", action_dims, width),
+        **linear_shapes(f"model.{time}_in", width, width if state_dims is None else 2 * width),
+        **linear_shapes(f"model.{time}_out", width, width),
+        **({} if state_dims is None else linear_shapes("model.state_proj", width, state_dims)),
     }
-
-
-def _linear(name: str, outputs: int, inputs: int) -> Shapes:
-    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-
-def _norm(name: str, width: int) -> Shapes:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
 def _published_size(folder: Path, config: Mapping[str, Any]) -> Pi05Size:
@@ -230,30 +198,3 @@ def _published_size(folder: Path, config: Mapping[str, Any]) -> Pi05Size:
             f"policy '{folder}': config.json asks for {variants[0]} with {variants[1]}, expected gemma_2b with gemma_300m"
         )
     return Pi05Size()
-
-
-def _read_header(folder: Path, file: Path) -> Iterator[StoredTensor]:
-    try:
-        with safe_open(real_path(folder, file.name), framework="np") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (it is no dict)
-                yield StoredTensor(file, key, tuple(tensors.get_slice(key).get_shape()))
-    except FileNotFoundError as error:
-        raise ValueError(f"policy '{folder}': {file.name} is missing; fetch the base model anew") from error
-    except SafetensorError as error:
-        raise ValueError(f"policy '{folder}': {file.name} is damaged ({error}); fetch the base model anew") from error
-
-
-def _check(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor], title: str) -> None:
-    missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted]
-    if missing or unexpected:
-        raise ValueError(
-            f"policy '{folder}': the weights do not fit the model: {len(missing)} missing {missing[:5]}, "
-            f"{len(unexpected)} unexpected {unexpected[:5]}; is it a {title} base of another size or version?"
-        )
-    for name, stored in found.items():
-        if stored.shape != wanted[name]:
-            raise ValueError(
-                f"policy '{folder}': the weights do not fit the model: '{name}' in {stored.file.name} has shape "
-                f"{stored.shape}, expected {wanted[name]}; is it a {title} base of another size or version?"
-            )

@@ -1,0 +1,91 @@
+"""What small twins are made of: a tokenizer for a handful of sentences, and weights from which training starts well.
+
+A small twin is a policy of LeRobot's own classes that learns on a CPU in minutes, for demo and tests. Nothing is fetched
+from a hub for it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.utils.constants import OBS_STATE
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+TOKENIZER_FOLDER = "tokenizer"
+ATTENTION_GAIN = 1.25  # of queries and keys each: a head looks at a few tokens, not at all of them alike
+NUM_WAVES = 3  # cosines per axis that a patch filter is mixed from
+
+
+def train_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that knows every word of `prompts` as one token, and spells the rest in bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2**16,  # never reached: training ends when every word of the prompts is one token
+        min_frequency=1,
+        special_tokens=["<pad>", "<eos>", "<bos>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(prompts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="right"
+    )
+
+
+def prompt_length(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> int:
+    """Tokens of the longest prompt, rounded up to 8: padding costs as much as text."""
+    return round_up(max(len(tokenizer.encode(prompt)) for prompt in prompts), 8)
+
+
+def input_features(cameras: Sequence[str], state_dim: int, image_size: int) -> dict[str, PolicyFeature]:
+    images = {camera: PolicyFeature(FeatureType.VISUAL, (3, image_size, image_size)) for camera in cameras}
+    return images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (state_dim,))}
+
+
+def init_gain(linear: nn.Linear, gain: float = 1.0) -> None:
+    """Inputs of unit variance give outputs of standard deviation `gain`."""
+    nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
+
+
+def smooth_filters(num_filters: int, num_channels: int, height: int, width: int) -> torch.Tensor:
+    """Random mixtures of the slowest cosines over a patch: each sees colours and roughly where they lie, not texture."""
+    waves_KHW = [
+        torch.outer(_cosine(row_turns, height), _cosine(column_turns, width))
+        for row_turns in range(NUM_WAVES)
+        for column_turns in range(NUM_WAVES)
+    ]
+    mixture = torch.randn(num_filters, num_channels, len(waves_KHW))
+    filters = torch.einsum("fck,khw->fchw", mixture, torch.stack(waves_KHW))
+    return filters / filters.flatten(1).norm(dim=1)[:, None, None, None]
+
+
+def place_code(num_places: int, width: int) -> torch.Tensor:
+    """Sines and cosines of row and column, slow to fast: half a turn over the picture, then one, two, ..."""
+    side = math.isqrt(num_places)
+    if side * side != num_places or width % 4:
+        raise ValueError(
+            f"place code: {num_places} image tokens and width {width}; needs a square number and a multiple of 4"
+        )
+    centre = (torch.arange(side) + 0.5) / side - 0.5
+    turns = torch.arange(width // 4) % side * 0.5 + 0.5
+    angle = 2 * math.pi * centre[:, None] * turns
+    code = torch.cat([angle.sin(), angle.cos()], dim=1)
+    rows = code[:, None].expand(side, side, -1)
+    columns = code[None, :].expand(side, side, -1)
+    return 0.5 * torch.cat([rows, columns], dim=2).reshape(num_places, width)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _cosine(half_turns: int, length: int) -> torch.Tensor:
+    return torch.cos(math.pi * half_turns * (torch.arange(length) + 0.5) / length)

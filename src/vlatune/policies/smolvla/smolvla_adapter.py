@@ -1,0 +1,198 @@
+"""SmolVLA, the side without torch: what its folder says and may hold, and what happens to samples on the CPU.
+
+Reads LeRobot's `config.json` and processor files as plain JSON: no class that they name is imported, and nothing is fetched
+but the tokenizer that they name. The torch side is `smolvla_module.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.pipeline.transforms import Rename, Select, Transform
+from vlatune.policies.base import (
+    NO_OVERRIDES,
+    NO_STATS,
+    Binding,
+    Draw,
+    Fit,
+    ModuleOptions,
+    PolicyAdapter,
+    Stats,
+    check_action_steps,
+    make_normalisers,
+)
+from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.flow_matching import PadActions, camera_names, draw_flow
+from vlatune.policies.processors import (
+    PREPROCESSOR,
+    Schema,
+    is_count,
+    is_flag,
+    is_number,
+    is_numbers,
+    is_plain_map,
+    is_sides,
+    is_size,
+    is_text,
+)
+from vlatune.policies.smolvla.smolvla_size import (
+    CONFIG_DEFAULTS,
+    SIZE_FILE,
+    SmolVLASize,
+    SmolVLASpec,
+    find_tensors,
+    read_size,
+)
+from vlatune.policies.tokenizer import NewlinePrompt, Tokenise, find_pad_id, find_tokenizer, tokenizer_settings
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = Schema(
+    type="smolvla",
+    config={
+        **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_size),
+        **dict.fromkeys(("tokenizer_max_length", "num_steps"), is_size),
+        "empty_cameras": is_count,
+        "resize_imgs_with_padding": is_sides,
+        **dict.fromkeys(("adapt_to_pi_aloha", "use_delta_joint_actions_aloha", "use_cache"), is_flag),
+        **dict.fromkeys(("freeze_vision_encoder", "train_expert_only", "train_state_proj"), is_flag),
+        **dict.fromkeys(("load_vlm_weights", "add_image_special_tokens", "compile_model"), is_flag),
+        **dict.fromkeys(("vlm_model_name", "attention_mode", "pad_language_to", "compile_mode"), is_text),
+        **dict.fromkeys(("prefix_length", "num_expert_layers", "num_vlm_layers"), is_number),
+        **dict.fromkeys(("self_attn_every_n_layers", "expert_width_multiplier", "min_period", "max_period"), is_number),
+        **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),
+        **dict.fromkeys(("optimizer_grad_clip_norm", "scheduler_warmup_steps", "scheduler_decay_steps"), is_number),
+        "scheduler_decay_lr": is_number,
+        "optimizer_betas": is_numbers,
+        "rtc_config": is_plain_map,
+    },
+    steps={"smolvla_new_line_processor": {}},
+)
+REFUSED = {
+    "adapt_to_pi_aloha": "joints would have to be turned on the way",
+    "use_delta_joint_actions_aloha": "LeRobot has not ported it either",
+    "add_image_special_tokens": "image tokens would need words around them",
+}
+"""Settings of config.json that must be off -> why."""
+STATE_TOKENS = 1
+
+
+class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
+    schema = SCHEMA
+    carried_files = (SIZE_FILE,)
+
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> SmolVLASpec:
+        """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
+        config = read_config(folder, SCHEMA, overrides)
+        if overrides:
+            check_action_steps(config, f"policy '{folder}'")
+        for name, why in REFUSED.items():
+            if config.get(name):
+                raise ValueError(f"policy '{folder}': config.json: {name} is on, which is not supported ({why})")
+        size = read_size(folder, config)
+        step = tokenizer_settings(folder, read_steps(folder, SCHEMA)[PREPROCESSOR])
+        tokenizer_file = find_tokenizer(folder, step["tokenizer_name"])
+        pad_id = find_pad_id(tokenizer_file)
+        try:
+            spec = _make_spec(folder, config, size, step, tokenizer_file, pad_id)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"policy '{folder}': config.json is not as LeRobot writes it for SmolVLA ({type(error).__name__}: {error})"
+            ) from error
+        find_tensors(folder, size)
+        return spec
+
+    def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
+        """The small twin, or, for benchmarks alone, one of the published size: that one grew out of a vision-language model
+        and is never trained from nothing.
+        """
+        from vlatune.policies.smolvla.smolvla_small import make_smolvla
+
+        make_smolvla(folder, fit, small=small, place=place)
+
+    def make_transforms(self, spec: SmolVLASpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
+        """Rename, end the sentence, tokenise, normalise, pad, draw: LeRobot's processors in LeRobot's order."""
+        cameras = tuple(target for _, target in binding.cameras)
+        return (
+            Rename(dict(binding.cameras)),
+            NewlinePrompt(),
+            Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
+            *make_normalisers(spec, stats),
+            PadActions(spec.max_action_dim),
+            draw_flow(spec, draw),
+            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
+        )
+
+    def step_flops(self, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> float:
+        size, forward, both = (
+            spec.size,
+            2,
+            6,
+        )  # operations per weight and token; backward takes twice as many as forward
+        patches = math.prod(spec.image_hw) // size.vlm.patch_size**2 * len(binding.cameras)
+        tokens = patches // size.vlm.shuffle**2 + spec.max_tokens + STATE_TOKENS
+        tower = both if options.train == "full" else forward
+        language = forward if options.train in ("heads", "expert") else both
+        return (
+            tower * size.vision_weights * patches
+            + language * size.language_weights * tokens
+            + both * size.expert_weights * spec.horizon * options.flow_samples
+        )
+
+    def load_module(
+        self,
+        spec: SmolVLASpec,
+        binding: Binding,
+        options: ModuleOptions,
+        device: torch.device | str = "cpu",
+        *,
+        stats: Stats = NO_STATS,
+    ) -> torch.nn.Module:
+        from vlatune.policies.smolvla.smolvla_module import load_smolvla
+
+        return load_smolvla(spec, binding, options, device)
+
+
+def _make_spec(
+    folder: Path,
+    stored: Mapping[str, Any],
+    size: SmolVLASize,
+    step: Mapping[str, Any],
+    tokenizer_file: Path,
+    pad_id: int,
+) -> SmolVLASpec:
+    config = {**CONFIG_DEFAULTS, **stored}
+    return SmolVLASpec(
+        type="smolvla",
+        folder=str(folder),
+        cameras=camera_names(config),
+        image_hw=_image_hw(config, size),
+        pad="left_top",
+        action_offsets=tuple(range(int(config["chunk_size"]))),
+        max_state_dim=size.state_dims,
+        max_action_dim=size.action_dims,
+        normalisation=dict(config["normalization_mapping"]),
+        tokenizer_file=str(tokenizer_file),
+        pad_id=pad_id,
+        max_tokens=int(step.get("max_length") or config["tokenizer_max_length"]),
+        size=size,
+    )
+
+
+def _image_hw(config: Mapping[str, Any], size: SmolVLASize) -> tuple[int, int]:
+    """LeRobot writes width before height. Image tokens are made of whole squares of patches of a square picture."""
+    if config["resize_imgs_with_padding"] is None:
+        raise ValueError("resize_imgs_with_padding is null; write the size that the model is to see, as [512, 512]")
+    width, height = (int(side) for side in config["resize_imgs_with_padding"])
+    multiple = size.vlm.patch_size * size.vlm.shuffle
+    if width != height or width % multiple:
+        raise ValueError(
+            f"resize_imgs_with_padding is [{width}, {height}], expected two equal sides, a multiple of {multiple} "
+            f"({size.vlm.patch_size} pixels a patch, {size.vlm.shuffle} patches in a row to a token)"
+        )
+    return height, width

@@ -1,0 +1,190 @@
+"""A small SmolVLA that trains from scratch on a CPU in minutes: a base model of the demo and of the tests.
+
+`make_smolvla` writes a LeRobot `pretrained_model` folder: LeRobot's own classes, config and processors, at the size
+`small_size` and with a tokenizer made here, so that nothing is fetched from a hub. The same arguments give the same
+bytes, but for the tokenizer's absolute path in policy_preprocessor.json.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy
+from lerobot.processor import (
+    NewLineTaskProcessorStep,
+    TokenizerProcessorStep,
+    make_default_policy_processor_steps,
+    make_policy_processor_pipelines,
+)
+from lerobot.utils.constants import ACTION
+from torch import nn
+
+from vlatune.files import whole_folder
+from vlatune.policies.base import Fit
+from vlatune.policies.small_models import (
+    ATTENTION_GAIN,
+    TOKENIZER_FOLDER,
+    init_gain,
+    input_features,
+    place_code,
+    prompt_length,
+    round_up,
+    smooth_filters,
+    train_tokenizer,
+)
+from vlatune.policies.smolvla.smolvla_size import SmolVLMSize, building_at, write_size
+from vlatune.policies.tokenizer import end_with_newline
+
+OUT_GAIN = 0.7  # undoes the expert's last norm, so that the first guess of the flow is about the noise itself
+DEPTH = 2  # in the first layer the expert looks at itself, too, in the second at what was seen alone
+
+
+def small_size(vocab_size: int, image_size: int) -> SmolVLMSize:
+    """One token per picture: its embedding can weigh every pixel, so places of things are learnt in minutes."""
+    return SmolVLMSize(
+        width=96,
+        depth=DEPTH,
+        mlp_dim=192,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vision_width=96,
+        vision_depth=1,
+        vision_mlp_dim=192,
+        vision_heads=4,
+        image_size=image_size,
+        patch_size=image_size,
+        shuffle=1,
+        vocab_size=vocab_size,
+    )
+
+
+def make_smolvla(folder: Path, fit: Fit, *, small: bool = True, place: Path | None = None) -> Path:
+    """Write the base model's folder, whole or not at all, and return it; not `small`: of the published size.
+
+    `place` is where the folder will lie in the end, if somewhere else: LeRobot's processor names its tokenizer by its path.
+    """
+    prompts = sorted({end_with_newline(task) for task in (*fit.tasks, "")})
+    tokenizer = train_tokenizer(prompts)
+    config = _config(fit, small=small)
+    config.tokenizer_max_length = prompt_length(tokenizer, prompts) if small else config.tokenizer_max_length
+    size = small_size(round_up(len(tokenizer), 64), fit.image_size) if small else SmolVLMSize()
+    policy = make_policy(config, size, fit.seed)
+    with whole_folder(folder) as aside:
+        tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
+        policy.save_pretrained(aside)
+        write_size(aside, size)
+        for pipeline in make_processors(
+            config, aside / TOKENIZER_FOLDER, (place or folder).resolve() / TOKENIZER_FOLDER
+        ):
+            pipeline.save_pretrained(aside)
+    return folder
+
+
+def _config(fit: Fit, *, small: bool) -> SmolVLAConfig:
+    horizon = fit.overrides.get("chunk_size", fit.horizon)
+    sizes: dict[str, Any] = {
+        "chunk_size": horizon,
+        "n_action_steps": horizon,
+        "resize_imgs_with_padding": (fit.image_size, fit.image_size),
+        "num_vlm_layers": DEPTH,
+        "expert_width_multiplier": 1.0,
+    }
+    return SmolVLAConfig(
+        **(sizes if small else {}),
+        input_features=input_features(fit.cameras, fit.state_dim, fit.image_size),
+        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
+        device="cpu",
+        push_to_hub=False,
+    )
+
+
+def make_policy(config: SmolVLAConfig, size: SmolVLMSize, seed: int) -> SmolVLAPolicy:
+    depth, config.num_vlm_layers = config.num_vlm_layers, 0  # just those are built; LeRobot prints a line about fewer
+    with building_at(replace(size, depth=depth)), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = SmolVLAPolicy(config)
+        init_for_scratch(policy)
+    config.num_vlm_layers = depth
+    return policy
+
+
+def init_for_scratch(policy: SmolVLAPolicy) -> None:
+    """Weights from which training starts well, drawn from torch's global generator.
+
+    The published SmolVLA grew out of trained parts, and its constructor does not care how its parts start. Here
+    - every token enters the language model at unit scale, so that the layers refine it instead of drowning it;
+    - queries and keys are large enough for attention to tell tokens apart at once;
+    - image tokens know their place by a smooth code of it;
+    - the expert's branches begin silent, and the noise goes straight from the action's input to its output, as the flow
+      at time 1 wants it; the rest is added by learning.
+    """
+    model: Any = policy.model
+    vlm, expert = model.vlm_with_expert.get_vlm_model(), model.vlm_with_expert.lm_expert
+    tokens = vlm.text_model.embed_tokens.weight
+    unit = tokens.shape[1] ** -0.5  # LeRobot multiplies words and image tokens by sqrt(width)
+    nn.init.normal_(tokens, std=unit)
+    init_gain(vlm.connector.modality_projection.proj, gain=unit)
+    nn.init.normal_(model.state_proj.weight)
+    for layer in (*vlm.text_model.layers, *expert.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            init_gain(linear)
+        for linear in (attention.q_proj, attention.k_proj):
+            init_gain(linear, gain=ATTENTION_GAIN)
+    embeddings = vlm.vision_model.embeddings
+    patches, places = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
+    patches.data.copy_(smooth_filters(*patches.shape))
+    places.data.copy_(place_code(*places.shape))
+    for layer in expert.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+    _pass_noise(model)
+
+
+def _pass_noise(model: Any) -> None:
+    """The actions' own layers hand on noise and time side by side: silu(x) - silu(-x) is x.
+
+    Of the hidden layer's `width` units the first 2 P carry the noise's P dims, the rest sees the time alone.
+    """
+    action_in, action_out = model.action_in_proj, model.action_out_proj
+    inner, outer = model.action_time_mlp_in, model.action_time_mlp_out
+    width, dims = action_in.weight.shape
+    turn = nn.init.orthogonal_(torch.empty(width, width))
+    noise, other = turn[:, :dims], turn[:, dims:]
+    for linear in (action_in, action_out, inner, outer):
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
+    action_in.weight.data.copy_(noise)
+    inner.weight.data[:dims, :width] = noise.T
+    inner.weight.data[dims : 2 * dims, :width] = -noise.T
+    nn.init.normal_(inner.weight.data[2 * dims :, width:], std=(width / 2) ** -0.5)
+    outer.weight.data[:, :dims] = noise
+    outer.weight.data[:, dims : 2 * dims] = -noise
+    outer.weight.data[:, 2 * dims :] = other[:, : width - 2 * dims]
+    action_out.weight.data.copy_(OUT_GAIN * noise.T)
+
+
+def make_processors(config: SmolVLAConfig, tokenizer_folder: Path, its_last_place: Path):
+    """LeRobot's pipelines for SmolVLA, step by step, with this tokenizer in place of the hub's."""
+    steps = make_default_policy_processor_steps(config)
+    tokenize = TokenizerProcessorStep(
+        tokenizer_name=str(tokenizer_folder),
+        max_length=config.tokenizer_max_length,
+        padding_side="right",
+        padding=config.pad_language_to,
+    )
+    tokenize.tokenizer_name = str(its_last_place)
+    return make_policy_processor_pipelines(
+        input_steps=[
+            steps.rename_observations,
+            steps.add_batch_dim,
+            NewLineTaskProcessorStep(),
+            tokenize,
+            steps.to_device,
+            steps.normalize,
+        ],
+        output_steps=[steps.unnormalize, steps.to_cpu],
+    )
