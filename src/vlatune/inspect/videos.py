@@ -32,6 +32,7 @@ from vlatune.dataset.video.recorded import (
     open_container,
 )
 from vlatune.inspect.problems import MAX_EXAMPLES, Problem, with_examples
+from vlatune.limits import within_time
 
 THREADS = 8
 """Files that are opened at once: the time goes into waiting for the disk or the store."""
@@ -68,9 +69,10 @@ def read_videos(root: Root, files: Sequence[str], *, on_file: Callable[[], None]
 def read_video(root: Root, file: str) -> VideoFacts:
     try:
         if root.is_local:
-            return _read_header(root.local_path(file), file)
+            path = root.local_path(file)
+            return within_time("decode_s", lambda: _read_header(path, file), f"{file}: FFmpeg")
         with root.open(file) as opened:
-            return _read_header(opened, file)
+            return within_time("decode_s", lambda: _read_header(opened, file), f"{file}: FFmpeg")
     except FileNotFoundError:
         return VideoFacts(file, error="it is missing")
     except ValueError as error:  # refused before FFmpeg has seen it, or damaged by its checksum

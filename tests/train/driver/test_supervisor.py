@@ -17,13 +17,14 @@ from vlatune.train.driver.cluster import Cluster, read_nodes
 from vlatune.train.driver.supervisor import (
     RUNNING,
     STARTING,
+    Ending,
     Supervisor,
     _on_thread,
     _poll,
     _what_is_saved,
     find_culprit,
     find_hung,
-    sigterm_sets,
+    signals_set,
 )
 from vlatune.train.heartbeat import Heartbeat, HeartbeatMonitor, RankState, Request
 
@@ -88,7 +89,7 @@ def test_nodes_are_read_as_ray_counts_them(ray_local):
 
 def test_a_monitor_that_dies_keeps_no_request_from_the_workers(ray_local, tmp_path):
     """SIGTERM at the worst moment: nobody is left who knows that the workers began."""
-    folder, terminated, heard = RunFolder(tmp_path), threading.Event(), []
+    folder, terminated, heard = RunFolder(tmp_path), Ending(), []
     folder.logs.mkdir()
     config = RunConfig(grace_s=60)
     sizing = plan_on_nodes(read_nodes(), RunShape(num_workers=1, row_bytes=1000, run_rows=32))
@@ -146,13 +147,13 @@ def test_what_is_said_after_sigterm_is_what_happened():
 
 
 def test_sigterm_is_heard_inside_and_left_to_others_outside():
-    heard_outside, terminated = [], threading.Event()
+    heard_outside, terminated = [], Ending()
     before = signal.signal(signal.SIGTERM, lambda *_: heard_outside.append(1))
     try:
-        with sigterm_sets(terminated):
+        with signals_set(terminated):
             os.kill(os.getpid(), signal.SIGTERM)
             assert terminated.wait(60)
-            with sigterm_sets(terminated):  # a new attempt inside the run
+            with signals_set(terminated):  # a new attempt inside the run
                 pass
             os.kill(os.getpid(), signal.SIGTERM)
         assert heard_outside == []

@@ -31,7 +31,7 @@ from vlatune.dataset.video.recorded import (
     video_stream,
 )
 from vlatune.dataset.video.resize import CENTRED, Letterbox
-from vlatune.limits import check_limit, limit
+from vlatune.limits import check_limit, limit, within_time
 
 EXACT_S = 1e-6
 """A frame this near to the wanted time is the nearest one; no need to decode the next to know."""
@@ -74,11 +74,16 @@ def decode_into(
 ) -> None:
     """Fill row n of `out_NCHW` with the frame at `wanted_s[n]`; times must not fall.
 
-    A file that is missing, or may not be read, is for the caller to explain.
+    A file that is missing, or may not be read, is for the caller to explain. The time that it takes is looked at between
+    packets, and from outside, as FFmpeg may hang in one.
     """
-    try:
+
+    def decode() -> None:
         with _decoder(source, place) as decoder:
             decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
+
+    try:
+        within_time("decode_s", decode, f"{place}: FFmpeg")
     except (av.error.FFmpegError, CorruptFrameError) as error:
         if is_out_of_reach(error):
             raise
