@@ -2,14 +2,10 @@
 
 The defaults are far above what recordings, policies and runs have, and keep what one file can make us allocate below
 about a GB. Whoever has a larger one sets the variable that the message names, `VLATUNE_MAX_PARQUET_ROWS=...`; with a
-cluster of your own, on every node. `within_time` is for what no header tells: a library that does not come back.
+cluster of your own, on every node.
 """
 
 import os
-import queue
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 LIMITS = {
@@ -43,8 +39,6 @@ LIMITS = {
 }
 UNPACKED_SHARE = 100
 """How many times its size a large column may unpack to."""
-GRACE_S = 10.0
-"""What a call gets beyond its cap: where it looks at the clock itself, its own message comes first, and says more."""
 
 
 class TooMuchError(ValueError):
@@ -70,85 +64,6 @@ def check_limit(name: str, found: float, what: str) -> None:
             f"{what} {_shown(found)}, more than the {most:,} that are read; it is damaged or not what its name says; if it "
             f"is right, set {_variable(name)}={_shown(found).replace(',', '')}"
         )
-
-
-def within_time[T](name: str, call: Callable[[], T], what: str) -> T:
-    """What `call` returns. It may hang inside of a library, where no clock is looked at: then it is left behind and refused.
-
-    It runs on a thread that is kept for the next call of this thread (40 us a call), so that it can be left: what hangs goes
-    on to hang there until the process ends, which does not wait for it. So `call` must own what it changes.
-    """
-    most_s, thread = limit(name) + GRACE_S, _thread_of_mine()
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    thread.jobs.put((call, answers))
-    try:
-        while (answer := answers.get(timeout=most_s)) is ALIVE:
-            pass
-    except queue.Empty:
-        _mine.thread = None
-        raise TooMuchError(
-            f"{what} did not come back within {most_s:g} s; the file is damaged, or made to do so: leave it out, or re-encode it; if "
-            f"the machine is that slow, set {_variable(name)}={2 * limit(name) or 60}"
-        ) from None
-    except BaseException:  # Ctrl-C: the call is still at work there
-        _mine.thread = None
-        raise
-    result, error = answer
-    if error is not None:
-        raise error
-    return result
-
-
-ALIVE = object()
-ALIVE_S = 1.0
-
-
-def still_alive() -> None:
-    """Inside of such a call: its time begins anew."""
-    if _mine.answers is not None and time.monotonic() - _mine.told_s >= ALIVE_S:
-        _mine.told_s = time.monotonic()
-        _mine.answers.put(ALIVE)
-
-
-class _CallThread:
-    """A thread that makes the calls that it is given, one after the other; it ends when nobody has this any more."""
-
-    def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=_make_calls, args=(self.jobs,), name="within-time", daemon=True).start()
-
-    def __del__(self) -> None:
-        self.jobs.put(None)
-
-
-def _make_calls(jobs: queue.SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        call, answers = job
-        _mine.answers = answers
-        try:
-            answers.put((call(), None))
-        except BaseException as error:  # for the thread that waits
-            answers.put((None, error))
-        _mine.answers = answers = job = call = None  # what they hold is not to live until the next call
-
-
-class _Mine(threading.local):
-    """What a thread has of its own: of one that waits the thread that makes its calls, of that one the call's answers."""
-
-    thread: _CallThread | None = None
-    pid = 0
-    answers: queue.SimpleQueue[Any] | None = None
-    told_s = 0.0
-
-
-_mine = _Mine()
-
-
-def _thread_of_mine() -> _CallThread:
-    """A forked child has the object of its parent, and not the thread."""
-    if _mine.thread is None or _mine.pid != os.getpid():
-        _mine.thread, _mine.pid = _CallThread(), os.getpid()
-    return _mine.thread
 
 
 def _variable(name: str) -> str:

@@ -46,9 +46,19 @@ def not_refused(*_: object) -> None:
 
 def test_the_table_is_long_enough() -> None:
     """Inputs, each under one name, whatever commands it is shown to."""
-    ways = re.compile(r", (?:train|inspect|resume|export|report|read_lerobot)$")
+    ways = re.compile(r", (?:train|inspect|resume|export|report|eval|bench|--json|read_lerobot)$")
     assert len({ways.sub("", case.name) for case in CASES}) >= 250
-    assert {case.command.split()[0] for case in CASES} >= {"inspect", "train", "read_lerobot", "report", "export"}
+    assert {case.command.split()[0] for case in CASES} >= {
+        "inspect",
+        "train",
+        "read_lerobot",
+        "report",
+        "export",
+        "eval",
+        "bench",
+        "make-dataset",
+        "demo",
+    }
     assert len({(case.name, case.command) for case in CASES}) == len(CASES)
 
 

@@ -31,8 +31,8 @@ from vlatune.dataset.video.recorded import (
     is_rate,
     open_container,
 )
+from vlatune.dataset.video.watchdog import within_time
 from vlatune.inspect.problems import MAX_EXAMPLES, Problem, with_examples
-from vlatune.limits import within_time
 
 THREADS = 8
 """Files that are opened at once: the time goes into waiting for the disk or the store."""
@@ -70,9 +70,9 @@ def read_video(root: Root, file: str) -> VideoFacts:
     try:
         if root.is_local:
             path = root.local_path(file)
-            return within_time("decode_s", lambda: _read_header(path, file), f"{file}: FFmpeg")
+            return within_time(lambda: _read_header(path, file), file)
         with root.open(file) as opened:
-            return within_time("decode_s", lambda: _read_header(opened, file), f"{file}: FFmpeg")
+            return within_time(lambda: _read_header(opened, file), file)
     except FileNotFoundError:
         return VideoFacts(file, error="it is missing")
     except ValueError as error:  # refused before FFmpeg has seen it, or damaged by its checksum

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 
@@ -144,6 +143,22 @@ def test_what_is_said_after_sigterm_is_what_happened():
     failed = _what_is_saved(RuntimeError("no disk"))
     assert "failed while they saved (no disk)" in failed
     assert "from the checkpoint before" in failed
+
+
+def test_the_first_ctrl_c_asks_and_the_second_ends():
+    before, terminated = signal.signal(signal.SIGINT, signal.default_int_handler), Ending()
+    try:
+        with signals_set(terminated):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert terminated.wait(60)
+            os.kill(os.getpid(), signal.SIGTERM)  # it is asked already
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    error = terminated.error("; all is saved")
+    assert (str(error), error.number) == ("asked to end by Ctrl-C; all is saved", signal.SIGINT)
 
 
 def test_sigterm_is_heard_inside_and_left_to_others_outside():

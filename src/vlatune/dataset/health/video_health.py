@@ -21,7 +21,7 @@ from vlatune.dataset.video.recorded import (
     open_container,
     video_stream,
 )
-from vlatune.limits import still_alive, within_time
+from vlatune.dataset.video.watchdog import still_alive, within_time
 
 
 def look_at_video[T](
@@ -38,9 +38,9 @@ def look_at_video[T](
     try:
         if root.is_local:
             path = root.local_path(file)
-            return within_time("decode_s", lambda: open_and_look(path), f"{place}: FFmpeg")
+            return within_time(lambda: open_and_look(path), place)
         with root.open(file) as opened:
-            return within_time("decode_s", lambda: open_and_look(opened), f"{place}: FFmpeg")
+            return within_time(lambda: open_and_look(opened), place)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; {missing_remedy(root, file)}") from error
     except av.error.FFmpegError as error:

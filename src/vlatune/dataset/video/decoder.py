@@ -31,7 +31,8 @@ from vlatune.dataset.video.recorded import (
     video_stream,
 )
 from vlatune.dataset.video.resize import CENTRED, Letterbox
-from vlatune.limits import check_limit, limit, within_time
+from vlatune.dataset.video.watchdog import within_time
+from vlatune.limits import check_limit, limit
 
 EXACT_S = 1e-6
 """A frame this near to the wanted time is the nearest one; no need to decode the next to know."""
@@ -83,7 +84,7 @@ def decode_into(
             decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
 
     try:
-        within_time("decode_s", decode, f"{place}: FFmpeg")
+        within_time(decode, place)
     except (av.error.FFmpegError, CorruptFrameError) as error:
         if is_out_of_reach(error):
             raise
