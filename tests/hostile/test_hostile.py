@@ -193,6 +193,16 @@ def test_a_field_that_lerobots_config_has_not_is_not_passed_on(place: Place) -> 
     assert "hook" not in json.loads(read_policy_files(place.checkpoint, Pi05Adapter.schema)["config.json"])
 
 
+def test_an_export_carries_no_code_along(place: Place) -> None:
+    from vlatune.checkpoint.export import _copy_tokenizer
+
+    (place.base / "tokenizer/tokenizer_evil.py").write_text("import os")
+    _copy_tokenizer(place.base / "tokenizer/tokenizer.json", place.folder / "copied")
+    copied = {path.name for path in (place.folder / "copied").iterdir()}
+    assert "tokenizer.json" in copied
+    assert {Path(name).suffix for name in copied} == {".json"}
+
+
 def test_a_traceback_is_not_written_through_a_link(place: Place, capsys, monkeypatch) -> None:
     """A library's error while a report is written."""
     linked_out("run", "logs/traceback.txt")(place)

@@ -272,6 +272,15 @@ CONFIG_PATHS = [
     )
 ]
 
+PASSED_ON = [
+    Case(
+        "a tokenizer that brings code",
+        updated("base", "tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenizer_evil.Evil", None]}),
+        TRAIN,
+        "tokenizer_config.json names code of its own (auto_map)",
+    ),
+]
+
 REMOTE = [
     Case(
         "a list of 5 million values that a remote footer hides",
@@ -310,4 +319,4 @@ REMOTE = [
     ),
 ]
 
-WAYS_IN = [*STRANGERS, *EVALS, *BENCHES, *JSONS, *WRITES, *CONFIG_PATHS, *REMOTE]
+WAYS_IN = [*STRANGERS, *EVALS, *BENCHES, *JSONS, *WRITES, *CONFIG_PATHS, *PASSED_ON, *REMOTE]

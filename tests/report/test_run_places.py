@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ asked: list[str] = []
 class AskedFileSystem(MemoryFileSystem):
     protocol = "asked"
 
-    def _strip_protocol(self, path: str) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
         return path.removeprefix("asked://")
 
     def ls(self, path: str, **_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,11 +43,10 @@ class AskedFileSystem(MemoryFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def _own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     fsspec.register_implementation("asked", AskedFileSystem, clobber=True)
     asked.clear()
-    yield
 
 
 @pytest.fixture

@@ -148,6 +148,7 @@ def test_a_part_of_the_cluster_dies_and_the_run_goes_on_by_itself(some, clean, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_in_a_terminal_saves_and_ends(flags, tmp_path):
     """A terminal sends it to all processes of the command, Ray's among them."""
     run_dir = tmp_path / "run"
@@ -166,6 +167,7 @@ def test_ctrl_c_in_a_terminal_saves_and_ends(flags, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_second_ctrl_c_ends_at_once(flags, tmp_path):
     run_dir = tmp_path / "run"
     with started(run_dir, *flags, "--grace_s=300") as process:

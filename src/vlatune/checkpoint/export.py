@@ -32,6 +32,8 @@ from vlatune.report.run_places import BASE, STORAGE, only, places_of, require_tr
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template")
 """Beginnings of their names; a tokenizer may lie in one folder with a model."""
+TOKENIZER_KINDS = (".json", ".txt", ".model", ".jinja")
+"""And their ends: no code is carried along."""
 
 README = "README.md"
 README_TEXT = """\
@@ -201,7 +203,7 @@ def _place_tokenizer(aside: Path, place: Path) -> bool:
 def _copy_tokenizer(tokenizer_file: Path, target: Path) -> None:
     target.mkdir()
     for path in tokenizer_file.parent.iterdir():
-        if path.is_file() and path.name.startswith(TOKENIZER_FILES):
+        if path.is_file() and path.name.startswith(TOKENIZER_FILES) and path.suffix in TOKENIZER_KINDS:
             (target / path.name).write_bytes(read_file(path.parent, path.name, max_bytes=MAX_TOKENIZER_BYTES))
 
 

@@ -157,6 +157,12 @@ def test_the_first_ctrl_c_asks_and_the_second_ends():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what runs in the background
+    try:
+        with signals_set(Ending()):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
     error = terminated.error("; all is saved")
     assert (str(error), error.number) == ("asked to end by Ctrl-C; all is saved", signal.SIGINT)
 

@@ -136,19 +136,7 @@ class PageGuard(io.RawIOBase):
 
     def expect(self, groups: Iterable[int], columns: Sequence[str] | None) -> None:
         """What will be read; an earlier reader may still go on."""
-        schema = self._metadata.schema
-        prefixes = None if columns is None else tuple(f"{column}." for column in columns)
-        numbers = [
-            number
-            for number in range(self._metadata.num_columns)
-            if prefixes is None or f"{schema.column(number).path}.".startswith(prefixes)
-        ]
-        found = []
-        for group in groups:
-            row_group = self._metadata.row_group(group)
-            if row_group.num_rows:
-                found += [(_first_byte(row_group.column(number)), group, number) for number in numbers]
-        self._expected = sorted({*self._expected, *found})
+        self._expected = sorted({*self._expected, *columns_of(self._metadata, groups, columns)})
 
     def read(self, size: int = -1, /) -> bytes:
         begin = self._file.tell()
@@ -177,6 +165,21 @@ class PageGuard(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
+
+
+def columns_of(
+    metadata: pq.FileMetaData, groups: Iterable[int], columns: Sequence[str] | None
+) -> list[tuple[int, int, int]]:
+    """(first byte, row group, column) of all that is read of these."""
+    prefixes = None if columns is None else tuple(f"{column}." for column in columns)
+    paths = [f"{metadata.schema.column(number).path}." for number in range(metadata.num_columns)]
+    numbers = [number for number, path in enumerate(paths) if prefixes is None or path.startswith(prefixes)]
+    found = []
+    for group in groups:
+        row_group = metadata.row_group(group)
+        if row_group.num_rows:
+            found += [(_first_byte(row_group.column(number)), group, number) for number in numbers]
+    return found
 
 
 def check_pages(file: IO[bytes], columns: Iterable["ColumnPages"], end: int) -> None:

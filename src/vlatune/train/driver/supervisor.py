@@ -224,7 +224,9 @@ def signals_set(terminated: Ending) -> Iterator[None]:
             terminated.number = signal.Signals(number)
         terminated.set()
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A shell without job control starts `vlatune train &` with Ctrl-C ignored: it is meant for others then.
+    heard = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, asked) for number in heard}
     try:
         yield
     finally:
