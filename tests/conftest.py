@@ -25,6 +25,7 @@ os.environ["HF_HOME"] = CACHE
 os.environ["HF_HUB_CACHE"] = f"{CACHE}/hub"
 os.environ["HF_DATASETS_CACHE"] = f"{CACHE}/datasets"
 os.environ["HF_LEROBOT_HOME"] = f"{CACHE}/lerobot"
+os.environ["XDG_STATE_HOME"] = f"{CACHE}/state"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # training workers and readers share the cores of a small machine
 os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
 

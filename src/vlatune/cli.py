@@ -24,7 +24,7 @@ from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
 from vlatune.outgoing import progress_bar, redacted, say, warn
 
-OK, FAILED, MISUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+OK, FAILED, MISUSED, INTERRUPTED, SIGNALLED = 0, 1, 2, 130, 128
 MAX_FOREIGN_TEXT = 300
 
 
@@ -385,7 +385,7 @@ def _explain(error: BaseException, run_dir: Path | None) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, TerminatedError):
-        return str(error), TERMINATED
+        return str(error), SIGNALLED + error.number
     code = MISUSED if isinstance(error, ValueError) else FAILED
     if isinstance(error, (ValueError, RuntimeError, OSError)) and _raised_by_us(error):
         return f"error: {' '.join(str(error).split())}", code

@@ -226,7 +226,7 @@ class RunConfig:
     hang_timeout_s: float = 600.0
     """A worker that has done nothing for so long hangs: stacks are written, the workers restart; three times as long while it starts; 0 never."""
     grace_s: float = 25.0
-    """Seconds that a run takes at most to save a checkpoint after it was asked to end with SIGTERM."""
+    """Seconds that a run takes at most to save a checkpoint after it was asked to end with SIGTERM or Ctrl-C."""
     max_spilled_bytes: int = 0
     """A run whose object store has spilled more than this ends with an error."""
 
@@ -256,6 +256,8 @@ class EvalConfig:
     """Samples per forward pass; it changes the speed, not the result."""
     seed: int = 0
     """Decides the noise of the validation loss."""
+    trust_run: bool = False
+    """Open the datasets, base model and checkpoints that the run names outside of its folder, though no command of yours did."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,8 @@ class ExportConfig:
     """Only the adapters of --policy.train=lora, as LeRobot and PEFT load them beside the base."""
     weights: Literal["auto", "ema", "trained"] = "auto"
     """ema (the averaged ones), trained, or auto: averaged ones where there are some."""
+    trust_run: bool = False
+    """Open the base model and checkpoints that the run names outside of its folder, though no command of yours did."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ ValueError is the user's input, RuntimeError the world.
 """
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -12,7 +13,12 @@ class RunStoppedError(RuntimeError):
 
 
 class TerminatedError(RuntimeError):
-    """The process was asked to end (SIGTERM) and has done what it could."""
+    """The process was asked to end (SIGTERM, Ctrl-C) and has done what it could."""
+
+    def __init__(self, text: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(text)
+        self.number = number
+        """Of the signal; a shell's exit code is 128 more."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:

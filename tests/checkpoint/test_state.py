@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file
 from small_run import SmallRun, make_finished, running, small_config
 from torch import nn
@@ -22,6 +23,7 @@ from vlatune.checkpoint.state import (
     load_rng,
     load_trainable,
     set_rng,
+    stack_rng,
 )
 from vlatune.checkpoint.state_file import TrainState, parse_state, read_state, state_bytes
 from vlatune.checkpoint.store import list_checkpoints
@@ -175,6 +177,51 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
     assert load_rng(folder, 0, 1) is None  # another number of workers: no rank's state fits
     state = read_state(folder)
     assert [state.loss_sum(0, 2), state.loss_sum(1, 2), state.loss_sum(0, 1)] == [0.25, 0.75, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda _: b"no tensors", "header"),
+        (lambda stored: {name: value for name, value in stored.items() if name != "numpy"}, "'numpy' is missing"),
+        (lambda stored: stored | {"torch": stored["torch"][:, :10]}, "'torch' is"),
+        (lambda stored: stored | {"python": stored["python"].astype(np.float32)}, "'python' is"),
+        (lambda stored: stored | {"python": stored["python"] | 2**31}, "outside of its words"),
+        (lambda stored: {"python": stored["python"]}, "torch"),
+    ],
+)
+def test_damaged_random_states_are_named(tmp_path, change, told):
+    """With a manifest that fits: whoever can write the folder can write that, too."""
+    stored = stack_rng([get_rng(CPU)])
+    made = change(stored)
+    (tmp_path / RNG).write_bytes(made) if isinstance(made, bytes) else save_numpy(made, tmp_path / RNG)
+    with pytest.raises(ValueError, match=rf"'{tmp_path}/{RNG}' is damaged \(.*{told}.*restore the checkpoint"):
+        load_rng(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda moments: moments | {"0.weight|exp_avg": torch.zeros(2)},
+        lambda moments: moments | {"0.weight|exp_avg_sq": torch.zeros(8, 4, dtype=torch.int64)},
+        lambda moments: moments | {"0.weight|step": torch.zeros(8, 4)},
+        lambda moments: {name: value for name, value in moments.items() if name != "0.weight|exp_avg"},
+    ],
+)
+def test_moments_of_another_form_are_refused(tmp_path, change):
+    """The fused update takes their size for the parameter's."""
+    from safetensors.torch import save_file
+
+    from vlatune.checkpoint.state import tensors_to_save
+
+    model, optimizer = make_model()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    files = tensors_to_save(dict(model.named_parameters()), optimizer)
+    save_file(change(dict(files[OPTIMIZER])), tmp_path / OPTIMIZER)
+    other, fresh = make_model()
+    with pytest.raises(ValueError, match=r"optimizer.safetensors: '0.weight' has .*the parameter has \(8, 4\)"):
+        load_optimizer(tmp_path, dict(other.named_parameters()), fresh)
 
 
 def test_only_rank_0_has_a_clock_and_a_pen(config):

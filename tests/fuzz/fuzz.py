@@ -1,36 +1,48 @@
 """Changed files through everything that reads them: `make fuzz`, and a short fixed part of it in `make test`.
 
-A case is a number: it decides the file and the change. Each runs in a forked child, with a limit of time and of memory:
-`inspect`, the preflight of a run, one pass of reading and of the policy's transforms; or `report` and the loading of a
-checkpoint. A case fails when the child dies, hangs, takes too much, or an error comes out that vlatune did not mean; and
-when rows of a dataset with checksums come out changed. Of rows that change without checksums the number is told.
+A case is a number: it decides the file and the change. It goes through `inspect`, the preflight of a run, one pass of
+reading and of the policy's transforms, from a folder or from a remote store; or through `report` and the loading of a
+checkpoint. It fails when the process dies, hangs, takes too much memory, or an error comes out that vlatune did not mean;
+and when rows of a dataset with checksums come out changed. Of rows that change without checksums the number is told.
+
+Cases run one after the other in worker processes that are spawned, never forked: a fork of a process with threads may hang
+by itself, and then a hang would prove nothing. So a hang is the file's, it is run once, and the stacks of all threads are
+printed. A worker that died or hangs is replaced, and each has had enough after BATCH cases.
 """
 
 import argparse
-import contextlib
-import importlib
+import faulthandler
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutate import mutate, replace_file
 
 LIMIT_S, LIMIT_BYTES = 10.0, 1 << 30
+START_S = 300.0
+"""For a worker's imports and its first, honest case."""
+KILL_S = 3.0
+"""After its time a case gets so long to write down where it hangs."""
+BATCH = 400
+READY = "ready"
+spawned = multiprocessing.get_context("spawn")
 GOOD = ("refused", "fine", "changed")
 
 
@@ -52,8 +64,12 @@ class Outcome:
 
 
 def make_honest(folder: Path) -> None:
-    """What the cases are copies of, and what comes out of it; in a child, so that this process stays small."""
-    _in_child(lambda: _make_honest(folder))
+    """What the cases are copies of, and what comes out of it."""
+    maker = spawned.Process(target=_make_honest, args=(folder,))
+    maker.start()
+    maker.join()
+    if maker.exitcode != 0:
+        raise RuntimeError("the honest files could not be made; see above")
 
 
 def _make_honest(folder: Path) -> None:
@@ -75,11 +91,11 @@ def _make_honest(folder: Path) -> None:
     sizes = {"state_dim": state, "action_dim": action, "horizon": 5, "image_size": 32}
     make_small_pi05(folder / "base", cameras=meta.cameras, tasks=meta.tasks, **sizes)
     make_run(folder / "dataset", folder / "base", folder / "run")
-    digests = {name: read_rows(folder / name, folder / "base") for name in ("dataset", "older")}
+    digests = {name: read_rows(str(folder / name), folder / "base", folder) for name in ("dataset", "older")}
     (folder / "digests.json").write_text(json.dumps(digests))
 
 
-def read_rows(dataset: Path, base: Path) -> str:
+def read_rows(dataset: str, base: Path, place: Path) -> str:
     """One pass as a worker of a run makes it; a digest of all that comes out."""
     import numpy as np
 
@@ -89,9 +105,9 @@ def read_rows(dataset: Path, base: Path) -> str:
     from vlatune.run_setup import make_setup
 
     config = RunConfig(
-        dataset=DatasetConfig(root=(str(dataset),)),
+        dataset=DatasetConfig(root=(dataset,)),
         policy=PolicyConfig(path=str(base), train="heads"),
-        output_dir=str(dataset.parent / "out"),
+        output_dir=str(place / "out"),
         batch_size=4,
     )
     setup = make_setup(config, preflight=True)
@@ -146,7 +162,10 @@ def choose(folder: Path, case: int) -> tuple[str, str, random.Random]:
     kind = rng.choice(("dataset", "dataset", "dataset", "older", "base", "run"))
     if kind in ("dataset", "older") and rng.random() < 0.3:
         kind += " with checksums"
-    files = sorted(path.relative_to(folder / kind).as_posix() for path in (folder / kind).rglob("*") if path.is_file())
+    if kind == "dataset" and rng.random() < 0.2:
+        kind = REMOTE
+    source = folder / source_of(kind)
+    files = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
     files = [name for name in files if name != "meta/checksums.json" and not name.endswith((".lock", ".pen"))]
     weights = [
         2.0 if name.endswith(".mp4") else 4.0 if name.startswith("meta/") or name.endswith((".json", ".jsonl")) else 1.0
@@ -155,10 +174,17 @@ def choose(folder: Path, case: int) -> tuple[str, str, random.Random]:
     return kind, rng.choices(files, weights)[0], rng
 
 
+REMOTE = "remote dataset"
+
+
+def source_of(kind: str) -> str:
+    return "dataset" if kind == REMOTE else kind
+
+
 def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
-    """In the child: change one file of a copy, and read it."""
+    """In a worker: change one file of a copy, and read it."""
     kind, file, rng = choose(folder, case)
-    shutil.copytree(folder / kind, place / "x", copy_function=os.link)
+    shutil.copytree(folder / source_of(kind), place / "x", copy_function=os.link)
     what = f"{file}, {mutate(place / 'x' / file, rng)}"
     if kind == "run" and file.startswith("checkpoints/") and not file.endswith("manifest.json") and rng.random() < 0.7:
         seal(place / "x/checkpoints/00000002")
@@ -183,19 +209,33 @@ def seal(checkpoint: Path) -> None:
 
 def _read(folder: Path, kind: str, changed: Path) -> bool:
     """Whether other rows came out than of the honest one."""
-    from vlatune.inspect.inspection import inspect_dataset
-    from vlatune.inspect.text import command_text, inspection_text
-
     if kind == "run":
         read_run(changed, folder / "dataset", folder / "base")
         return False
     if kind == "base":
-        read_rows(folder / "dataset", changed)
+        read_rows(str(folder / "dataset"), changed, changed.parent)
         return False
-    found = inspect_dataset(str(changed), videos=True)
+    if kind == REMOTE:
+        import fsspec
+
+        memory = fsspec.filesystem("memory")
+        name = f"{changed.parent.name}-{time.monotonic_ns()}"  # never one that a cache of this process knows
+        memory.put(str(changed), f"/{name}", recursive=True)
+        try:
+            return _differs(folder, kind, f"memory://{name}", changed.parent)
+        finally:
+            memory.rm(f"/{name}", recursive=True)
+    return _differs(folder, kind, str(changed), changed.parent)
+
+
+def _differs(folder: Path, kind: str, dataset: str, place: Path) -> bool:
+    from vlatune.inspect.inspection import inspect_dataset
+    from vlatune.inspect.text import command_text, inspection_text
+
+    found = inspect_dataset(dataset, videos=True)
     assert inspection_text(found, width=120) + command_text([found], {}) + json.dumps(asdict(found))
-    honest = json.loads((folder / "digests.json").read_text())[kind.partition(" ")[0]]
-    return read_rows(changed, folder / "base") != honest
+    honest = json.loads((folder / "digests.json").read_text())[source_of(kind).partition(" ")[0]]
+    return read_rows(dataset, folder / "base", place) != honest
 
 
 def _explain(error: BaseException) -> str:
@@ -213,119 +253,165 @@ class BareError(Exception):
     """An error that nobody meant."""
 
 
-def _in_child(call: Callable[[], Any]) -> None:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            call()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    if os.waitpid(pid, 0)[1] != 0:
-        raise RuntimeError("the honest files could not be made; see above")
-
-
-def _child(folder: Path, case: int, place: Path) -> None:
-    with (place / "said").open("w") as said:
+def work(answers: Connection, folder: Path, place: Path, limit_s: float) -> None:
+    """A worker's whole life: an honest case, then those that it is asked for, each told in one answer."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with (place / "said").open("w") as said, (place / "stacks").open("w") as stacks:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-        begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            found = run_case(folder, case, place)
-        except BareError as error:
-            import traceback
+        faulthandler.enable(said)
+        shutil.copytree(folder / "run", place / "run")
+        _read(folder, "dataset", folder / "dataset")
+        with suppress(ValueError):
+            read_run(place / "run", folder / "dataset", folder / "base")
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 3 * LIMIT_BYTES,) * 2)  # not the machine's end
+        answers.send(READY)
+        while (case := answers.recv()) is not None:
+            faulthandler.dump_traceback_later(limit_s, file=stacks)
+            own = place / str(case)
+            own.mkdir()
+            found = _measured(folder, case, own)
+            faulthandler.cancel_dump_traceback_later()
+            shutil.rmtree(own)
+            answers.send(found)
 
-            found = {
-                "result": "bare",
-                "said": str(error) + "\n" + "".join(traceback.format_exception(error.__cause__)[-6:]),
-            }
-        except MemoryError:
-            found = {"result": "memory", "said": "MemoryError"}
-        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun)
-        if grown > LIMIT_BYTES:
-            found |= {"result": "memory", "said": f"{grown:,} bytes"}
-        (place / "found.json").write_text(json.dumps(found))
+
+def _measured(folder: Path, case: int, place: Path) -> dict[str, str]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    begun = _status("VmRSS")
+    try:
+        found = run_case(folder, case, place)
+    except BareError as error:
+        told = "".join(traceback.format_exception(error.__cause__)[-6:])
+        found = {"result": "bare", "said": f"{error}\n{told}"}
+    except MemoryError:
+        found = {"result": "memory", "said": "MemoryError"}
+    grown = _status("VmHWM") - begun
+    return found | {"result": "memory", "said": f"{grown:,} bytes"} if grown > LIMIT_BYTES else found
 
 
-def run_cases(
-    folder: Path, cases: Iterator[int], *, jobs: int, work: Path, limit_s: float = LIMIT_S
-) -> Iterator[Outcome]:
-    """The outcomes, as they come."""
-    running: dict[int, tuple[int, Path, float]] = {}
-    for case in cases:
-        place = work / str(case)
-        place.mkdir()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                resource.setrlimit(
-                    resource.RLIMIT_AS, (_address_space() + 3 * LIMIT_BYTES,) * 2
-                )  # not the machine's end
-                _child(folder, case, place)
-                code = 0
-            finally:
-                os._exit(code)
-        running[pid] = (case, place, time.monotonic())
-        while len(running) >= jobs:
-            yield from _reap(folder, running, limit_s)
-    while running:
-        yield from _reap(folder, running, limit_s)
+def _status(name: str) -> int:
+    """Bytes, of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
 def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _reap(folder: Path, running: dict[int, tuple[int, Path, float]], limit_s: float) -> Iterator[Outcome]:
-    time.sleep(0.005)
-    for pid, (case, place, begun_s) in list(running.items()):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        took_s = time.monotonic() - begun_s
-        if not done and took_s < limit_s:
-            continue
-        if not done:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        del running[pid]
-        yield _outcome(folder, case, place, hung=not done, status=status, took_s=took_s)
-        shutil.rmtree(place, ignore_errors=True)
+class Worker:
+    """A worker process, as the one that asks sees it."""
+
+    def __init__(self, folder: Path, place: Path, limit_s: float) -> None:
+        place.mkdir()
+        self._folder, self._place, self._limit_s = folder, place, limit_s
+        self.answers, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=work, args=(theirs, folder, place, limit_s), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.case: int | None = None
+        self.done, self._begun_s, self._is_ready = 0, time.monotonic(), False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._is_ready and self.case is None
+
+    @property
+    def late_s(self) -> float:
+        """How long it is overdue."""
+        most_s = self._limit_s + KILL_S if self._is_ready else START_S
+        return -1.0 if self.is_idle else time.monotonic() - self._begun_s - most_s
+
+    def ask(self, case: int) -> None:
+        self.case, self._begun_s = case, time.monotonic()
+        self.answers.send(case)
+
+    def answer(self) -> Outcome | None:
+        """Its answer, when there is one to be had; EOFError when it is dead."""
+        found = self.answers.recv()
+        if found == READY:
+            self._is_ready = True
+            return None
+        outcome = self._outcome(found)
+        self.case, self.done = None, self.done + 1
+        return outcome
+
+    def broken(self, result: str) -> Outcome:
+        """It died or hangs: what is known of that."""
+        if self.case is None:
+            raise RuntimeError(f"a worker did not begin ({result}):\n{self._text('said')}")
+        text = self._text("stacks") if result == "hang" else ""
+        code = "" if result == "hang" else f"exit code {self._join()}\n"
+        return self._outcome({"result": result, "said": f"{code}{text or self._text('said')[-3000:]}"})
+
+    def end(self) -> None:
+        if self.is_idle:
+            self.answers.send(None)
+        else:
+            self._process.kill()
+        self._join()
+        self.answers.close()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def _join(self) -> int | None:
+        self._process.join(30)
+        return self._process.exitcode
+
+    def _outcome(self, found: dict[str, str]) -> Outcome:
+        assert self.case is not None
+        kind, file, _ = choose(self._folder, self.case)
+        seconds = time.monotonic() - self._begun_s
+        if seconds > self._limit_s and found["result"] in GOOD:  # it came back in the moments that a hang gets
+            found = {"result": "hang", "said": f"{seconds:.1f} s\n{self._text('stacks')}"}
+        return Outcome(case=self.case, seconds=seconds, **{"kind": kind, "what": file, "said": "", **found})
+
+    def _text(self, name: str) -> str:
+        return (self._place / name).read_text(errors="replace")
 
 
-def _outcome(folder: Path, case: int, place: Path, *, hung: bool, status: int, took_s: float) -> Outcome:
-    kind, file, _ = choose(folder, case)
-    found = {"kind": kind, "what": file, "result": "crash", "said": f"status {status}"}
-    if hung:
-        found |= {"result": "hang", "said": ""}
-    elif (place / "found.json").exists():
-        found |= json.loads((place / "found.json").read_text())
-    else:
-        with contextlib.suppress(OSError):
-            found["said"] += (place / "said").read_text()[-1500:]
-    return Outcome(case=case, seconds=took_s, **found)
+def run_cases(
+    folder: Path, cases: Iterator[int], *, jobs: int, work: Path, limit_s: float = LIMIT_S
+) -> Iterator[Outcome]:
+    """The outcomes, as they come."""
+    numbers = itertools.count()
+
+    def start() -> Worker:
+        return Worker(folder, work / str(next(numbers)), limit_s)
+
+    workers = [start() for _ in range(jobs)]
+    left = iter(cases)
+    try:
+        while True:
+            for worker in [one for one in workers if one.is_idle]:
+                if worker.done >= BATCH:
+                    worker.end()
+                    workers[workers.index(worker)] = start()
+                elif (case := next(left, None)) is not None:
+                    worker.ask(case)
+            if all(one.is_idle for one in workers):
+                return
+            told = wait([one.answers for one in workers], timeout=0.5)
+            for worker in list(workers):
+                outcome, is_gone = _heard(worker, worker.answers in told)
+                if outcome:
+                    yield outcome
+                if is_gone:
+                    worker.end()
+                    workers[workers.index(worker)] = start()
+    finally:
+        for worker in workers:
+            worker.end()
 
 
-def import_all(folder: Path) -> None:
-    """All that a case imports, before the forks, so that no child does it again; a child finds out what that is."""
-    _in_child(lambda: _note_modules(folder))
-    for name in json.loads((folder / "modules.json").read_text()):
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-
-
-def _note_modules(folder: Path) -> None:
-    shutil.copytree(folder / "run", folder / "warm")
-    before = set(sys.modules)
-    _read(folder, "dataset", folder / "dataset")
-    with contextlib.suppress(ValueError):
-        read_run(folder / "warm", folder / "dataset", folder / "base")
-    (folder / "modules.json").write_text(json.dumps([name for name in sys.modules if name not in before]))
+def _heard(worker: Worker, has_told: bool) -> tuple[Outcome | None, bool]:
+    """What there is to know of a worker now, and whether it is to be replaced."""
+    if has_told:
+        try:
+            return worker.answer(), False
+        except EOFError:
+            return worker.broken("crash"), True
+    return (worker.broken("hang"), True) if worker.late_s > 0 else (None, False)
 
 
 def main() -> int:
@@ -343,7 +429,6 @@ def main() -> int:
         folder.mkdir()
         work.mkdir()
         make_honest(folder)
-        import_all(folder)
         if options.case is not None:
             print(json.dumps(run_case(folder, options.case, work), indent=2))
             return 0
@@ -356,27 +441,19 @@ def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
     cases = itertools.chain(options.also, _until(options.seed, until_s) if fixed is None else fixed)
     results: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
-    bad = 0
+    bad, slowest_s, begun_s = 0, 0.0, time.monotonic()
     for one in run_cases(folder, cases, jobs=options.jobs, work=work, limit_s=options.limit_s):
-        if one.result == "hang":
-            one = _again(folder, work, one, options.limit_s)
         results[one.result] += 1
         if one.result == "changed":
             kinds[one.what.split("/")[0] + " " + one.what.rpartition(", ")[2].partition(":")[0]] += 1
+        slowest_s = max(slowest_s, one.seconds)
         if one.is_bad:
             bad += 1
             print(f"case {one.case}, {one.kind}, {one.what}: {one.result}\n{one.said}\n", flush=True)
     print(f"rows that changed without checksums, by file and change: {dict(kinds.most_common(20))}")
-    print(json.dumps({"cases": sum(results.values()), "bad": bad, "seed": options.seed, **results}))
+    figures = {"cases": sum(results.values()), "bad": bad, "seed": options.seed, **results}
+    print(json.dumps(figures | {"slowest_s": round(slowest_s, 2), "seconds": round(time.monotonic() - begun_s)}))
     return 1 if bad else 0
-
-
-def _again(folder: Path, work: Path, hung: Outcome, limit_s: float) -> Outcome:
-    """A fork of a process whose libraries have threads may hang by itself; what hangs for its file does so each time."""
-    apart = work / "again"
-    apart.mkdir(exist_ok=True)
-    (found,) = run_cases(folder, iter([hung.case]), jobs=1, work=apart, limit_s=limit_s)
-    return found
 
 
 def _until(first: int, until_s: float) -> Iterator[int]:

@@ -15,7 +15,7 @@ ONCE_BAD: tuple[int, ...] = ()
 
 @pytest.mark.timeout(280)
 def test_no_change_of_a_file_comes_through_as_a_crash() -> None:
-    """In a process of its own: its children are forked, which a process that has computed with torch does not bear."""
+    """In a process of its own, as `make fuzz` runs it."""
     words = [sys.executable, str(Path(__file__).parent / "fuzz.py"), f"--cases={CASES}", "--limit_s=60"]
     words += ["--also", *map(str, ONCE_BAD)]
     env = os.environ | {"PYTHONPATH": ":".join(sys.path)}

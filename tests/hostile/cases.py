@@ -44,6 +44,7 @@ from place import (
     with_step,
 )
 from rows import ROWS
+from ways_in import WAYS_IN
 
 INFO, TASKS, STATS = "meta/info.json", "meta/tasks.parquet", "meta/stats.json"
 DATA, VIDEO = "data/chunk-000/file-000.parquet", "videos/observation.images.top/chunk-000/file-000.mp4"
@@ -391,4 +392,4 @@ RECORDS = [
     Case("a state without sums", resealed(updated("run", STATE, loss_sums=[])), RESUME, "loss_sums is []"),
 ]
 
-CASES = [*DATASETS, *OLDER, *BASES, *RUNS, *EXPORTS, *FLAGS, *NUMBERS, *BOMBS, *CHECKSUMS, *RECORDS, *ROWS]
+CASES = [*DATASETS, *OLDER, *BASES, *RUNS, *EXPORTS, *FLAGS, *NUMBERS, *BOMBS, *CHECKSUMS, *RECORDS, *ROWS, *WAYS_IN]

@@ -980,7 +980,7 @@ RUN_MORE = [
             ),
             EXPORT,
             2,
-            "its weights are not those that the run was trained on",
+            "names places outside of its folder, and no command of yours has named them on this machine: --policy.path=/etc;",
         ),
         (
             "other settings",

@@ -46,9 +46,19 @@ def not_refused(*_: object) -> None:
 
 def test_the_table_is_long_enough() -> None:
     """Inputs, each under one name, whatever commands it is shown to."""
-    ways = re.compile(r", (?:train|inspect|resume|export|report|read_lerobot)$")
+    ways = re.compile(r", (?:train|inspect|resume|export|report|eval|bench|--json|read_lerobot)$")
     assert len({ways.sub("", case.name) for case in CASES}) >= 250
-    assert {case.command.split()[0] for case in CASES} >= {"inspect", "train", "read_lerobot", "report", "export"}
+    assert {case.command.split()[0] for case in CASES} >= {
+        "inspect",
+        "train",
+        "read_lerobot",
+        "report",
+        "export",
+        "eval",
+        "bench",
+        "make-dataset",
+        "demo",
+    }
     assert len({(case.name, case.command) for case in CASES}) == len(CASES)
 
 
@@ -181,6 +191,16 @@ def test_a_field_that_lerobots_config_has_not_is_not_passed_on(place: Place) -> 
     assert "hook" not in json.loads(made["config.json"])
     updated("run", "checkpoints/00000002/policy/config.json", hook="os.system")(place)
     assert "hook" not in json.loads(read_policy_files(place.checkpoint, Pi05Adapter.schema)["config.json"])
+
+
+def test_an_export_carries_no_code_along(place: Place) -> None:
+    from vlatune.checkpoint.export import _copy_tokenizer
+
+    (place.base / "tokenizer/tokenizer_evil.py").write_text("import os")
+    _copy_tokenizer(place.base / "tokenizer/tokenizer.json", place.folder / "copied")
+    copied = {path.name for path in (place.folder / "copied").iterdir()}
+    assert "tokenizer.json" in copied
+    assert {Path(name).suffix for name in copied} == {".json"}
 
 
 def test_a_traceback_is_not_written_through_a_link(place: Place, capsys, monkeypatch) -> None:

@@ -148,6 +148,41 @@ def test_a_part_of_the_cluster_dies_and_the_run_goes_on_by_itself(some, clean, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_ctrl_c_in_a_terminal_saves_and_ends(flags, tmp_path):
+    """A terminal sends it to all processes of the command, Ray's among them."""
+    run_dir = tmp_path / "run"
+    with started(run_dir, *flags) as process:
+        until(lambda: step_of(run_dir) > SAVE_FREQ, process, run_dir)
+        os.killpg(process.pid, signal.SIGINT)
+        assert end_of(process, run_dir) == 130, output(run_dir)
+    assert int(list_checkpoints(run_dir)[-1].name) == step_of(run_dir) > SAVE_FREQ
+    assert "asked to end by Ctrl-C: saving a checkpoint, for at most 25 s; Ctrl-C again ends at once" in output(run_dir)
+    assert "asked to end by Ctrl-C; all is saved, and the same command goes on from there" in output(run_dir)
+    assert "Traceback" not in output(run_dir)
+    assert left_behind() == []
+    finish_soon(run_dir, flags)
+    assert_undisturbed(run_dir, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_a_second_ctrl_c_ends_at_once(flags, tmp_path):
+    run_dir = tmp_path / "run"
+    with started(run_dir, *flags, "--grace_s=300") as process:
+        until(lambda: step_of(run_dir) > SAVE_FREQ, process, run_dir)
+        for pid in named(process.pid, "ray::RayTrainWorker") + named(process.pid, "ray::execute"):
+            os.kill(pid, signal.SIGSTOP)  # so that it cannot save
+        os.killpg(process.pid, signal.SIGINT)
+        until(lambda: "asked to end by Ctrl-C: saving" in output(run_dir), process, run_dir)
+        os.killpg(process.pid, signal.SIGINT)
+        assert end_of(process, run_dir) == 130, output(run_dir)
+    assert output(run_dir).splitlines()[-1] == "vlatune: interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_asked_to_end_between_two_attempts(flags, tmp_path):
     run_dir = tmp_path / "run"
     with started(run_dir, *flags) as process:

@@ -28,9 +28,12 @@ from vlatune.policies.base_folder import base_weights, resolve_folder
 from vlatune.policies.processors import is_hub_name
 from vlatune.policies.registry import get_adapter, get_policy
 from vlatune.report.run_folder import read_config
+from vlatune.report.run_places import BASE, STORAGE, only, places_of, require_trusted
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template")
 """Beginnings of their names; a tokenizer may lie in one folder with a model."""
+TOKENIZER_KINDS = (".json", ".txt", ".model", ".jinja")
+"""And their ends: no code is carried along."""
 
 README = "README.md"
 README_TEXT = """\
@@ -69,10 +72,11 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
     """Write the folder; what is in the way, missing or damaged is refused before anything is written."""
     config = read_config(run_dir)
     _check_target(folder)
+    require_trusted(run_dir, only(places_of(config), [STORAGE]), trust_run=options.trust_run)
     store = open_store(run_dir, config.storage_path)
     step = choose(store, options.checkpoint, warn=warn)
     with store.opened(step) as checkpoint:
-        plan = make_plan(checkpoint, options)
+        plan = make_plan(run_dir, checkpoint, options)
         with whole_folder(folder) as aside:
             weights = write_weights(plan, aside)
             has_tokenizer = write_rest(plan, aside, folder.resolve())
@@ -95,9 +99,11 @@ class Plan:
     options: ExportConfig
 
 
-def make_plan(checkpoint: Path, options: ExportConfig) -> Plan:
+def make_plan(run_dir: Path, checkpoint: Path, options: ExportConfig) -> Plan:
     state = read_state(checkpoint)
     config = config_from_dict(RunConfig, state.config, f"checkpoint {checkpoint}")
+    if options.base is None:
+        require_trusted(run_dir, only(places_of(config), [BASE]), trust_run=options.trust_run)
     if options.adapter and config.policy.train != "lora":
         raise ValueError(
             f"--adapter=true: the run was trained with --policy.train={config.policy.train} and has no adapters; leave the flag out"
@@ -197,7 +203,7 @@ def _place_tokenizer(aside: Path, place: Path) -> bool:
 def _copy_tokenizer(tokenizer_file: Path, target: Path) -> None:
     target.mkdir()
     for path in tokenizer_file.parent.iterdir():
-        if path.is_file() and path.name.startswith(TOKENIZER_FILES):
+        if path.is_file() and path.name.startswith(TOKENIZER_FILES) and path.suffix in TOKENIZER_KINDS:
             (target / path.name).write_bytes(read_file(path.parent, path.name, max_bytes=MAX_TOKENIZER_BYTES))
 
 

@@ -84,8 +84,23 @@ def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Opti
                 key.rpartition("|")[2]: stored.get_tensor(key).to(trainable[name].device, copy=True)
                 for key in keys_of.get(name, [])
             }
+            _check_moments(folder / OPTIMIZER, name, per_parameter[position], trainable[name])
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
+
+
+def _check_moments(file: Path, name: str, moments: Tensors, parameter: Tensor) -> None:
+    """AdamW's, or none of a parameter that had no gradient. The fused update believes that they have the parameter's size,
+    and would read and write behind smaller ones.
+    """
+    shapes = {"step": torch.Size(()), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    found = {key: value.shape for key, value in moments.items()}
+    if moments and (found != shapes or not all(value.is_floating_point() for value in moments.values())):
+        told = {key: f"{value.dtype} {tuple(value.shape)}" for key, value in sorted(moments.items())}
+        raise ValueError(
+            f"checkpoint {file.parent}: {file.name}: '{name}' has {told}, the parameter has {tuple(parameter.shape)}; restore the "
+            f"checkpoint, or remove it"
+        )
 
 
 @contextmanager
@@ -207,7 +222,25 @@ def stack_rng(by_rank: Sequence[Arrays]) -> Arrays:
 
 def load_rng(folder: Path, rank: int, num_workers: int) -> Arrays | None:
     """A rank's states; None when the checkpoint was made by another number of workers."""
-    stored = load_file(real_path(folder, RNG))
-    if len(stored["torch"]) != num_workers:
-        return None
-    return {name: value[rank] for name, value in stored.items()}
+    try:
+        stored = load_file(real_path(folder, RNG))
+        found = {name: value[rank] for name, value in stored.items()} if len(stored["torch"]) == num_workers else None
+        if found is not None:
+            _check_rng(found)
+    except (SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"'{folder / RNG}' is damaged ({str(error)[:200]}); restore the checkpoint, or remove it"
+        ) from error
+    return found
+
+
+def _check_rng(states: Mapping[str, np.ndarray]) -> None:
+    """As `get_rng` writes them: what the generators refuse would come as their error, far from the file's name."""
+    forms = {name: (value.shape, value.dtype.str) for name, value in get_rng(torch.device("cpu")).items()}
+    found = {name: (value.shape, value.dtype.str) for name, value in states.items() if name != "cuda"}
+    if found != forms:
+        odd = next(name for name in {**forms, **found} if forms.get(name) != found.get(name))
+        raise ValueError(f"'{odd}' is {found.get(odd, 'missing')}, expected {forms.get(odd, 'nothing of that name')}")
+    position = states["numpy_gauss"][0]
+    if not 0 <= states["python"][-1] <= 624 or not 0 <= position <= 624:
+        raise ValueError("a generator's place is outside of its words")

@@ -28,6 +28,7 @@ from vlatune.report.formatting import format_number, plural
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
 from vlatune.report.run_folder import read_config, write_evaluation
 from vlatune.report.verdict import eval_meaning
+from vlatune.report.run_places import places_of, require_trusted
 from vlatune.run_setup import Setup, make_setup
 
 SHOWN_SAMPLES = 6
@@ -57,6 +58,7 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
     validate_eval(options)
     device = choose_device(options.device)
     config = replace(read_config(run_dir), output_dir=str(run_dir))  # the folder may have been moved
+    require_trusted(run_dir, places_of(config), trust_run=options.trust_run)
     store = open_store(run_dir, config.storage_path)
     steps = _wanted_steps(store, options.checkpoint)
     setup = make_setup(config)

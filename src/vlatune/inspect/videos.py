@@ -31,6 +31,7 @@ from vlatune.dataset.video.recorded import (
     is_rate,
     open_container,
 )
+from vlatune.dataset.video.watchdog import within_time
 from vlatune.inspect.problems import MAX_EXAMPLES, Problem, with_examples
 
 THREADS = 8
@@ -68,9 +69,10 @@ def read_videos(root: Root, files: Sequence[str], *, on_file: Callable[[], None]
 def read_video(root: Root, file: str) -> VideoFacts:
     try:
         if root.is_local:
-            return _read_header(root.local_path(file), file)
+            path = root.local_path(file)
+            return within_time(lambda: _read_header(path, file), file)
         with root.open(file) as opened:
-            return _read_header(opened, file)
+            return within_time(lambda: _read_header(opened, file), file)
     except FileNotFoundError:
         return VideoFacts(file, error="it is missing")
     except ValueError as error:  # refused before FFmpeg has seen it, or damaged by its checksum

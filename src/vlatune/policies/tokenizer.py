@@ -233,6 +233,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
             f"tokenizer '{folder}': {CONFIG} says tokenizer_class '{name}', of which it is not known what it makes of tokenizer.json; "
             f"expected one of {', '.join(filter(None, KNOWN))}; where tokenizer.json is all of it, set PreTrainedTokenizerFast there"
         )
+    if "auto_map" in settings:
+        raise ValueError(
+            f"tokenizer '{folder}': {CONFIG} names code of its own (auto_map), which is neither run nor passed on; where tokenizer.json "
+            f"is all of it, remove auto_map there"
+        )
     if "added_tokens_decoder" not in settings:
         settings |= _read_object(folder, SPECIAL_TOKENS)
     return {GEMMA: GEMMA_TOKENS, GPT2: GPT2_TOKENS}.get(_family(settings), {}) | settings

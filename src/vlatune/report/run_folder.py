@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from vlatune.checkpoint.local_store import LocalStore
-from vlatune.checkpoint.store import CHECKPOINTS, open_store, place_of
+from vlatune.checkpoint.store import CHECKPOINTS, absolute_storage, open_store, place_of
 from vlatune.config import RunConfig, to_json
 from vlatune.files import open_file, read_json, write_aside, write_json
 from vlatune.flags import config_from_dict
 from vlatune.limits import check_limit
+from vlatune.report.run_places import PLACES_FILE, is_trusted
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import SUMMARY_FILE, Summary, checked_value, read_summary
 
@@ -161,6 +162,7 @@ RUN_ENTRIES = (
     VALIDATIONS_FILE,
     SUMMARY_FILE,
     SKIPPED_FILE,
+    PLACES_FILE,
     EVALUATION_FILE,
     EVAL_SAMPLES_FILE,
     REPORT_FILE,
@@ -309,13 +311,18 @@ def _check_kinds(values: dict[str, Any], kinds: dict[str, Any], where: object) -
 
 
 def _checkpoints(run_dir: Path, storage_path: Any, summary: Summary | None) -> Checkpoints:
-    """A folder that is there is looked into; an object store is asked only where the summary does not tell."""
+    """A folder that is there is looked into; an object store is asked only where the summary does not tell. Neither is
+    touched where only the run's own files name it (run_places.py).
+    """
     if not isinstance(storage_path, str):
         return Checkpoints(tuple(LocalStore(run_dir / CHECKPOINTS).steps()))
+    trusted = is_trusted(run_dir, storage_path)
     if summary and summary.checkpoint_place:
-        place = Path(summary.checkpoint_place)
-        steps = tuple(LocalStore(place).steps()) if place.is_dir() else summary.checkpoints
-        return Checkpoints(steps, summary.checkpoint_place)
+        place, below = Path(summary.checkpoint_place), absolute_storage(storage_path)
+        can_look = trusted and below is not None and place.resolve().is_relative_to(below) and place.is_dir()
+        return Checkpoints(tuple(LocalStore(place).steps()) if can_look else summary.checkpoints, str(place))
+    if not trusted:
+        return Checkpoints(None, storage_path)
     try:
         store = open_store(run_dir, storage_path)
         return Checkpoints(tuple(store.steps()), place_of(store))

@@ -2,8 +2,10 @@
 
 import ast
 import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from hostile_parquet import extension_field, pickled_field
 
-from vlatune.dataset.storage.parquet import NOTE, open_parquet, opened
+from vlatune.dataset.storage import parquet as door
+from vlatune.dataset.storage.parquet import NOTE, TAIL_BYTES, open_parquet, opened
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.storage.tables import read_columns
 
@@ -132,6 +135,52 @@ def test_a_long_footer_is_read_whole(tmp_path):
     pq.write_table(wide, tmp_path / "rows.parquet")
     with (tmp_path / "rows.parquet").open("rb") as file:
         assert open_parquet(file).read().to_pylist() == wide.to_pylist()
+
+
+class Recorded(io.BytesIO):
+    """A file that notes which bytes were asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.seen: set[int] = set()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        begin = self.tell()
+        data = super().read(size)
+        self.seen.update(range(begin // 4096, -(-(begin + len(data)) // 4096)))
+        return data
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("is_small", [True, False])
+def test_pages_are_checked_among_the_bytes_that_are_read_anyway(version, is_small) -> None:
+    rows = 500 if is_small else 60_000
+    table = pa.table({"a": np.arange(rows), "b": [f"{one * 7919}" for one in range(rows)], "c": [[1.5] * 3] * rows})
+    file = io.BytesIO()
+    pq.write_table(
+        table, file, row_group_size=rows // 3, data_page_size=4096, data_page_version=version, use_dictionary=["a"]
+    )
+    for columns in (["a"], ["a", "b", "c"], None):
+        ours, plain = Recorded(file.getvalue()), Recorded(file.getvalue())
+        found = open_parquet(ours).read(columns)
+        pq.ParquetFile(plain, buffer_size=1 << 20, pre_buffer=False).read(columns)
+        assert found.equals(table.select(columns or table.column_names))
+        tail = set(range(max(0, len(file.getvalue()) - TAIL_BYTES) // 4096, len(file.getvalue()) // 4096 + 1))
+        assert ours.seen <= plain.seen | tail, "bytes that Arrow does not need"
+
+
+def test_a_reader_that_goes_on_after_another_began_is_checked_too() -> None:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"a": np.arange(3000), "b": np.arange(3000)}), file, row_group_size=1000)
+    parquet = open_parquet(file)
+    with mock.patch.object(door, "check_pages", wraps=door.check_pages) as checked:
+        first, second = (parquet.iter_batches(100, row_groups=[0, 1], columns=[name]) for name in ("a", "b"))
+        next(first)
+        next(second)
+        assert sum(map(len, first)) + sum(map(len, second)) == 3800
+    met = {pages for call in checked.call_args_list for pages in call.args[1]}
+    assert sorted(pages._chunk.path_in_schema for pages in met) == ["a", "a", "b", "b"]
+    assert all(pages.is_done for pages in met)
 
 
 def calls_in(path: Path) -> Iterator[tuple[int, str]]:

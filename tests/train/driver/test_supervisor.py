@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 
@@ -17,13 +16,14 @@ from vlatune.train.driver.cluster import Cluster, read_nodes
 from vlatune.train.driver.supervisor import (
     RUNNING,
     STARTING,
+    Ending,
     Supervisor,
     _on_thread,
     _poll,
     _what_is_saved,
     find_culprit,
     find_hung,
-    sigterm_sets,
+    signals_set,
 )
 from vlatune.train.heartbeat import Heartbeat, HeartbeatMonitor, RankState, Request
 
@@ -88,7 +88,7 @@ def test_nodes_are_read_as_ray_counts_them(ray_local):
 
 def test_a_monitor_that_dies_keeps_no_request_from_the_workers(ray_local, tmp_path):
     """SIGTERM at the worst moment: nobody is left who knows that the workers began."""
-    folder, terminated, heard = RunFolder(tmp_path), threading.Event(), []
+    folder, terminated, heard = RunFolder(tmp_path), Ending(), []
     folder.logs.mkdir()
     config = RunConfig(grace_s=60)
     sizing = plan_on_nodes(read_nodes(), RunShape(num_workers=1, row_bytes=1000, run_rows=32))
@@ -145,14 +145,36 @@ def test_what_is_said_after_sigterm_is_what_happened():
     assert "from the checkpoint before" in failed
 
 
+def test_the_first_ctrl_c_asks_and_the_second_ends():
+    before, terminated = signal.signal(signal.SIGINT, signal.default_int_handler), Ending()
+    try:
+        with signals_set(terminated):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert terminated.wait(60)
+            os.kill(os.getpid(), signal.SIGTERM)  # it is asked already
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what runs in the background
+    try:
+        with signals_set(Ending()):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    error = terminated.error("; all is saved")
+    assert (str(error), error.number) == ("asked to end by Ctrl-C; all is saved", signal.SIGINT)
+
+
 def test_sigterm_is_heard_inside_and_left_to_others_outside():
-    heard_outside, terminated = [], threading.Event()
+    heard_outside, terminated = [], Ending()
     before = signal.signal(signal.SIGTERM, lambda *_: heard_outside.append(1))
     try:
-        with sigterm_sets(terminated):
+        with signals_set(terminated):
             os.kill(os.getpid(), signal.SIGTERM)
             assert terminated.wait(60)
-            with sigterm_sets(terminated):  # a new attempt inside the run
+            with signals_set(terminated):  # a new attempt inside the run
                 pass
             os.kill(os.getpid(), signal.SIGTERM)
         assert heard_outside == []

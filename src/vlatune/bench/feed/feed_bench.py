@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from vlatune.bench.feed.feed_consumers import Job, job_json, read_spec
-from vlatune.bench.harness import Results, alternate, format_table, last_line, say
+from vlatune.bench.harness import Results, alternate, checked_root, format_table, last_line, say
 from vlatune.bench.options import FeedBench, ReaderBench
 from vlatune.bench.peer_readers import make_videos
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
@@ -36,7 +36,7 @@ NAMES = {"reader": "vlatune.read_lerobot", "ours": "vlatune's feed", "template":
 def run(options: FeedBench) -> None:
     """Print a table and, as the last line, one JSON object."""
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
-        root = options.root or _make(Path(scratch) / "dataset", options)
+        root = checked_root(options.root) if options.root else _make(Path(scratch) / "dataset", options)
         cpus, meta = usable_cpus(), load_meta(root)
         say("what the length of a run costs")
         costs = cost_by_length(meta, read_spec(meta))

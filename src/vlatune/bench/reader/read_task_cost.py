@@ -34,6 +34,7 @@ CHECKS: tuple[tuple[Callable[..., Any] | type, str], ...] = (
     (close_decoders, "check_size"),  # every picture's
     (open_parquet, "check_columns"),
     (open_parquet, "check_plain"),
+    (open_parquet, "columns_of"),  # which pages will be met
     (open_parquet, "check_pages"),
     (Root, "real_path"),  # no link out, a regular file
     (Root, "open_file"),  # the same; all of opening is counted, as nothing else is in it

@@ -20,7 +20,7 @@ import ray
 import vlatune
 from vlatune.batch import STATE
 from vlatune.bench import peer_readers as peers
-from vlatune.bench.harness import Results, alternate, format_table, last_line, say
+from vlatune.bench.harness import Results, alternate, checked_root, format_table, last_line, say
 from vlatune.bench.options import ReaderBench
 from vlatune.bench.peer_readers import decode_rows_per_s, make_videos, start_ray
 from vlatune.bench.reader.read_task_cost import measure_reading
@@ -51,7 +51,7 @@ class Measured:
 def run(options: ReaderBench) -> None:
     """Print a table per dataset and, as the last line, one JSON object."""
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
-        roots = {"given": options.root} if options.root else _make_all(Path(scratch), options)
+        roots = {"given": checked_root(options.root)} if options.root else _make_all(Path(scratch), options)
         metas = {name: load_meta(root) for name, root in roots.items()}
         alone = {name: measure_reading(meta.root.path) for name, meta in metas.items()}
         start_ray(usable_cpus(), options.object_store_bytes, as_ours=False)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.bench.harness import say
+from vlatune.bench.harness import checked_root, say
 from vlatune.bench.options import StepBench, TrainBench
 from vlatune.bench.processes import Program
 from vlatune.config import RunConfig, to_json
@@ -83,7 +83,10 @@ class TrainJob:
 def make_job(options: TrainBench, folder: Path) -> TrainJob:
     """Make what is not there yet below `folder`."""
     case = find_case(options)
-    root = options.root or str(_make_videos(folder / "videos") if case.width else ensure_dataset(folder / "dataset", 0))
+    if options.root:
+        root = checked_root(options.root)
+    else:
+        root = str(_make_videos(folder / "videos") if case.width else ensure_dataset(folder / "dataset", 0))
     base = folder / f"base-{case.width}x{case.depth}" if case.width else ensure_base(folder / "base", Path(root), 0)
     if not base.exists():
         _make_base(base, root, case)

@@ -4,9 +4,8 @@ The header is held against info.json and the packets are walked from end to end,
 fewer frames than rows, or other times is noticed at the speed of the disk. What only decoding can find stays hidden.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import IO, Any
 
 import av
 import av.error
@@ -22,18 +21,26 @@ from vlatune.dataset.video.recorded import (
     open_container,
     video_stream,
 )
+from vlatune.dataset.video.watchdog import still_alive, within_time
 
 
-@contextmanager
-def opened_video(root: Root, file: str, recorded: Recorded | None, place: object) -> Iterator[tuple[Any, Any]]:
-    """The open file and its video stream, held against info.json; a file that cannot be used is a ValueError."""
+def look_at_video[T](
+    root: Root, file: str, recorded: Recorded | None, place: object, look: Callable[[Any, Any], T]
+) -> T:
+    """What `look` finds in the open file and its video stream, which is as info.json says; a file that cannot be used is a
+    ValueError. FFmpeg may hang in it: only what has verified the file's checksum runs on this thread.
+    """
+
+    def open_and_look(source: str | IO[bytes]) -> T:
+        with open_container(source, place) as container:
+            return look(container, video_stream(container, place, recorded))
+
     try:
         if root.is_local:
-            with open_container(root.local_path(file), place) as container:
-                yield container, video_stream(container, place, recorded)
-            return
-        with root.open(file) as opened, open_container(opened, place) as container:
-            yield container, video_stream(container, place, recorded)
+            path = root.local_path(file)
+            return within_time(lambda: open_and_look(path), place)
+        with root.open(file) as opened:
+            return within_time(lambda: open_and_look(opened), place)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: the file is missing; {missing_remedy(root, file)}") from error
     except av.error.FFmpegError as error:
@@ -46,16 +53,17 @@ def opened_video(root: Root, file: str, recorded: Recorded | None, place: object
 
 def check_ends(root: Root, file: str, recorded: Recorded | None, place: object) -> None:
     """Refuse a file whose header is not as info.json says, or whose end is missing."""
-    with opened_video(root, file, recorded, place) as (container, stream):
-        if is_cut_off(container, stream):
-            raise ValueError(f"{place}: it is cut off: its last frames are not there; fetch it anew")
+    if look_at_video(root, file, recorded, place, is_cut_off):
+        raise ValueError(f"{place}: it is cut off: its last frames are not there; fetch it anew")
 
 
 def frame_times(root: Root, file: str, recorded: Recorded | None, place: object) -> np.ndarray:
     """The times of all frames whose packets are whole, rising, in seconds."""
-    with opened_video(root, file, recorded, place) as (container, stream):
-        ticks = _whole_packets(container, stream)
-        return np.sort(np.array(ticks, dtype=np.float64)) * float(stream.time_base)
+    return look_at_video(root, file, recorded, place, _times_of_packets)
+
+
+def _times_of_packets(container: Any, stream: Any) -> np.ndarray:
+    return np.sort(np.array(_whole_packets(container, stream), dtype=np.float64)) * float(stream.time_base)
 
 
 def is_cut_off(container: Any, stream: Any) -> bool:
@@ -76,6 +84,7 @@ def _whole_packets(container: Any, stream: Any) -> list[int]:
     is_broken = False
     try:
         for packet in container.demux(stream):
+            still_alive()  # a long file of a slow store is read from end to end
             if packet.size == 0 or packet.is_discard:  # the flush at the end, or a frame that is not shown
                 continue
             is_broken = packet.is_corrupt or (is_broken and not packet.is_keyframe)

@@ -5,16 +5,17 @@ a type from the footer's note `ARROW:schema`, and again when values are converte
 them. So the footer is read here as bytes and the note's key is renamed before Arrow sees it: files are read by the types
 that parquet itself stores. The note is looked at apart, with its extension names made inert the same way.
 
-A footer may tell less than its pages hold. Of a local file the pages' own headers are added up before they are unpacked;
-of a remote one each would be a request more.
+A footer may tell less than its pages hold. So Arrow reads through `PageGuard`, which adds up the pages' own headers on
+their way, local file or remote: bytes that Arrow asks for anyway, and no request more.
 """
 
 import base64
 import binascii
+import io
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from io import BufferedReader
 from typing import IO, Any
 
 import pyarrow as pa
@@ -91,76 +92,149 @@ def open_parquet(file: IO[bytes]) -> pq.ParquetFile:
     metadata = pq.ParquetFile(pa.BufferReader(alone), arrow_extensions_enabled=False).metadata
     _check_rows(metadata)
     check_plain(_noted_schema(metadata))
+    guard = PageGuard(file, metadata)
     parquet = PageCheckedFile(
-        file, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
+        guard, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
     )
-    parquet.pages = file if isinstance(file, BufferedReader) else None
+    parquet.guard = guard
     check_plain(parquet.schema_arrow)
     return parquet
 
 
 class PageCheckedFile(pq.ParquetFile):
-    """Looks at the headers of pages before it reads them."""
+    """Tells its guard which columns are about to be read. On one thread: of a read that failed on several, those that
+    are left call into a Python that may have ended, and abort it.
+    """
 
-    pages: IO[bytes] | None = None
-    """The file itself, where it is a local one."""
+    guard: "PageGuard"
 
     def read(self, columns: list[str] | None = None, **options: Any) -> pa.Table:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._check(range(self.num_row_groups), columns)
-        return super().read(columns, **options)
+        self.guard.expect(range(self.num_row_groups), columns)
+        return super().read(columns, **{"use_threads": False} | options)
 
     def read_row_group(self, i: int, columns: list[str] | None = None, **options: Any) -> pa.Table:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._check([i], columns)
-        return super().read_row_group(i, columns, **options)
+        self.guard.expect([i], columns)
+        return super().read_row_group(i, columns, **{"use_threads": False} | options)
 
     def iter_batches(self, batch_size: int = 65536, row_groups: Any = None, columns: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._check(range(self.num_row_groups) if row_groups is None else row_groups, columns)
-        return super().iter_batches(batch_size, row_groups, columns, **options)
-
-    def _check(self, groups: Iterable[int], columns: Sequence[str] | None) -> None:
-        if self.pages is not None:
-            check_pages(self.pages, self.metadata, groups, columns)
+        self.guard.expect(range(self.num_row_groups) if row_groups is None else row_groups, columns)
+        return super().iter_batches(batch_size, row_groups, columns, **{"use_threads": False} | options)
 
 
-def check_pages(
-    file: IO[bytes], metadata: pq.FileMetaData, groups: Iterable[int], columns: Sequence[str] | None
-) -> None:
-    """Refuse a column whose pages hold more than the footer tells of it: that is what the caps were held against."""
+class PageGuard(io.RawIOBase):
+    """The file, as Arrow reads it. Before bytes are handed over, the headers of all pages that begin in them are checked.
+
+    Arrow reads a column of a row group from its first page on, so each is met at its begin.
+    """
+
+    def __init__(self, file: IO[bytes], metadata: pq.FileMetaData) -> None:
+        super().__init__()
+        self._file, self._metadata = file, metadata
+        self._expected: list[tuple[int, int, int]] = []
+        """(first byte, row group, column), rising."""
+        self._begun: dict[tuple[int, int], ColumnPages] = {}
+
+    def expect(self, groups: Iterable[int], columns: Sequence[str] | None) -> None:
+        """What will be read; an earlier reader may still go on."""
+        self._expected = sorted({*self._expected, *columns_of(self._metadata, groups, columns)})
+
+    def read(self, size: int = -1, /) -> bytes:
+        begin = self._file.tell()
+        data = self._file.read(size)
+        check_pages(self._file, self._met(begin, begin + len(data)), begin + len(data))
+        self._file.seek(begin + len(data))
+        return data
+
+    def _met(self, begin: int, end: int) -> list["ColumnPages"]:
+        """The columns that begin in these bytes, and those that have begun before and go on in them."""
+        first, last = (bisect_left(self._expected, (at, -1, -1)) for at in (begin, end))
+        self._begun = {key: pages for key, pages in self._begun.items() if not pages.is_done}
+        for _, group, number in self._expected[first:last]:
+            self._begun[group, number] = ColumnPages(self._metadata.row_group(group).column(number))
+        del self._expected[first:last]
+        return [pages for pages in self._begun.values() if begin < pages.end]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def columns_of(
+    metadata: pq.FileMetaData, groups: Iterable[int], columns: Sequence[str] | None
+) -> list[tuple[int, int, int]]:
+    """(first byte, row group, column) of all that is read of these."""
     prefixes = None if columns is None else tuple(f"{column}." for column in columns)
-    for number in groups:
-        group = metadata.row_group(number)
-        for chunk in map(group.column, range(group.num_columns)) if group.num_rows else ():
-            if prefixes is None or f"{chunk.path_in_schema}.".startswith(prefixes):
-                _check_pages_of(file, chunk)
+    paths = [f"{metadata.schema.column(number).path}." for number in range(metadata.num_columns)]
+    numbers = [number for number, path in enumerate(paths) if prefixes is None or path.startswith(prefixes)]
+    found = []
+    for group in groups:
+        row_group = metadata.row_group(group)
+        if row_group.num_rows:
+            found += [(_first_byte(row_group.column(number)), group, number) for number in numbers]
+    return found
 
 
-def _check_pages_of(file: IO[bytes], chunk: pq.ColumnChunkMetaData) -> None:
-    at = chunk.data_page_offset
+def check_pages(file: IO[bytes], columns: Iterable["ColumnPages"], end: int) -> None:
+    """Refuse columns whose pages that begin before `end` hold more than the footer tells."""
+    for pages in columns:
+        pages.check_until(file, end)
+
+
+def _first_byte(chunk: pq.ColumnChunkMetaData) -> int:
     if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-        at = min(at, chunk.dictionary_page_offset)
-    end, num_bytes, num_values = at + chunk.total_compressed_size, 0, 0
-    while at < end:
-        header, at = _page_header(file, at)
-        if not (
-            isinstance(header.get(2), int) and isinstance(header.get(3), int) and header[2] >= 0 and header[3] >= 0
-        ):
-            raise pa.ArrowInvalid(f"column '{chunk.path_in_schema[:80]}': a page has no size")
-        at += header[3]
-        num_bytes += header[2]
-        num_values += sum(header[field].get(1, 0) for field in DATA_PAGES if isinstance(header.get(field), dict))
-        if num_values > chunk.num_values or num_bytes > 2 * chunk.total_uncompressed_size + SLACK_BYTES:
+        return min(chunk.data_page_offset, chunk.dictionary_page_offset)
+    return chunk.data_page_offset
+
+
+class ColumnPages:
+    """The pages of one column of a row group, added up: they hold no more than the footer tells, as that is what the
+    caps were held against.
+    """
+
+    def __init__(self, chunk: pq.ColumnChunkMetaData) -> None:
+        self._chunk = chunk
+        self._at = _first_byte(chunk)
+        self.end = self._at + chunk.total_compressed_size
+        self._bytes = self._values = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._at >= self.end
+
+    def check_until(self, file: IO[bytes], end: int) -> None:
+        while self._at < min(self.end, end):
+            header, at = _page_header(file, self._at, self.end)
+            values = [header[field].get(1) for field in DATA_PAGES if isinstance(header.get(field), dict)]
+            unpacked, packed = header.get(2), header.get(3)
+            if not all(isinstance(number, int) and number >= 0 for number in (unpacked, packed, *values)):
+                raise pa.ArrowInvalid(f"column '{self._chunk.path_in_schema[:80]}': a page has no size")
+            self._at, self._bytes = at + packed, self._bytes + unpacked
+            self._values += sum(values)
+            self._require_told()
+
+    def _require_told(self) -> None:
+        told_values, told_bytes = self._chunk.num_values, self._chunk.total_uncompressed_size
+        if self._values > told_values or self._bytes > 2 * told_bytes + SLACK_BYTES:
             raise TooMuchError(
-                f"column '{chunk.path_in_schema[:80]}': its pages hold {num_values:,} values and {num_bytes:,} bytes or more, its footer "
-                f"tells of {chunk.num_values:,} and {chunk.total_uncompressed_size:,}; fetch the file anew"
+                f"column '{self._chunk.path_in_schema[:80]}': its pages hold {self._values:,} values and {self._bytes:,} bytes or more, "
+                f"its footer tells of {told_values:,} and {told_bytes:,}; fetch the file anew"
             )
 
 
-def _page_header(file: IO[bytes], at: int) -> tuple[dict[int, Any], int]:
-    """The fields of a page's header by number, and where it ends."""
+def _page_header(file: IO[bytes], at: int, end: int) -> tuple[dict[int, Any], int]:
+    """The fields of a page's header by number, and where it ends, which is before `end`."""
     size = HEADER_BYTES
     while size <= MAX_HEADER_BYTES:
         file.seek(at)
-        data = file.read(size)
+        data = file.read(min(size, end - at))
         try:
             fields, used = _fields(data, 0, 0)
         except IndexError:

@@ -31,6 +31,7 @@ from vlatune.dataset.video.recorded import (
     video_stream,
 )
 from vlatune.dataset.video.resize import CENTRED, Letterbox
+from vlatune.dataset.video.watchdog import within_time
 from vlatune.limits import check_limit, limit
 
 EXACT_S = 1e-6
@@ -74,11 +75,16 @@ def decode_into(
 ) -> None:
     """Fill row n of `out_NCHW` with the frame at `wanted_s[n]`; times must not fall.
 
-    A file that is missing, or may not be read, is for the caller to explain.
+    A file that is missing, or may not be read, is for the caller to explain. The time that it takes is looked at between
+    packets, and from outside, as FFmpeg may hang in one.
     """
-    try:
+
+    def decode() -> None:
         with _decoder(source, place) as decoder:
             decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
+
+    try:
+        within_time(decode, place)
     except (av.error.FFmpegError, CorruptFrameError) as error:
         if is_out_of_reach(error):
             raise

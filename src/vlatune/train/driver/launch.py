@@ -7,7 +7,6 @@ tried again.
 
 import math
 import os
-import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from vlatune.train.failures import FINAL, root_cause
 
 if TYPE_CHECKING:
     from vlatune.pipeline.sizing import RunShape, Sizing
-    from vlatune.train.driver.supervisor import Supervisor
+    from vlatune.train.driver.supervisor import Ending, Supervisor
     from vlatune.train.worker_job import WorkerJob
 
 
@@ -60,16 +59,16 @@ def train(config: RunConfig) -> None:
 
 
 def _train_until_done(config: RunConfig, folder: RunFolder, start: ResumePoint, cluster: Cluster) -> None:
-    from vlatune.train.driver.supervisor import sigterm_sets
+    from vlatune.train.driver.supervisor import Ending, signals_set
 
     _introduce(config, start, folder, cluster.sizing)
-    terminated = threading.Event()
-    with sigterm_sets(terminated):  # also between two attempts
+    terminated = Ending()
+    with signals_set(terminated):  # also between two attempts
         _try_until_done(config, folder, start, cluster, terminated)
 
 
 def _try_until_done(
-    config: RunConfig, folder: RunFolder, start: ResumePoint, cluster: Cluster, terminated: threading.Event
+    config: RunConfig, folder: RunFolder, start: ResumePoint, cluster: Cluster, terminated: "Ending"
 ) -> None:
     from vlatune.train.driver.supervisor import Supervisor
 

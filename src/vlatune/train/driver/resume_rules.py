@@ -30,6 +30,7 @@ from vlatune.report.run_folder import (
     read_settings,
     write_settings,
 )
+from vlatune.report.run_places import seal_places
 from vlatune.report.summary import SUMMARY_FILE
 from vlatune.run_setup import Setup, make_setup
 from vlatune.train.fingerprint import fingerprints
@@ -236,6 +237,7 @@ def open_run(config: RunConfig) -> RunFolder:
     folder = RunFolder(config.run_dir)
     make_folder(folder.path, LOGS)
     write_settings(folder.path, replace(config, resume=False, allow_changed=()))
+    seal_places(folder.path, config)
     (folder.path / SUMMARY_FILE).unlink(missing_ok=True)  # a run that goes on is not finished
     return folder
 

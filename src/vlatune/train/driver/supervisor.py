@@ -1,7 +1,7 @@
 """[ray] The driver's eye on a worker group while Ray Train runs it.
 
 Ray Train tells when a worker is dead. What it does not tell: that one hangs or is stopped (the group is ended, with all
-stacks in logs/), that this process was asked to end (SIGTERM: the workers save and stop), that a node is about to be
+stacks in logs/), that this process was asked to end (SIGTERM, Ctrl-C: the workers save and stop), that a node is about to be
 taken away (the workers save and go on), that a part of our own cluster died without which no other can go on.
 """
 
@@ -38,6 +38,20 @@ LOSE_S = 20.0
 RUNNING = object()
 
 
+class Ending(threading.Event):
+    """Set when this process was asked to end."""
+
+    number = signal.SIGTERM
+    """The signal that asked first."""
+
+    @property
+    def asked(self) -> str:
+        return f"asked to end by {'Ctrl-C' if self.number == signal.SIGINT else 'SIGTERM'}"
+
+    def error(self, text: str) -> TerminatedError:
+        return TerminatedError(f"{self.asked}{text}", self.number)
+
+
 class Supervisor:
     """One for all attempts of a run."""
 
@@ -46,7 +60,7 @@ class Supervisor:
         config: RunConfig,
         folder: RunFolder,
         cluster: Cluster,
-        terminated: threading.Event,
+        terminated: Ending,
         *,
         say: Callable[[str], None],
     ) -> None:
@@ -59,11 +73,11 @@ class Supervisor:
     def run(self, fit: Callable[[], object], attempt: int) -> None:
         """Call `fit` and watch; raises what it raises, or why the group was ended."""
         self._attempt, self._requested, self._began = attempt, NO_REQUEST, False
-        with sigterm_sets(self._terminated):  # a cluster that was started anew has put Ray's handler there again
+        with signals_set(self._terminated):  # a cluster that was started anew has put Ray's handler there again
             error = self._watch(_on_thread(fit))
         remove_empty_stacks(self._folder.path)
         if self._terminated.is_set() and self._folder.summary() is None:
-            raise TerminatedError(f"asked to end by SIGTERM; {_what_is_saved(error)}")
+            raise self._terminated.error(f"; {_what_is_saved(error)}")
         if error is not None:
             raise error
 
@@ -73,9 +87,8 @@ class Supervisor:
         while (error := _poll(outcome)) is RUNNING:
             now_s = time.monotonic()
             if now_s > stop_by_s:
-                raise TerminatedError(
-                    f"asked to end by SIGTERM; no checkpoint within --grace_s={self._config.grace_s:g}; "
-                    f"the same command goes on from the one before"
+                raise self._terminated.error(
+                    f"; no checkpoint within --grace_s={self._config.grace_s:g}; the same command goes on from the one before"
                 )
             if part := self._cluster.lost_part():
                 return self._lose(part, outcome)
@@ -95,8 +108,9 @@ class Supervisor:
     def _stop(self) -> float:
         """Have the workers save and stop; how long that may take. What they last told may be two seconds old."""
         if not self._began:
-            raise TerminatedError("asked to end by SIGTERM before the workers began; there is nothing new to save")
-        self._say(f"asked to end by SIGTERM: saving a checkpoint, for at most {self._config.grace_s:g} s")
+            raise self._terminated.error(" before the workers began; there is nothing new to save")
+        again = "; Ctrl-C again ends at once" if self._terminated.number == signal.SIGINT else ""
+        self._say(f"{self._terminated.asked}: saving a checkpoint, for at most {self._config.grace_s:g} s{again}")
         self._request(Request.STOP)
         return self._config.grace_s
 
@@ -194,14 +208,27 @@ def _wait(outcome: BoundedQueue, timeout_s: float) -> None:
 
 
 @contextmanager
-def sigterm_sets(terminated: threading.Event) -> Iterator[None]:
-    """The event instead of the end of the process. Ray has put its own handler there; it returns afterwards."""
+def signals_set(terminated: Ending) -> Iterator[None]:
+    """The event instead of the end of the process; a Ctrl-C after that is the end. Ray has put its own handler for SIGTERM
+    there; it returns afterwards.
+    """
     if threading.current_thread() is not threading.main_thread():  # python allows handlers there only
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+
+    def asked(number: int, _: object) -> None:
+        if terminated.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not terminated.is_set():
+            terminated.number = signal.Signals(number)
+        terminated.set()
+
+    # A shell without job control starts `vlatune train &` with Ctrl-C ignored: it is meant for others then.
+    heard = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, asked) for number in heard}
     try:
         yield
     finally:
-        with contextlib.suppress(TypeError):  # one that was not set from python cannot be put back
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            with contextlib.suppress(TypeError):  # one that was not set from python cannot be put back
+                signal.signal(number, handler)

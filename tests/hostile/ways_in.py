@@ -1,0 +1,322 @@
+"""More rows of the table (cases.py): what the first rows show to `train` and `inspect`, through the other commands."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bombs import DATA, INFO, TASKS, VIDEO, a_list_of, a_sentence_of, column, table, understated
+from payloads import Payload, pickled
+from place import (
+    CANARY,
+    EXPORT,
+    REPORT,
+    TRAIN,
+    Case,
+    Make,
+    Place,
+    a_link_to,
+    as_fifo,
+    changed_json,
+    linked_out,
+    replaced,
+    resealed,
+    text,
+    updated,
+    with_step,
+)
+from rows import ESCAPE, in_memory, stats
+
+EVAL, EVAL_TRUSTED = "eval {run}", "eval {run} --trust_run=true"
+EXPORT_TRUSTED = f"{EXPORT} --trust_run=true"
+JSON, BENCH, FEED = "inspect {dataset} --json=true", "bench reader --root={dataset}", "bench feed --root={dataset}"
+CONFIG = "config.json"
+PAYLOAD = {"class": "subprocess.Popen", "config": {"args": ["touch", "MARKER"]}}
+OUTSIDE = "names places outside of its folder, and no command of yours has named them on this machine:"
+SDP = "v=0\nm=video 5004 RTP/AVP 96\n"
+
+
+def of_the_run(make: Make) -> Make:
+    """A stranger's run whose dataset and base are those of the place, after `make`."""
+
+    def put(place: Place) -> None:
+        make(place)
+
+        def change(config: dict[str, Any], place: Place) -> None:
+            config["dataset"]["root"], config["policy"]["path"] = [str(place.dataset)], str(place.base)
+
+        changed_json("run", CONFIG, change)(place)
+
+    return put
+
+
+def elsewhere(file: str, change: Callable[[dict[str, Any], Path], None]) -> Make:
+    """The run's settings, or its checkpoint's, name the user's own folder."""
+    return changed_json("run", file, lambda content, place: change(content, place.outside))
+
+
+def unlisted(place: Place) -> None:
+    """A data file that no episode is in; who reads all files of the folder reads it, too."""
+    spare = DATA.replace("file-000", "file-777")
+    (place.dataset / spare).write_bytes((place.dataset / DATA).read_bytes())
+    pickled(spare, "note")(place)
+
+
+def pickled_samples(place: Place) -> None:
+    """An archive of arrays, one of which is a pickle."""
+    import numpy as np
+
+    packed = io.BytesIO()
+    np.savez(packed, json=np.array([Payload(place.marker)], dtype=object))
+    (place.run / "eval_samples.npz").write_bytes(packed.getvalue())
+
+
+STRANGERS = [
+    Case(
+        "a run whose checkpoints lie elsewhere, eval",
+        elsewhere(CONFIG, lambda config, outside: config.update(storage_path=str(outside))),
+        EVAL,
+        f"{OUTSIDE} --storage_path=",
+    ),
+    Case(
+        "a run whose checkpoints lie elsewhere, export",
+        elsewhere(CONFIG, lambda config, outside: config.update(storage_path=str(outside))),
+        EXPORT,
+        f"{OUTSIDE} --storage_path=",
+    ),
+    Case(
+        "a run whose checkpoints lie at an address, export",
+        updated("run", CONFIG, storage_path="s3://attacker/x"),
+        EXPORT,
+        f"{OUTSIDE} --storage_path=s3://attacker/x; look at them, and if you trust who made the run, add --trust_run=true",
+    ),
+    Case(
+        "a run whose checkpoints lie at an address with a secret",
+        updated("run", CONFIG, storage_path=f"s3://AKIA:{CANARY}@bucket/x"),
+        EXPORT_TRUSTED,
+        "--storage_path: URL holds a password",
+    ),
+    Case(
+        "a run whose dataset lies elsewhere",
+        elsewhere(CONFIG, lambda config, outside: config["dataset"].update(root=[str(outside)])),
+        EVAL,
+        f"{OUTSIDE} --dataset.root=",
+    ),
+    Case(
+        "a run whose dataset is a hub's",
+        changed_json("run", CONFIG, lambda config, _: config["dataset"].update(root=[], repo_id="attacker/x")),
+        EVAL,
+        f"{OUTSIDE} --dataset.repo_id=attacker/x",
+    ),
+    Case(
+        "a run whose store is another server",
+        changed_json(
+            "run",
+            CONFIG,
+            lambda config, _: config["dataset"].update(storage_options='{"endpoint_url":"http://attacker"}'),
+        ),
+        EVAL,
+        f"{OUTSIDE} --dataset.storage_options=",
+    ),
+    Case(
+        "a run whose base is a hub's",
+        changed_json("run", CONFIG, lambda config, _: config["policy"].update(path="attacker/x")),
+        EVAL,
+        f"{OUTSIDE} --policy.path=attacker/x",
+    ),
+    Case(
+        "a checkpoint whose base is a hub's",
+        resealed(
+            changed_json(
+                "run",
+                "checkpoints/00000002/state.json",
+                lambda content, _: content["config"]["policy"].update(path="attacker/x"),
+            )
+        ),
+        EXPORT,
+        f"{OUTSIDE} --policy.path=attacker/x",
+    ),
+    Case("places.json is a FIFO", as_fifo("run", "places.json"), EXPORT, f"{OUTSIDE} --policy.path="),
+    Case("places.json is a link out", linked_out("run", "places.json"), EXPORT, f"{OUTSIDE} --policy.path="),
+    Case(
+        "places.json with a seal of somebody else",
+        updated("run", "places.json", places=["/"], seal="0" * 64),
+        EXPORT,
+        f"{OUTSIDE} --policy.path=",
+    ),
+]
+
+EVALS = [
+    Case(
+        "a pickle for a sentence, eval",
+        of_the_run(pickled(TASKS, "task")),
+        EVAL_TRUSTED,
+        "meta/tasks.parquet: column 'task' has the extension type",
+    ),
+    Case(
+        "a base that names a class, eval",
+        of_the_run(with_step("base", "policy_preprocessor.json", PAYLOAD)),
+        EVAL_TRUSTED,
+        "names the class 'subprocess.Popen'",
+    ),
+    Case(
+        "a dataset's info.json is a link out, eval", of_the_run(linked_out("dataset", INFO)), EVAL_TRUSTED, "leads out"
+    ),
+    Case(
+        "a manifest without files, eval",
+        updated("run", "checkpoints/00000002/manifest.json", files={}),
+        EVAL,
+        "names no files",
+    ),
+    Case(
+        "tensors are a link out, eval",
+        linked_out("run", "checkpoints/00000002/trainable.safetensors"),
+        EVAL,
+        "leads out",
+    ),
+    Case("tensors are a FIFO, eval", as_fifo("run", "checkpoints/00000002/trainable.safetensors"), EVAL, "is a FIFO"),
+    Case("checkpoints is a link out, eval", linked_out("run", "checkpoints"), EVAL, "is a link"),
+    Case("config.json is a FIFO, eval", as_fifo("run", CONFIG), EVAL, "is a FIFO, expected a file"),
+    Case(
+        "config.json is an endless device, eval", replaced("run", CONFIG, a_link_to("/dev/zero")), EVAL, "leads out of"
+    ),
+    Case("no run, eval", lambda _: None, "eval {out}", "is not a run folder"),
+    Case("samples that are a pickle", pickled_samples, REPORT, "cannot be read (Object arrays cannot be loaded", 1),
+    Case("samples are a link out", linked_out("run", "eval_samples.npz"), REPORT, "leads out of", 1),
+]
+
+BENCHES = [
+    Case("a pickle for a sentence, bench", pickled(TASKS, "task"), BENCH, "`vlatune inspect` finds errors in it"),
+    Case(
+        "a pickle for actions, bench", pickled(DATA, "action", deep=True), FEED, "`vlatune inspect` finds errors in it"
+    ),
+    Case(
+        "a pickle in a file that nobody lists, bench",
+        unlisted,
+        BENCH,
+        "data/chunk-000/file-777.parquet: column 'note' has the extension type",
+    ),
+    Case("a video is an SDP text, bench", replaced("dataset", VIDEO, text(SDP)), BENCH, "finds errors in it"),
+    Case("a video is a FIFO, bench", as_fifo("dataset", VIDEO), "bench train --root={dataset}", "finds errors in it"),
+    Case("a data file is a link out, bench", linked_out("dataset", DATA), BENCH, "finds errors in it"),
+]
+
+JSONS = [
+    Case(
+        "a sentence is an escape sequence, --json",
+        column(TASKS, "task", lambda rows: [f"{ESCAPE}{row}" for row in rows]),
+        JSON,
+        r"\u001b]0;owned\u0007\u001b[2J\u202e",
+        0,
+    ),
+    Case("a pickle for a sentence, --json", pickled(TASKS, "task"), JSON, "has the extension type", 1),
+    Case("info.json is a link out, --json", linked_out("dataset", INFO), JSON, "leads out of", 1),
+    Case(
+        "statistics of NaN, --json",
+        stats(lambda all_: all_["action"].update(q01=[float("nan")] * len(all_["action"]["q01"]))),
+        JSON,
+        "dims whose statistics are not finite numbers",
+        1,
+    ),
+    Case(
+        "a secret in an address, --json",
+        lambda _: None,
+        f"inspect s3://AKIA:{CANARY}@b/x --json=true",
+        "holds a password",
+    ),
+]
+
+WRITES = [
+    Case("a dataset over a project", replaced("outside", "notes", text("x")), "make-dataset {outside}", "not an empty"),
+    Case(
+        "a dataset through a link",
+        lambda place: (place.folder / "out-link").symlink_to(place.outside),
+        "make-dataset {outside}/../out-link",
+        "out-link",
+    ),
+    Case(
+        "a dataset with a name of escapes",
+        lambda _: None,
+        f"make-dataset {{outside}}/{ESCAPE} --episodes=0",
+        "--episodes=0",
+    ),
+    Case(
+        "an export through a link",
+        lambda place: (place.folder / "l").symlink_to(place.outside),
+        "export {run} {outside}/../l",
+        "is not an empty",
+    ),
+]
+
+CONFIG_PATHS = [
+    Case(what, make, "train --config_path={outside}/c.yaml", says)
+    for what, make, says in (
+        ("a config that is an endless device", replaced("outside", "c.yaml", a_link_to("/dev/zero")), "c.yaml"),
+        ("a config that is a folder", replaced("outside", "c.yaml", Path.mkdir), "c.yaml"),
+        (
+            "a config that is somebody's secrets",
+            replaced("outside", "c.yaml", text(f"token: {CANARY}\n")),
+            "unknown key token",
+        ),
+        (
+            "a config with a secret for a number",
+            replaced("outside", "c.yaml", text(f"steps: s3://a:{CANARY}@b\n")),
+            "expected a whole number",
+        ),
+        ("a config of 17 MB", replaced("outside", "c.yaml", text("a" * (17 << 20))), "16,777,216"),
+        (
+            "a config with escapes",
+            replaced("outside", "c.yaml", lambda path: path.write_text('"\\x1b]0;owned\\x07": 1\n')),
+            "unknown key ?]0;owned?",
+        ),
+    )
+]
+
+PASSED_ON = [
+    Case(
+        "a tokenizer that brings code",
+        updated("base", "tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenizer_evil.Evil", None]}),
+        TRAIN,
+        "tokenizer_config.json names code of its own (auto_map)",
+    ),
+]
+
+REMOTE = [
+    Case(
+        "a list of 5 million values that a remote footer hides",
+        in_memory(understated(table(DATA, lambda: a_list_of(5_000_000)), DATA, "action", "num_values"), "hidden-list"),
+        TRAIN.replace("{dataset}", "memory://hidden-list"),
+        "its pages hold 5,000,000 values",
+    ),
+    Case(
+        "a sentence of 100 MB that a remote footer hides",
+        in_memory(
+            understated(table(TASKS, lambda: a_sentence_of(100 << 20)), TASKS, "task", "total_uncompressed_size"),
+            "hidden-sentence",
+        ),
+        "inspect memory://hidden-sentence",
+        "bytes or more, its footer tells of",
+        1,
+    ),
+    Case(
+        "a remote list of 5 million values",
+        in_memory(table(DATA, lambda: a_list_of(5_000_000)), "open-list"),
+        TRAIN.replace("{dataset}", "memory://open-list"),
+        "VLATUNE_MAX_PARQUET_ROW_VALUES=",
+    ),
+    Case(
+        "a remote pickle for a sentence",
+        in_memory(pickled(TASKS, "task"), "pickled"),
+        "inspect memory://pickled",
+        "meta/tasks.parquet: column 'task' has the extension type",
+        1,
+    ),
+    Case(
+        "a remote video is a playlist",
+        in_memory(replaced("dataset", VIDEO, text("#EXTM3U\n#EXTINF:1,\n/etc/passwd\n")), "playlist"),
+        TRAIN.replace("{dataset}", "memory://playlist"),
+        "cannot be opened as video",
+    ),
+]
+
+WAYS_IN = [*STRANGERS, *EVALS, *BENCHES, *JSONS, *WRITES, *CONFIG_PATHS, *PASSED_ON, *REMOTE]
