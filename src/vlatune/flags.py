@@ -64,6 +64,31 @@ def config_from_dict[T](cls: type[T], values: Mapping[str, Any], where: str) -> 
     return _build(cls, _flatten(cls, values, where))
 
 
+def flags_of(config: Any) -> list[str]:
+    """The flags that give a config, each a word of its own: what differs from its recipe, or from the defaults without one."""
+    cls, words = type(config), []
+    recipe = getattr(config, "recipe", None)
+    plain = parse_flags([f"--recipe={recipe}"] if recipe else [], cls)
+    for name, kind in leaf_types(cls).items():
+        value, default = (_leaf(one, name) for one in (config, plain))
+        if value != default or (name == "recipe" and recipe):
+            again = is_repeatable(kind) and value and isinstance(value[0], str | dict)
+            words += [f"--{name}={_as_text(one)}" for one in (value if again else [value])]
+    return words
+
+
+def _leaf(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
     """Dotted name -> type of every field, those of nested dataclasses included."""
     found: dict[str, Any] = {}
@@ -216,7 +241,14 @@ def _rows(cls: type, prefix: str = "", base: Any = None) -> list[tuple[str, str,
 
 
 def field_sentences(cls: type) -> dict[str, str]:
-    """The string under each field. Python drops it, so it is read from the source."""
+    """The string under each field, also of one that a class has from another. Python drops it, so it is read from the source."""
+    found: dict[str, str] = {}
+    for base in reversed([one for one in cls.__mro__ if dataclasses.is_dataclass(one)]):
+        found |= _own_sentences(base)
+    return found
+
+
+def _own_sentences(cls: type) -> dict[str, str]:
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef)
     found: dict[str, str] = {}

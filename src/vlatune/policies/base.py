@@ -160,6 +160,8 @@ class PolicyAdapter[S: PolicySpec](ABC):
     """What the JSON files of its folder may hold."""
     carried_files: ClassVar[tuple[str, ...]] = ()
     """Files of the base's folder that an export takes along where they are there."""
+    horizon_fields: ClassVar[tuple[str, ...]] = ("chunk_size", "horizon")
+    """Fields of config.json one of which says how many actions a chunk has; for `vlatune doctor`."""
 
     @abstractmethod
     def read_spec(self, folder: Path) -> S:
@@ -208,6 +210,17 @@ class PolicyAdapter[S: PolicySpec](ABC):
         """A `PolicyModule` with what `options.train` names trainable. Each weight goes to `device` by itself: the host
         holds one at a time. `stats` are those of pictures and all else; where nothing is computed there are none.
         """
+
+    def plan_module(self, spec: S, binding: Binding, options: ModuleOptions) -> torch.nn.Module | None:
+        """The module on torch's meta device: shapes and dtypes without memory, for the arithmetic of `vlatune doctor`.
+
+        None where a policy does not offer it; then the weights are loaded for it, if they are small.
+        """
+        return None
+
+    def stored_names(self, key: str) -> tuple[str, ...]:
+        """What the module calls a tensor of the base's files, but for what stands before it; several where it is used twice."""
+        return (key,)
 
     def base_files(self, spec: S) -> dict[str, Path]:
         """What of the base decides the result beside its weights, by the name that a checkpoint's fingerprints have for it."""

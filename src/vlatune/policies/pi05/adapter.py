@@ -27,7 +27,7 @@ from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import DrawFlow, FlowSpec, PadActions
 from vlatune.policies.pi05.prompt import StatePrompt
 from vlatune.policies.pi05.size import SIZE_FILE, Pi05Size, read_size
-from vlatune.policies.pi05.weights import CONFIG_DEFAULTS, find_tensors
+from vlatune.policies.pi05.weights import CONFIG_DEFAULTS, find_tensors, model_names
 from vlatune.policies.processors import (
     PREPROCESSOR,
     Schema,
@@ -153,6 +153,14 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         from vlatune.policies.pi05.module import load_pi05
 
         return load_pi05(spec, binding, options, device)
+
+    def plan_module(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:
+        from vlatune.policies.pi05.module import load_pi05
+
+        return load_pi05(spec, binding, options, "meta")
+
+    def stored_names(self, key: str) -> tuple[str, ...]:
+        return model_names(key)
 
 
 def _make_spec(

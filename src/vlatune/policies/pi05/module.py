@@ -15,7 +15,7 @@ from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.pi05.forward import compute_prefix, flow_losses, make_time_scale
 from vlatune.policies.pi05.layers import expert_layer, how_to_run, prefix_layer
-from vlatune.policies.pi05.load import load_policy, make_whole
+from vlatune.policies.pi05.load import load_policy, make_whole, plan_policy
 from vlatune.policies.pi05.trainable import TRAIN_PREFIX, add_adapters, merge_adapters, set_trainable, trains_tower
 
 
@@ -109,8 +109,15 @@ class Pi05Module(nn.Module):
 def load_pi05(
     spec: PolicySpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
 ) -> Pi05Module:
-    """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen."""
-    policy = load_policy(Path(spec.folder), train=options.train, dtype=options.dtype, device=device, lean=True)
+    """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen.
+
+    On the meta device it has shapes and no values, and no weight is read.
+    """
+    folder, is_planned = Path(spec.folder), torch.device(device).type == "meta"
+    if is_planned:
+        policy = plan_policy(folder, train=options.train, dtype=options.dtype, lean=True)
+    else:
+        policy = load_policy(folder, train=options.train, dtype=options.dtype, device=device, lean=True)
     if options.train == "lora":
         add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
         set_trainable(policy, options.train)
@@ -118,7 +125,8 @@ def load_pi05(
         tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower
         # As in `how_to_run`: nothing is random, and keeping the generator's state would wait for the device.
         tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    return Pi05Module(policy, spec, binding, options)
+    module = Pi05Module(policy, spec, binding, options)
+    return module.to("meta") if is_planned else module
 
 
 def _put_head_before_embedding(policy: PI05Policy) -> None:
