@@ -103,7 +103,7 @@ def lose_a_key(root: Path, base: Path) -> None:
 
 def one_nan(root: Path, base: Path) -> None:
     del base
-    file = sorted((root / "data").rglob("*.parquet"))[-1]
+    file = max((root / "data").rglob("*.parquet"))
     table = pq.read_table(file)
     action = np.array(table.column("action").to_pylist(), np.float32)
     action[len(action) // 2, 1] = np.nan

@@ -51,13 +51,57 @@ MISTAKES = [
         r"'observation.images.wrst' may be 'observation.images.wrist'",
         r"""--rename_map={"observation.images.wrst": "observation.images.wrist"}""",
     ),
-    Mistake("images 0..255", seeds.pictures_to_255, "pictures", "warn", r"0\.\.255, expected 0\.\.1", r"python3 -c .*meta/stats.json"),
-    Mistake("horizon missing", seeds.forget_horizon, "horizon", "fail", r"does not say how many actions", r'"chunk_size", 8'),
-    Mistake("no quantiles", seeds.drop_quantiles, "statistics", "warn", r"action: .* no q01 and q99", r"--dataset.stats=computed"),
-    Mistake("q01 == q99", seeds.flatten_quantiles, "statistics", "fail", r"dim 0 'velocity_x'.*the rows do vary", r"--dataset.stats=computed"),
-    Mistake("wrong fps", seeds.wrong_fps, "fps", "fail", r"says 30 fps, the rows lie 0.1 s apart, which is 10 fps", r'"fps", 10'),
-    Mistake("a missing key", seeds.lose_a_key, "base", "fail", r"1 missing \['model.action_out_proj.weight'\]", r"--policy.path=null"),
-    Mistake("one NaN", seeds.one_nan, "episodes", "fail", r"1 of 12 episodes cannot be used: .*episode 11.*nan", r"--dataset.on_bad_episode=skip"),
+    Mistake(
+        "images 0..255",
+        seeds.pictures_to_255,
+        "pictures",
+        "warn",
+        r"0\.\.255, expected 0\.\.1",
+        r"python3 -c .*meta/stats.json",
+    ),
+    Mistake(
+        "horizon missing", seeds.forget_horizon, "horizon", "fail", r"does not say how many actions", r'"chunk_size", 8'
+    ),
+    Mistake(
+        "no quantiles",
+        seeds.drop_quantiles,
+        "statistics",
+        "warn",
+        r"action: .* no q01 and q99",
+        r"--dataset.stats=computed",
+    ),
+    Mistake(
+        "q01 == q99",
+        seeds.flatten_quantiles,
+        "statistics",
+        "fail",
+        r"dim 0 'velocity_x'.*the rows do vary",
+        r"--dataset.stats=computed",
+    ),
+    Mistake(
+        "wrong fps",
+        seeds.wrong_fps,
+        "fps",
+        "fail",
+        r"says 30 fps, the rows lie 0.1 s apart, which is 10 fps",
+        r'"fps", 10',
+    ),
+    Mistake(
+        "a missing key",
+        seeds.lose_a_key,
+        "base",
+        "fail",
+        r"1 missing \['model.action_out_proj.weight'\]",
+        r"--policy.path=null",
+    ),
+    Mistake(
+        "one NaN",
+        seeds.one_nan,
+        "episodes",
+        "fail",
+        r"1 of 12 episodes cannot be used: .*episode 11.*nan",
+        r"--dataset.on_bad_episode=skip",
+    ),
     Mistake(
         "cameras swapped",
         seeds.swap_cameras,
@@ -67,7 +111,14 @@ MISTAKES = [
         r"--dataset.rename_map=\{\} --dataset.rename_map=",
         second=True,
     ),
-    Mistake("tokens cut off", seeds.short_prompts, "prompts", "fail", r"the longest has \d+ tokens, the policy reads 8", r'"max_length", \d+'),
+    Mistake(
+        "tokens cut off",
+        seeds.short_prompts,
+        "prompts",
+        "fail",
+        r"the longest has \d+ tokens, the policy reads 8",
+        r'"max_length", \d+',
+    ),
     Mistake(
         "no room for checkpoints",
         seeds.nothing,
@@ -250,7 +301,9 @@ def test_an_error_is_told_as_what_was_found_and_what_to_do():
 
 
 def test_flags_of_a_remedy_take_the_place_of_those_given():
-    config = parse_flags(["--recipe=tiny", "--dataset.root=a", "--dataset.root=b", '--rename_map={"x": "y"}'], RunConfig)
+    config = parse_flags(
+        ["--recipe=tiny", "--dataset.root=a", "--dataset.root=b", '--rename_map={"x": "y"}'], RunConfig
+    )
     other = amended(config, ['--rename_map={"x": "z"}', "--keep_checkpoints=2", "--policy.path=null"])
     assert other.rename_map == {"x": "z"}
     assert (other.dataset.root, other.keep_checkpoints, other.policy.path) == (("a", "b"), 2, None)

@@ -176,9 +176,7 @@ def weight_bytes(folder: str) -> int:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
-def smaller(
-    config: RunConfig, ways: list[Fitting], own: Footprint, device_bytes: float, *, cuda: bool
-) -> tuple[str, ...]:
+def smaller(config: RunConfig, ways: list[Fitting], own: Footprint, device_bytes: float) -> tuple[str, ...]:
     """Flags with which the run fits the device, at the same global batch; the least change first, none where nothing does."""
     ema, ahead = config.optimizer.ema_decay > 0, config.prefetch_batches
     tried = [((), own)]
@@ -186,7 +184,7 @@ def smaller(
     tried += [(one.flags[1:], one.footprint) for one in same]
     tried += [(one.flags, one.footprint) for one in sorted(ways, key=lambda one: -one.footprint.num_trained)]
     for flags, footprint in tried:
-        most = footprint.largest_batch(device_bytes, ema=ema, ahead=ahead, cuda=cuda)
+        most = footprint.largest_batch(device_bytes, ema=ema, ahead=ahead)
         fits = [size for size in range(min(most, config.batch_size), 0, -1) if config.batch_size % size == 0]
         if fits:
             accum = config.grad_accum * config.batch_size // fits[0]

@@ -68,12 +68,25 @@ def check_memory(case: Case) -> Iterator[Finding]:
         f"{format_bytes(needed)} a worker at a batch of {config.batch_size}: {format_bytes(own.state_bytes(ema=ema) + own.kept)} for weights and optimizer, "
         f"{format_bytes(own.kept_per_sample)} a sample; {what} {format_bytes(room)}"
     )
-    if needed > device_memory.USABLE * room:
-        flags = device_memory.smaller(config, ways, own, room, cuda=cuda)
-        remedy = "with the same global batch" if flags else f"it fits none; {_fitting_gpu(ways)}"
+    if needed <= device_memory.USABLE * room:
+        yield Finding("pass", said, figures=figures)
+    elif cuda:
+        flags = device_memory.smaller(config, ways, own, room)
+        remedy = "with the same global batch" if flags else "no way to train this policy fits the GPU"
         yield Finding("fail", said, remedy, flags, figures=figures)
-        return
-    yield Finding("pass", said, figures=figures)
+    else:  # it may be meant for another machine
+        held = [
+            size
+            for size in device_memory.GPU_SIZES
+            if own.needed(config.batch_size, ema=ema, ahead=ahead) <= device_memory.USABLE * size * device_memory.GB
+        ]
+        fits = (
+            f"a GPU of {held[0]} GB holds it"
+            if held
+            else f"it needs a GPU of more than {device_memory.GPU_SIZES[-1]} GB, or what fits one"
+        )
+        flags = () if held else device_memory.smaller(config, ways, own, device_memory.GPU_SIZES[-1] * device_memory.GB)
+        yield Finding("warn", said, fits, flags, figures=figures)
 
 
 def _own_footprint(case: Case) -> device_memory.Footprint | None:
@@ -92,14 +105,6 @@ def _room(config: RunConfig) -> tuple[str, int, bool]:
         return "the GPU has", int(torch.cuda.mem_get_info()[1]), True
     share = int(CPU_SHARE * usable_ram_bytes() / config.num_workers)
     return "without a GPU a worker may take, of this machine's memory,", share, False
-
-
-def _fitting_gpu(ways: list[device_memory.Fitting]) -> str:
-    fits = [(size, one) for size in device_memory.GPU_SIZES for one in ways if one.batches[size]]
-    if not fits:
-        return "it needs a GPU of more than 80 GB"
-    size, one = fits[0]
-    return f"a GPU of {size} GB holds {' '.join(one.flags)} at a batch of {one.batches[size]}"
 
 
 def check_shuffle(case: Case) -> Iterator[Finding]:
