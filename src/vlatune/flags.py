@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 from vlatune.errors import did_you_mean
 from vlatune.files import RefusedFileError, read_file
 from vlatune.flag_values import ExpectationError, convert, is_repeatable, kind_name, load_yaml, shown
+from vlatune.outgoing import warn
 from vlatune.recipes import get_recipe
 
 
@@ -33,6 +34,8 @@ class Given:
 
 
 Layer = dict[str, Given]
+FROM_LEROBOT = "from_lerobot"
+LEROBOT_HELP = "LeRobot's train_config.json, or a command of lerobot-train in quotes: the same run, or what of it has no equivalent."
 
 
 class MissingOperandError(ValueError):
@@ -54,8 +57,10 @@ def parse_command[T](argv: Sequence[str], cls: type[T], *, operands: Sequence[st
         raise MissingOperandError(f"{operands[len(values)].removesuffix('...')} is missing")
     if len(values) > len(operands) and not (operands and operands[-1].endswith("...")):
         raise ValueError(f"'{values[len(operands)]}' is not expected here; flags are written --name=value")
-    path = flags.pop("config_path", None)
+    path, theirs = flags.pop("config_path", None), flags.pop(FROM_LEROBOT, None)
     file_layer = _read_file(Path(path.value), cls) if path else {}
+    if theirs:
+        file_layer = _lerobot_layer(theirs.value, cls) | file_layer
     return _build(cls, _recipe_layer(cls, file_layer | flags) | file_layer | flags), values
 
 
@@ -108,7 +113,7 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 def _split_argv(argv: Sequence[str], cls: type) -> tuple[Layer, list[str]]:
-    known = leaf_types(cls) | {"config_path": str}
+    known = leaf_types(cls) | {"config_path": str} | ({FROM_LEROBOT: str} if takes_lerobot(cls) else {})
     flags: Layer = {}
     values: list[str] = []
     words = list(reversed(argv))
@@ -151,6 +156,20 @@ def _read_file(path: Path, cls: type) -> Layer:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--config_path={path}: not a YAML or JSON file: {error}") from None
     return _flatten(cls, values, str(path))
+
+
+def takes_lerobot(cls: type) -> bool:
+    """Whether a config is that of a run, which LeRobot's settings can be translated to."""
+    return "recipe" in _field_types(cls)
+
+
+def _lerobot_layer(given: str, cls: type) -> Layer:
+    from vlatune.from_lerobot import translate
+
+    found = translate(given, leaf_types(cls))
+    if found.left_out:
+        warn(f"vlatune: --{FROM_LEROBOT}: left out: {'; '.join(f'{k} ({why})' for k, why in found.left_out.items())}")
+    return {name: Given(value, f"--{FROM_LEROBOT}: {name}={shown(value)}") for name, value in found.values.items()}
 
 
 def _recipe_layer(cls: type, given: Layer) -> Layer:
@@ -213,6 +232,8 @@ def help_text(cls: type, *, width: int | None = None) -> str:
         flag = f"--{name}={kind_name(leaf_types(cls)[name])}"
         groups.setdefault(group, []).append(_entry(flag, f"{sentence} {_default(default)}".strip(), width))
     groups[""].append(_entry("--config_path=FILE", "YAML or JSON with the same names; flags win over it.", width))
+    if takes_lerobot(cls):
+        groups[""].append(_entry(f"--{FROM_LEROBOT}=FILE_OR_COMMAND", LEROBOT_HELP, width))
     return "\n\n".join("\n".join([f"{group or 'flags'}:", *lines]) for group, lines in groups.items())
 
 
