@@ -67,7 +67,7 @@ MISTAKES = [
         seeds.drop_quantiles,
         "statistics",
         "warn",
-        r"action: .* no q01 and q99",
+        r"observation.state: .* no q01 and q99",
         r"--dataset.stats=computed",
     ),
     Mistake(
@@ -99,7 +99,7 @@ MISTAKES = [
         seeds.one_nan,
         "episodes",
         "fail",
-        r"1 of 12 episodes cannot be used: .*episode 11.*nan",
+        r"1 of 12 episodes cannot be used: .*episode 10.*nan",
         r"--dataset.on_bad_episode=skip",
     ),
     Mistake(
@@ -169,7 +169,7 @@ def ask(capsys, words: list[str]) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
     code = cli.main(["doctor", *words, "--json"])
     out = capsys.readouterr().out
-    return code, json.loads(out)
+    return code, json.loads(out.splitlines()[-1])
 
 
 def told(answer: dict[str, Any]) -> list[tuple[str, str]]:

@@ -372,6 +372,8 @@ def check_episodes(case: Case) -> Iterator[Finding]:
 
 def check_statistics(case: Case) -> Iterator[Finding]:
     """Those that normalise: present, finite, and apart from each other."""
+    if not stats_needed(case.policy):
+        yield Finding("pass", "the policy takes state and action as they are")
     for key, names in stats_needed(case.policy).items():
         metas, what = case.metas, " and ".join(names)
         computed = case.config.dataset.stats == "computed"
@@ -418,6 +420,8 @@ def _sane_statistics(case: Case, key: str, names: Sequence[str], *, computed: bo
 
 def check_values(case: Case) -> Iterator[Finding]:
     """The rows against the statistics: what is not finite, and what lies outside."""
+    if not case.stats:
+        yield Finding("pass", "no statistics to hold the rows against")
     for key, stats in case.stats.items():
         for meta in case.metas:
             feature = meta.features[meta.own(key)]

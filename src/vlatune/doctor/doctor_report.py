@@ -16,7 +16,7 @@ from vlatune.doctor.device_memory import GPU_SIZES
 from vlatune.doctor.examine import Examination
 from vlatune.doctor.findings import Case, Finding, FirstBatch
 from vlatune.files import write_text
-from vlatune.outgoing import printable, redacted
+from vlatune.outgoing import printable
 from vlatune.report import plots
 from vlatune.report.chart import Chart, Line, draw, legend, scale_of, span_of
 from vlatune.report.formatting import Html, join, plural, shorten, tag
@@ -91,7 +91,7 @@ def _verdict(found: Examination) -> str:
 
 def write_page(path: Path, found: Examination) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, redacted(doctor_page(found)))
+    write_text(path, doctor_page(found))
     return path
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from vlatune.config import DoctorConfig, RunConfig
 from vlatune.doctor import data_checks, machine_checks, model_checks
-from vlatune.doctor.findings import Case, Finding, Status, amended_flags, refused, worst
+from vlatune.doctor.findings import Case, Finding, Status, amended, refused, worst
+from vlatune.flags import flags_of
+from vlatune.outgoing import redacted
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,10 @@ class Examination:
     @property
     def command(self) -> str:
         """The run with all flags of remedies in it, as it is typed."""
-        flags = [word for one in self.findings if one.status in ("warn", "fail") for word in one.flags]
-        return shlex.join(["vlatune", "train", *amended_flags(self.given, flags)])
+        config = self.given
+        for one in self.findings:
+            config = amended(config, one.flags) if one.status in ("warn", "fail") and one.flags else config
+        return redacted(shlex.join(["vlatune", "train", *flags_of(config)]))
 
     def counts(self) -> dict[str, int]:
         found = [one.status for one in self.findings]
@@ -95,9 +99,15 @@ def examine(
     findings: list[Finding] = []
     lost: dict[str, str] = {}
     for number, check in enumerate(CHECKS):
-        findings += [replace(one, check=check.name) for one in run_check(check, case, lost)]
+        findings += [_named(one, check.name) for one in run_check(check, case, lost)]
         on_check(number + 1, len(CHECKS))
     return Examination(tuple(findings), case, config)
+
+
+def _named(one: Finding, name: str) -> Finding:
+    """With its check's name, and without secrets: it goes to the terminal, to a page and to machines."""
+    texts = {part: redacted(getattr(one, part)) for part in ("text", "remedy", "command")}
+    return replace(one, check=name, **texts)
 
 
 def run_check(check: Check, case: Case, lost: dict[str, str]) -> list[Finding]:

@@ -124,14 +124,8 @@ class Case:
 
 def amended(config: RunConfig, flags: Sequence[str]) -> RunConfig:
     """As the same command with these flags more would be understood."""
-    return parse_flags(amended_flags(config, flags), RunConfig)
-
-
-def amended_flags(config: RunConfig, flags: Iterable[str]) -> list[str]:
-    """The flags of a config with others added, or in the place of those that they repeat."""
-    added = list(flags)
-    names = {_flag_name(word) for word in added}
-    return [word for word in flags_of(config) if _flag_name(word) not in names] + added
+    names = {_flag_name(word) for word in flags}
+    return parse_flags([*(word for word in flags_of(config) if _flag_name(word) not in names), *flags], RunConfig)
 
 
 def _flag_name(word: str) -> str:
