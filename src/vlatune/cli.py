@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vlatune import __version__
-from vlatune.config import DemoConfig, EvalConfig, ExportConfig, ReportConfig, RunConfig
+from vlatune.config import DemoConfig, DoctorConfig, EvalConfig, ExportConfig, ReportConfig, RunConfig
 from vlatune.errors import TerminatedError, did_you_mean
 from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
@@ -84,6 +84,19 @@ def inspect(options: Any, *datasets: str) -> int:
         for one in found:
             warn(f"vlatune: {write_dataset_checksums(one)}")
     return FAILED if any(one.has_errors for one in found) else OK
+
+
+def doctor(options: DoctorConfig) -> int:
+    from vlatune.doctor.doctor_report import doctor_text
+    from vlatune.doctor.examine import run_doctor
+
+    with progress_bar("checks") as show:
+        found, page = run_doctor(options, on_check=show)
+    if options.json:
+        print(json.dumps(found.to_json() | {"page": page and str(page)}), flush=True)
+    else:
+        say(doctor_text(found, page, width=shutil.get_terminal_size().columns))
+    return FAILED if found.status == "fail" else OK
 
 
 def train(config: RunConfig) -> None:
@@ -222,6 +235,11 @@ COMMANDS = {
         flags=_inspect_options,
         call=inspect,
         operands=("DATASET...",),
+    ),
+    "doctor": Command(
+        "check a run before it costs anything: takes all flags of `train`, starts nothing, and says what would mend what it finds",
+        flags=lambda: DoctorConfig,
+        call=doctor,
     ),
     "train": Command(
         "fine-tune a policy on a dataset",

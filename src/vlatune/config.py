@@ -241,6 +241,23 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class DoctorConfig(RunConfig):
+    json: bool = False
+    """Print one JSON object instead of lines."""
+    html: str | None = None
+    """File for the page with the first batch; runs/<job_name>-doctor/doctor.html, beside the run's folder, when left out."""
+
+    @property
+    def page(self) -> Path:
+        """Never in the run's own folder: what is there decides whether `train` may start."""
+        return Path(self.html) if self.html else self.run_dir.with_name(f"{self.run_dir.name}-doctor") / "doctor.html"
+
+    def run(self) -> RunConfig:
+        """What `train` would be given."""
+        return RunConfig(**{one.name: getattr(self, one.name) for one in dataclasses.fields(RunConfig)})
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     checkpoint: tuple[str, ...] = ()
     """Name of a checkpoint of the run, or all; give the flag again for several; the newest when left out."""

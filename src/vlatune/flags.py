@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 from vlatune.errors import did_you_mean
 from vlatune.files import RefusedFileError, read_file
 from vlatune.flag_values import ExpectationError, OpenNames, convert, is_repeatable, kind_name, load_yaml, shown
+from vlatune.outgoing import warn
 from vlatune.recipes import get_recipe, recipe_of_type
 
 
@@ -33,6 +34,8 @@ class Given:
 
 
 Layer = dict[str, Given]
+FROM_LEROBOT = "from_lerobot"
+LEROBOT_HELP = "LeRobot's train_config.json, or a command of lerobot-train in quotes: the same run, or what of it has no equivalent."
 
 
 class MissingOperandError(ValueError):
@@ -54,14 +57,41 @@ def parse_command[T](argv: Sequence[str], cls: type[T], *, operands: Sequence[st
         raise MissingOperandError(f"{operands[len(values)].removesuffix('...')} is missing")
     if len(values) > len(operands) and not (operands and operands[-1].endswith("...")):
         raise ValueError(f"'{values[len(operands)]}' is not expected here; flags are written --name=value")
-    path = flags.pop("config_path", None)
+    path, theirs = flags.pop("config_path", None), flags.pop(FROM_LEROBOT, None)
     file_layer = _read_file(Path(path.value), cls) if path else {}
+    if theirs:
+        file_layer = _lerobot_layer(theirs.value, cls) | file_layer
     return _build(cls, _recipe_layer(cls, file_layer | flags) | file_layer | flags), values
 
 
 def config_from_dict[T](cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """The config in a nested dict, for example a run's config.json; `where` names its origin in errors."""
     return _build(cls, _flatten(cls, values, where))
+
+
+def flags_of(config: Any) -> list[str]:
+    """The flags that give a config, each a word of its own: what differs from its recipe, or from the defaults without one."""
+    cls, words = type(config), []
+    recipe = getattr(config, "recipe", None)
+    plain = parse_flags([f"--recipe={recipe}"] if recipe else [], cls)
+    for name, kind in leaf_types(cls).items():
+        value, default = (_leaf(one, name) for one in (config, plain))
+        if value != default or (name == "recipe" and recipe):
+            again = is_repeatable(kind) and value and isinstance(value[0], str | dict)
+            words += [f"--{name}={_as_text(one)}" for one in (value if again else [value])]
+    return words
+
+
+def _leaf(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -101,7 +131,7 @@ def _open_names(cls: type, prefix: str = "") -> dict[str, Any]:
 
 def _split_argv(argv: Sequence[str], cls: type) -> tuple[Layer, list[str]]:
     fields = leaf_types(cls)
-    known = fields | {"config_path": str}
+    known = fields | {"config_path": str} | ({FROM_LEROBOT: str} if takes_lerobot(cls) else {})
     flags: Layer = {}
     values: list[str] = []
     words = list(reversed(argv))
@@ -146,6 +176,20 @@ def _read_file(path: Path, cls: type) -> Layer:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--config_path={path}: not a YAML or JSON file: {error}") from None
     return _flatten(cls, values, str(path))
+
+
+def takes_lerobot(cls: type) -> bool:
+    """Whether a config is that of a run, which LeRobot's settings can be translated to."""
+    return "recipe" in _field_types(cls)
+
+
+def _lerobot_layer(given: str, cls: type) -> Layer:
+    from vlatune.from_lerobot import translate
+
+    found = translate(given, leaf_types(cls))
+    if found.left_out:
+        warn(f"vlatune: --{FROM_LEROBOT}: left out: {'; '.join(f'{k} ({why})' for k, why in found.left_out.items())}")
+    return {name: Given(value, f"--{FROM_LEROBOT}: {name}={shown(value)}") for name, value in found.values.items()}
 
 
 def _recipe_layer(cls: type, given: Layer) -> Layer:
@@ -232,6 +276,8 @@ def help_text(cls: type, *, width: int | None = None) -> str:
         flag = f"--{name}={kind_name(leaf_types(cls)[name])}"
         groups.setdefault(group, []).append(_entry(flag, f"{sentence} {_default(default)}".strip(), width))
     groups[""].append(_entry("--config_path=FILE", "YAML or JSON with the same names; flags win over it.", width))
+    if takes_lerobot(cls):
+        groups[""].append(_entry(f"--{FROM_LEROBOT}=FILE_OR_COMMAND", LEROBOT_HELP, width))
     return "\n\n".join("\n".join([f"{group or 'flags'}:", *lines]) for group, lines in groups.items())
 
 
@@ -270,7 +316,14 @@ def _rows(cls: type, prefix: str = "", base: Any = None) -> list[tuple[str, str,
 
 
 def field_sentences(cls: type) -> dict[str, str]:
-    """The string under each field. Python drops it, so it is read from the source."""
+    """The string under each field, also of one that a class has from another. Python drops it, so it is read from the source."""
+    found: dict[str, str] = {}
+    for base in reversed([one for one in cls.__mro__ if dataclasses.is_dataclass(one)]):
+        found |= _own_sentences(base)
+    return found
+
+
+def _own_sentences(cls: type) -> dict[str, str]:
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(node, ast.ClassDef)
     found: dict[str, str] = {}

@@ -100,10 +100,21 @@ class Setup:
         return Draw(self.order.seed, self.flow_samples)
 
 
-def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, *, preflight: bool = False) -> Setup:
+type Usable = tuple[Selection, tuple[BadEpisode, ...]]
+"""The episodes that are asked for and can be read, and those that cannot and are left out."""
+
+
+def make_setup(
+    config: RunConfig,
+    metas: tuple[DatasetMeta, ...] | None = None,
+    *,
+    preflight: bool = False,
+    usable: Usable | None = None,
+) -> Setup:
     """Read what the config names, once for a start; `metas` are its datasets', where they are read already.
 
-    `preflight` also looks whether the datasets' files are there and, of the first episode, what they should be.
+    `preflight` also looks whether the datasets' files are there and, of the first episode, what they should be. `usable`
+    is given where the episodes were looked at before.
     """
     metas = load_metas(config) if metas is None else metas
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
@@ -111,10 +122,8 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
     policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     bindings = [bind(policy, meta, meta.names) for meta in metas]
     binding = join_bindings(metas, bindings)
-    specs = tuple(
-        _read_spec(config, number, meta, policy, bindings[number], binding) for number, meta in enumerate(metas)
-    )
-    selected, skipped = _usable_episodes(config, metas, specs, preflight=preflight)
+    specs = read_specs(config, metas, policy, bindings, binding)
+    selected, skipped = usable or _usable_episodes(config, metas, specs, preflight=preflight)
     metas = without(metas, skipped)
     training, held_out = hold_out(selected, config.dataset.eval_split, config.seed)
     training = drop_last_frames(training, policy.drop_last_frames)
@@ -246,6 +255,13 @@ def dataset_roots(config: RunConfig) -> tuple[str, ...]:
 
     assert config.dataset.repo_id is not None  # validate() has asked for one of the two
     return (str(fetch_dataset(config.dataset.repo_id, config.dataset.revision)),)
+
+
+def read_specs(
+    config: RunConfig, metas: Sequence[DatasetMeta], policy: PolicySpec, bindings: Sequence[Binding], joint: Binding
+) -> tuple[ReadSpec, ...]:
+    """What is read of each dataset, under the names that they have in common."""
+    return tuple(_read_spec(config, number, meta, policy, bindings[number], joint) for number, meta in enumerate(metas))
 
 
 def _read_spec(

@@ -174,6 +174,8 @@ class PolicyAdapter[S: PolicySpec](ABC):
     """What the JSON files of its folder may hold."""
     carried_files: ClassVar[tuple[str, ...]] = ()
     """Files of the base's folder that an export takes along where they are there."""
+    horizon_fields: ClassVar[tuple[str, ...]] = ("chunk_size", "horizon")
+    """Fields of config.json one of which says how many actions a chunk has; for `vlatune doctor`."""
 
     @abstractmethod
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> S:
@@ -232,6 +234,17 @@ class PolicyAdapter[S: PolicySpec](ABC):
         them; the first that fits counts. Each is a group of the optimizer, and the schedule holds for all.
         """
         return {}
+
+    def plan_module(self, spec: S, binding: Binding, options: ModuleOptions) -> torch.nn.Module | None:
+        """The module on torch's meta device: shapes and dtypes without memory, for the arithmetic of `vlatune doctor`.
+
+        None where a policy does not offer it; then the weights are loaded for it, if they are small.
+        """
+        return None
+
+    def stored_names(self, key: str) -> tuple[str, ...]:
+        """What the module calls a tensor of the base's files, but for what stands before it; several where it is used twice."""
+        return (key,)
 
     def base_files(self, spec: S) -> dict[str, Path]:
         """What of the base decides the result beside its weights, by the name that a checkpoint's fingerprints have for it."""

@@ -30,7 +30,7 @@ from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import FlowSpec, PadActions, camera_names, draw_flow
 from vlatune.policies.pi05.prompt import StatePrompt
 from vlatune.policies.pi05.size import SIZE_FILE, Pi05Size, read_size
-from vlatune.policies.pi05.weights import PI05, Kind, find_tensors
+from vlatune.policies.pi05.weights import PI05, Kind, find_tensors, model_names
 from vlatune.policies.processors import (
     ABSOLUTE_STEP,
     POSTPROCESSOR,
@@ -163,6 +163,12 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         from vlatune.policies.pi05.module import load_pi05
 
         return load_pi05
+
+    def plan_module(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:
+        return self.loader()(spec, binding, options, "meta")
+
+    def stored_names(self, key: str) -> tuple[str, ...]:
+        return model_names(key, self.kind)
 
 
 def check_relative_steps(folder: Path, steps: Mapping[str, list[dict[str, Any]]], *, is_relative: bool) -> None:

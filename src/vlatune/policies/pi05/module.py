@@ -16,7 +16,7 @@ from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
 from vlatune.policies.modeling import check_draws, how_to_run, make_time_scale, merge_adapters, to_pixels
 from vlatune.policies.pi05.forward import EmbedSuffix, compute_prefix, embed_actions, flow_losses
 from vlatune.policies.pi05.layers import expert_layer, prefix_layer
-from vlatune.policies.pi05.load import PiPolicy, load_policy, make_whole
+from vlatune.policies.pi05.load import PiPolicy, load_policy, make_whole, plan_policy
 from vlatune.policies.pi05.trainable import TRAIN_PREFIX, add_adapters, set_trainable, trains_tower
 
 
@@ -113,8 +113,15 @@ def load_pi05(
     *,
     module: type[Pi05Module] = Pi05Module,
 ) -> Pi05Module:
-    """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen."""
-    policy = load_policy(Path(spec.folder), train=options.train, dtype=options.dtype, device=device, lean=True)
+    """The policy of a pretrained_model folder, on `device`, with what `options.train` names trainable, the rest frozen.
+
+    On the meta device it has shapes and no values, and no weight is read.
+    """
+    folder, is_planned = Path(spec.folder), torch.device(device).type == "meta"
+    if is_planned:
+        policy = plan_policy(folder, train=options.train, dtype=options.dtype, lean=True)
+    else:
+        policy = load_policy(folder, train=options.train, dtype=options.dtype, device=device, lean=True)
     for name, value in spec.overrides.items():  # none of them changes a weight
         setattr(policy.config, name, value)
     if options.train == "lora":
@@ -124,7 +131,8 @@ def load_pi05(
         tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower
         # As in `how_to_run`: nothing is random, and keeping the generator's state would wait for the device.
         tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    return module(policy, spec, binding, options)
+    made = module(policy, spec, binding, options)
+    return made.to("meta") if is_planned else made
 
 
 def _put_head_before_embedding(policy: PiPolicy) -> None:

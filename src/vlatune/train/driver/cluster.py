@@ -244,6 +244,19 @@ def read_nodes() -> "list[Node]":
     ]
 
 
+def ask_nodes() -> "list[Node]":
+    """The nodes of the cluster that RAY_ADDRESS names, which is joined for this question alone."""
+    import ray
+
+    if ray.is_initialized():
+        return read_nodes()
+    ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        return read_nodes()
+    finally:
+        ray.shutdown()
+
+
 @contextmanager
 def own_folder() -> Iterator[Path | None]:
     """A new folder for Ray's files, gone afterwards; None where Ray's default must do (a long path, RAY_TMPDIR)."""
