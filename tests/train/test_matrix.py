@@ -4,10 +4,10 @@
 the checkpoint holds, tensor by tensor, and does what ours does.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from exported import lerobot_actions, load_lerobot, noise_for
 from safetensors.torch import load_file
 from torch import Tensor
+from without_ray import worker_here
 
 from vlatune import cli
 from vlatune.batch import ACTION, IDS, SLOT
@@ -28,8 +29,6 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05 import POLICY
 from vlatune.report.run_folder import read_config
 from vlatune.run_setup import make_setup
-from vlatune.train.driver import trainer
-from vlatune.train.worker import loop
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -52,21 +51,11 @@ ALWAYS = (
 
 
 @pytest.fixture
-def without_ray_train(monkeypatch) -> None:
-    """The one worker in this process, as Ray Train would call it in another: a start then costs no imports."""
-    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
-    monkeypatch.setattr(loop.ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(loop, "get_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(trainer, "make_trainer", lambda work, job, **_: SimpleNamespace(fit=lambda: work({"job": job})))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(dataset_v3, small_base, tmp_path, monkeypatch, capsys):
-    def run(train: str, dtype: str, draws: int, workers: int) -> Path:
-        """Train two steps, resume for a third; the run folder."""
+def run(dataset_v3, small_base, tmp_path, capsys):
+    def run(
+        train: str, dtype: str, draws: int, workers: int, *, later: int | None = None, through_ray_train: bool = False
+    ) -> Path:
+        """Train two steps, resume for a third, with another number of workers if one is given; the run folder."""
         flags = [
             f"--dataset.root={dataset_v3}",
             "--dataset.eval_split=0.2",
@@ -76,15 +65,16 @@ def run(dataset_v3, small_base, tmp_path, monkeypatch, capsys):
             f"--policy.train={train}",
             f"--policy.dtype={dtype}",
             f"--policy.flow_samples={draws}",
-            f"--num_workers={workers}",
-            f"--batch_size={4 // workers}",
             "--optimizer.lr=0.01",
             "--scheduler.num_warmup_steps=0",
             "--max_restarts=0",
             f"--output_dir={tmp_path / 'run'}",
         ]
-        assert cli.main(["train", *flags, "--steps=2"]) == 0, capsys.readouterr().err
-        assert cli.main(["train", *flags, "--steps=3", "--resume=true"]) == 0, capsys.readouterr().err
+        for steps, num in ((2, workers), (3, later or workers)):
+            own = [f"--steps={steps}", f"--num_workers={num}", f"--batch_size={4 // num}"]
+            own += ["--resume=true"] if steps == 3 else []
+            with worker_here() if num == 1 and not through_ray_train else nullcontext():
+                assert cli.main(["train", *flags, *own]) == 0, capsys.readouterr().err
         assert "continuing from" in capsys.readouterr().out
         return tmp_path / "run"
 
@@ -143,18 +133,19 @@ def check(run_dir: Path, base: Path, folder: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("without_ray_train")
 @pytest.mark.parametrize(("train", "dtype", "draws", "workers"), [case for case in ALWAYS if case[3] == 1])
 def test_one_worker(run, small_base, tmp_path, train, dtype, draws, workers):
+    """In this process, as Ray Train would call it in another: a start then costs no imports."""
     check(run(train, dtype, draws, workers), small_base, tmp_path / "exported")
 
 
 @pytest.mark.parametrize(("train", "dtype", "draws", "workers"), [case for case in ALWAYS if case[3] > 1])
-def test_two_workers(run, small_base, tmp_path, train, dtype, draws, workers):
-    check(run(train, dtype, draws, workers), small_base, tmp_path / "exported")
+def test_two_workers_and_then_one(run, small_base, tmp_path, train, dtype, draws, workers):
+    """Two that go on as two are in test_faults.py."""
+    check(run(train, dtype, draws, workers, later=1), small_base, tmp_path / "exported")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("train", "dtype", "draws", "workers"), CASES)
 def test_all_of_them_through_ray_train(run, small_base, tmp_path, train, dtype, draws, workers):
-    check(run(train, dtype, draws, workers), small_base, tmp_path / "exported")
+    check(run(train, dtype, draws, workers, through_ray_train=True), small_base, tmp_path / "exported")
