@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.early, pytest.mark.usefixtures("temporary")]
 ENDLESS = 100_000
 SAVE_FREQ, DECAY = 50, 80
 COORDINATOR = "ray::Coordinator"
+OPEN = "RAY_AUTH_MODE switches Ray's token authentication off"
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,8 @@ def assert_undisturbed(run_dir: Path, flags: list[str]) -> None:
 
 @pytest.mark.timeout(900)
 def test_killed_then_the_same_command_then_asked_to_end_then_on(flags, tmp_path):
-    """And the process that runs its reading dies on the way, which nobody notices.
+    """And the process that runs its reading dies on the way, which nobody notices. The second start is told that
+    authentication is switched off.
 
     What SIGTERM leaves is continued as the driver would, but without Ray in this process, and so is the undisturbed run
     made: both are fed with the rows that the order names.
@@ -115,11 +117,13 @@ def test_killed_then_the_same_command_then_asked_to_end_then_on(flags, tmp_path)
         assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     reached = step_of(run_dir)
     assert left_behind()
-    with started(run_dir, *flags) as process:
+    assert OPEN not in output(run_dir)
+    with started(run_dir, *flags, environment={"RAY_AUTH_MODE": "disabled"}) as process:
         until(lambda: step_of(run_dir) >= reached + 20, process, run_dir)
         process.terminate()
         assert end_of(process, run_dir) == 143, output(run_dir)
     assert output(run_dir).count("continuing from ") == 1
+    assert OPEN in output(run_dir)
     assert "saving a checkpoint" in output(run_dir)
     assert "broken off" not in output(run_dir)
     assert left_behind() == []  # also what the killed one left is removed by the next
