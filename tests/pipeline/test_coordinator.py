@@ -100,7 +100,7 @@ def test_half_an_update_is_not_taken_twice(expected, dataset_v3, small_base, fee
     plan = make_plan(dataset_v3, small_base, batch_size=4, grad_accum=2)
     feed = Feed(plan, Share(0, 1), small_blocks(plan), first_step=0, last_step=6)
     feeds.append(feed)
-    for batch in feed:
+    while (batch := next(feed, None)) is not None:
         taken.append(batch)
     assert died
     assert feed.restarts == 1

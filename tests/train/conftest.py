@@ -37,9 +37,7 @@ def first_run(base_config, tmp_path_factory) -> Path:
 def two_workers_config(base_config) -> RunConfig:
     """The same global batches over two workers; averaged weights and one checkpoint are kept."""
     averaged = replace(base_config.optimizer, ema_decay=0.9)
-    return replace(
-        base_config, num_workers=2, batch_size=4, optimizer=averaged, save_every_s=0.0, keep_checkpoints=1
-    )
+    return replace(base_config, num_workers=2, batch_size=4, optimizer=averaged, save_every_s=0.0, keep_checkpoints=1)
 
 
 @pytest.fixture(scope="session")
