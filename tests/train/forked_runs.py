@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from faults import Fault, Faults, arm
+from tensorboard.summary.writer import event_file_writer
 
 from vlatune.batch import Columns
 from vlatune.config import RunConfig
@@ -34,9 +35,9 @@ from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob
 
-WORKERS, MOST_STARTS = 2, 4
-BEFORE_FORKING = (pi05_load, pi05_module)
-"""Imported once here; a worker would import them when it loads the model, ten seconds each time."""
+WORKERS = 2
+BEFORE_FORKING = (pi05_load, pi05_module, event_file_writer)
+"""Imported once here; a worker would import them when it loads the model and opens its log, ten seconds each time."""
 
 
 class ReadyBatches:
@@ -83,7 +84,8 @@ class NoDriver:
 def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
     """Until the run is done; how many groups were lost on the way."""
     config.run_dir.mkdir(parents=True)
-    for restarts in range(MOST_STARTS):
+    most = len(faults) + 2
+    for restarts in range(most):
         pids = [fork_rank(config, faults, rank, restarts) for rank in range(WORKERS)]
         ended, status = os.wait()
         if status:  # the driver ends what is left of a group
@@ -91,7 +93,7 @@ def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
         status |= os.wait()[1]
         if status == 0:
             return restarts
-    raise RuntimeError(f"{config.run_dir}: not done after {MOST_STARTS} starts")
+    raise RuntimeError(f"{config.run_dir}: not done after {most} starts")
 
 
 def fork_rank(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int) -> int:

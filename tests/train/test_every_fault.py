@@ -1,6 +1,7 @@
 """SIGKILL of either worker at every named point: losses, samples and weights are to the last bit the undisturbed run's.
 
-Without Ray (forked_runs.py), so that all points are met in a minute; test_faults.py meets some of them with it.
+Without Ray (forked_runs.py), so that all points are met in a minute, several of them by a run; test_faults.py meets some
+with it.
 """
 
 import json
@@ -20,15 +21,24 @@ from vlatune.report.sinks import read_jsonl
 
 pytestmark = pytest.mark.early
 STEPS, SAVE_FREQ, STEP, LOGGED_STEP, SAVED_STEP = 8, 3, 5, 4, 6
-FAULTS = [
-    *(Fault(point, STEP, rank) for point in POINTS for rank in (0, 1) if point != "report"),
-    Fault("report", LOGGED_STEP),
-    *(Fault(point, SAVED_STEP) for point in SAVE_POINTS),
-    *(Fault(point, STEPS) for point in ("after step", "save: begun", "save: committed")),  # at the very end
-    *(Fault(point, 1, rank=1) for point in ("data wait", "optimizer")),  # before the first checkpoint
-]
-CASES = {f"{fault.point}, step {fault.optimizer_step}, rank {fault.rank}": (fault,) for fault in FAULTS}
-CASES["twice"] = (Fault("backward", 4, rank=1), Fault("save: synced", SAVED_STEP))
+WORK = tuple(point for point in POINTS if point != "report")
+CASES = {
+    "rank 0, in a step": (Fault("report", LOGGED_STEP), *(Fault(point, STEP) for point in WORK)),
+    "rank 1, before the first checkpoint and in a step": (
+        *(Fault(point, 1, rank=1) for point in ("data wait", "optimizer")),
+        *(Fault(point, STEP, rank=1) for point in WORK),
+    ),
+    "in a save, and at the very end": (
+        *(Fault(point, SAVED_STEP) for point in SAVE_POINTS[: SAVE_POINTS.index("save: committed") + 1]),
+        *(Fault(point, STEPS) for point in ("after step", "save: begun", "save: committed")),
+    ),
+    **{  # a save that is committed is not made again
+        f"in a save, {point}": (Fault(point, SAVED_STEP),)
+        for point in SAVE_POINTS[SAVE_POINTS.index("save: committed") + 1 :]
+    },
+    "either rank": (Fault("backward", 4, rank=1), Fault("save: synced", SAVED_STEP)),
+}
+"""Run -> the faults that it meets, in this order, each of which ends an attempt: what was met is not met again."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +82,11 @@ def weights(run_dir: Path) -> dict[str, bytes]:
 def test_the_undisturbed_run_is_done_in_one_start(runs):
     assert (runs["clean"] / "restarts").read_text() == "0"
     assert [line["optimizer_step"] for line in read_jsonl(runs["clean"] / "samples.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_every_point_is_met():
+    met = {(fault.point, fault.rank) for faults in CASES.values() for fault in faults}
+    assert met >= {(point, rank) for point in WORK for rank in (0, 1)} | {(one, 0) for one in ("report", *SAVE_POINTS)}
 
 
 @pytest.mark.parametrize("case", CASES)
