@@ -1,8 +1,8 @@
-"""Runs of two workers without Ray, restarted until they are done: `python forked_runs.py CONFIG_JSON RUNS_JSON`.
+"""Runs of two workers without Ray, restarted until they are done: `python forked_runs.py RUNS_JSON`.
 
 The workers are the real ones, over gloo, each in a process that is forked from this one, so that a start costs a
 second. Only what Ray would bring is stood in for: the feed hands out ready batches, the object store is not metered.
-A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"run_dir", "faults"}, ...].
+A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"config", "faults"}, ...].
 """
 
 import json
@@ -10,8 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +28,7 @@ from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.pi05 import load as pi05_load
 from vlatune.policies.pi05 import module as pi05_module
+from vlatune.train.driver.folder_checks import open_run
 from vlatune.train.driver.resume_rules import find_resume_point
 from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger
@@ -83,7 +82,7 @@ class NoDriver:
 
 def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
     """Until the run is done; how many groups were lost on the way."""
-    config.run_dir.mkdir(parents=True)
+    open_run(config)
     most = len(faults) + 2
     for restarts in range(most):
         pids = [fork_rank(config, faults, rank, restarts) for rank in range(WORKERS)]
@@ -125,17 +124,16 @@ def work(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int)
     loop.work(loop.Worker(job, Share(rank, WORKERS), NoDriver()))
 
 
-def main(config: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+def main(runs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     loop.get_device = lambda: torch.device("cpu")
     loop.Feed = ReadyBatches
     metrics_logger.SpillMeter = NoSpills
-    base = config_from_dict(RunConfig, config, "the test")
     for one in runs:
-        faults = tuple(Fault(**fault) for fault in one["faults"])
-        restarts = run(replace(base, output_dir=one["run_dir"]), faults)
-        (Path(one["run_dir"]) / "restarts").write_text(str(restarts))
+        config = config_from_dict(RunConfig, one["config"], "the test")
+        restarts = run(config, tuple(Fault(**fault) for fault in one["faults"]))
+        (config.run_dir / "restarts").write_text(str(restarts))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+    main(json.loads(sys.argv[1]))

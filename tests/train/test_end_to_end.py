@@ -13,18 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from without_ray import worker_here
 
 from vlatune import cli
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import EvalConfig, RunConfig, to_json
 from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.pipeline import feed
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
 from vlatune.report.verdict import CONTENTION_FINE
 from vlatune.run_setup import make_setup
-from vlatune.train.driver import trainer
 from vlatune.train.driver.launch import train
 
 STEPS = 12
@@ -47,29 +48,18 @@ def other_run(base_config, tmp_path_factory) -> Path:
     policy = replace(base_config.policy, train="expert", flow_samples=4)
     averaged = replace(base_config.optimizer, ema_decay=0.5)
     config = replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "run_worker", worker_whose_reading_dies())
-        return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
-
-
-def worker_whose_reading_dies():
-    """A worker whose first coordinator is a living process, and then a dead one, before it is asked for anything."""
-
-    def run_worker(settings: dict) -> None:  # made here, so that Ray carries it over by its code
-        from vlatune.pipeline import feed
-        from vlatune.train.worker.loop import run_worker
-
-        start = feed.start_coordinator
+    start = feed.start_coordinator
+    with pytest.MonkeyPatch.context() as patch, worker_here():
 
         def start_and_kill(*args, **steps):
-            feed.start_coordinator, actor = start, start(*args, **steps)
+            """The first is a living process, and then a dead one, before it is asked for anything."""
+            patch.setattr(feed, "start_coordinator", start)
+            actor = start(*args, **steps)
             os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
             return actor
 
-        feed.start_coordinator = start_and_kill
-        run_worker(settings)
-
-    return run_worker
+        patch.setattr(feed, "start_coordinator", start_and_kill)
+        return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
 
 
 def losses(folder: Path) -> list[float]:

@@ -8,11 +8,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from faults import POINTS, SAVE_POINTS, Fault
+from test_matrix import check
 
 from vlatune.checkpoint.local_store import ASIDE, REMOVING
 from vlatune.checkpoint.store import list_checkpoints
@@ -39,6 +40,7 @@ CASES = {
     "either rank": (Fault("backward", 4, rank=1), Fault("save: synced", SAVED_STEP)),
 }
 """Run -> the faults that it meets, in this order, each of which ends an attempt: what was met is not met again."""
+TO_THE_ROBOT = "to the robot"
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +60,22 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
         keep_checkpoints=1,
         log_samples=True,
     )
-    found = {name: folder / str(number) / "run" for number, name in enumerate(["clean", *CASES])}
+    found = {name: folder / str(number) / "run" for number, name in enumerate(["clean", *CASES, TO_THE_ROBOT])}
     for run_dir in found.values():
         run_dir.parent.mkdir()
+    configs = {name: replace(config, output_dir=str(run_dir)) for name, run_dir in found.items()}
+    several = PolicyConfig(path=str(small_base), train="expert", dtype="bfloat16", flow_samples=4)
+    held_out = replace(config.dataset, eval_split=0.2)
+    configs[TO_THE_ROBOT] = replace(
+        configs[TO_THE_ROBOT], policy=several, dataset=held_out, optimizer=OptimizerConfig(lr=1e-2)
+    )
+    faults = CASES | {"clean": (), TO_THE_ROBOT: (Fault("backward", STEP, rank=1),)}
     jobs = [
-        {"run_dir": str(run_dir), "faults": [asdict(fault) for fault in CASES.get(name, ())]}
-        for name, run_dir in found.items()
+        {"config": to_json(config), "faults": [asdict(fault) for fault in faults[name]]}
+        for name, config in configs.items()
     ]
     program = Path(__file__).with_name("forked_runs.py")
-    command = [sys.executable, str(program), json.dumps(to_json(config)), json.dumps(jobs)]
+    command = [sys.executable, str(program), json.dumps(jobs)]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, check=False
     )
@@ -99,3 +108,9 @@ def test_the_killed_run_is_the_undisturbed_one(runs, case):
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
     assert weights(run_dir) == weights(clean)
     assert [path for prefix in (ASIDE, REMOVING) for path in (run_dir / "checkpoints").glob(f"{prefix}*")] == []
+
+
+def test_two_workers_with_several_draws_in_bfloat16_to_the_robot_and_back(runs, small_base, tmp_path):
+    """As those of one worker in test_matrix.py, over a restart."""
+    assert (runs[TO_THE_ROBOT] / "restarts").read_text() == "1"
+    check(runs[TO_THE_ROBOT], small_base, tmp_path / "exported", step=STEPS)

@@ -68,7 +68,8 @@ def finished(ray_local, roots, tmp_path_factory) -> Path:
     with redirect_stdout(StringIO()) as said:
         assert cli.main(["inspect", *map(str, roots)]) == cli.FAILED  # without the map there is no action
     run_dir = tmp_path_factory.mktemp("runs") / "messy"
-    assert cli.main([*command_in(said.getvalue()), f"--output_dir={run_dir}", *FEW]) == 0
+    with worker_here():
+        assert cli.main([*command_in(said.getvalue()), f"--output_dir={run_dir}", *FEW]) == 0
     return run_dir
 
 
