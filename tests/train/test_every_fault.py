@@ -17,7 +17,7 @@ from test_matrix import check
 
 from vlatune.checkpoint.local_store import ASIDE, REMOVING
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
+from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig, to_json
 from vlatune.report.sinks import read_jsonl
 
 pytestmark = pytest.mark.early
@@ -65,9 +65,9 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
         run_dir.parent.mkdir()
     configs = {name: replace(config, output_dir=str(run_dir)) for name, run_dir in found.items()}
     several = PolicyConfig(path=str(small_base), train="expert", dtype="bfloat16", flow_samples=4)
-    held_out = replace(config.dataset, eval_split=0.2)
+    held_out, at_once = replace(config.dataset, eval_split=0.2), SchedulerConfig(num_warmup_steps=0)
     configs[TO_THE_ROBOT] = replace(
-        configs[TO_THE_ROBOT], policy=several, dataset=held_out, optimizer=OptimizerConfig(lr=1e-2)
+        configs[TO_THE_ROBOT], policy=several, dataset=held_out, optimizer=OptimizerConfig(lr=1e-2), scheduler=at_once
     )
     faults = CASES | {"clean": (), TO_THE_ROBOT: (Fault("backward", STEP, rank=1),)}
     jobs = [
