@@ -1,7 +1,8 @@
 """Every way to train, in each dtype, with one draw or several, on one worker or two: to the robot and back.
 
 `vlatune train`, the same again with `--resume`, `vlatune export`, LeRobot's own loading. What LeRobot then holds is what
-the checkpoint holds, tensor by tensor, and does what ours does.
+the checkpoint holds, tensor by tensor, and does what ours does. Here without Ray, which knows nothing of ways and dtypes; with
+it in test_matrix_with_ray.py.
 """
 
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ import torch
 from exported import lerobot_actions, load_lerobot, noise_for
 from safetensors.torch import load_file
 from torch import Tensor
-from without_ray import worker_here
+from without_ray import no_ray
 
 from vlatune import cli
 from vlatune.batch import ACTION, IDS, SLOT
@@ -29,8 +30,6 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05 import POLICY
 from vlatune.report.run_folder import read_config
 from vlatune.run_setup import make_setup
-
-pytestmark = pytest.mark.usefixtures("ray_local")
 
 DTYPES, DRAWS, WORKERS = ("float32", "bfloat16"), (1, 4), (1, 2)
 CASES = tuple(product(POLICY.train_ways, DTYPES, DRAWS, WORKERS))
@@ -47,8 +46,7 @@ ALWAYS = (
     ("lora", "bfloat16", 1, 1),
     ("lora", "float32", 4, 1),
 )
-"""Every pair of way, dtype and draws, in this process, as Ray Train would call its worker in another: a start then costs no
-imports. The third of them on two workers is in test_every_fault.py; through Ray Train all of them are slow."""
+"""Every pair of way, dtype and draws. Two workers are in test_every_fault.py."""
 
 
 @pytest.fixture
@@ -72,7 +70,7 @@ def run(dataset_v3, small_base, tmp_path, capsys):
             f"--output_dir={tmp_path / 'run'}",
         ]
         for more in (["--steps=2"], ["--steps=3", "--resume=true"]):
-            with nullcontext() if through_ray_train else worker_here():
+            with nullcontext() if with_ray else no_ray():
                 assert cli.main(["train", *flags, *more]) == 0, capsys.readouterr().err
         assert "continuing from" in capsys.readouterr().out
         return tmp_path / "run"
@@ -136,9 +134,3 @@ def check(run_dir: Path, base: Path, folder: Path, *, step: int) -> None:
 @pytest.mark.parametrize(("train", "dtype", "draws", "workers"), ALWAYS)
 def test_one_worker(run, small_base, tmp_path, train, dtype, draws, workers):
     check(run(train, dtype, draws, workers), small_base, tmp_path / "exported", step=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("train", "dtype", "draws", "workers"), CASES)
-def test_all_of_them_through_ray_train(run, small_base, tmp_path, train, dtype, draws, workers):
-    check(run(train, dtype, draws, workers, through_ray_train=True), small_base, tmp_path / "exported", step=3)

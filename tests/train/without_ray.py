@@ -1,6 +1,6 @@
-"""A worker in this process: `worker_here` spares Ray Train and its imports, `run_without_ray` spares Ray altogether."""
+"""A worker in this process: `worker_here` spares Ray Train and its imports, `no_ray` and `run_without_ray` all of Ray."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -15,8 +15,11 @@ from vlatune.config import RunConfig
 from vlatune.dataset.order.sample_order import cursor_at, epoch_order, step_samples
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Share
+from vlatune.pipeline.sizing import RunShape
 from vlatune.pipeline.transforms import apply_all
-from vlatune.train.driver import trainer
+from vlatune.report.run_folder import RunFolder
+from vlatune.train.driver import launch, supervisor, trainer
+from vlatune.train.driver.cluster import Cluster, size_for_this_host
 from vlatune.train.driver.folder_checks import open_run
 from vlatune.train.driver.resume_rules import find_resume_point
 from vlatune.train.heartbeat import Request
@@ -37,19 +40,42 @@ def worker_here() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def no_ray() -> Iterator[None]:
+    """The same for `vlatune train`, which otherwise is the real one: no cluster, and the worker is fed with the rows of the
+    order.
+    """
+
+    @contextmanager
+    def local_ray(config: RunConfig, folder: RunFolder, run: RunShape) -> Iterator[Cluster]:
+        yield Cluster(size_for_this_host(config, run), None, ours=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "local_ray", local_ray)
+        patch.setattr(supervisor, "Supervisor", NoSupervisor)
+        patch.setattr(trainer, "make_trainer", lambda _, job, **__: SimpleNamespace(fit=lambda: _work(job)))
+        yield
+
+
 def run_without_ray(config: RunConfig, torch_threads: int) -> None:
-    """Make a run, or go on with it, to its end: the real worker with as many threads, fed with the rows of the order."""
+    """Make a run, or go on with it, to its end, with as many threads: what a driver does, without its checks."""
     start = find_resume_point(config, say=lambda _: None)
     open_run(config)
-    job = WorkerJob(
-        config=config,
-        setup=start.setup,
-        budget=Budget(block_rows=1, block_bytes=1, readers=1, limit_bytes=1),
-        torch_threads=torch_threads,
-        run_dir=str(config.run_dir),
-        checkpoints=start.plan(config),
-        restarts=0,
+    _work(
+        WorkerJob(
+            config=config,
+            setup=start.setup,
+            budget=Budget(block_rows=1, block_bytes=1, readers=1, limit_bytes=1),
+            torch_threads=torch_threads,
+            run_dir=str(config.run_dir),
+            checkpoints=start.plan(config),
+            restarts=0,
+        )
     )
+
+
+def _work(job: WorkerJob) -> None:
+    """The real worker, alone."""
     with _own_threads(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "get_device", lambda: CPU)
         patch.setattr(loop, "Feed", OrderedBatches)
@@ -105,6 +131,17 @@ class NoSpills:
         return SimpleNamespace(spilled_bytes=0, fallback_bytes=0, used_bytes=0)
 
     close = latest
+
+
+class NoSupervisor:
+    """Nobody watches."""
+
+    monitor = None
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def run(self, fit: Callable[[], object], attempt: int) -> None:
+        fit()
 
 
 class NoDriver:
