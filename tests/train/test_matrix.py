@@ -51,7 +51,7 @@ ALWAYS = (
 
 @pytest.fixture
 def run(dataset_v3, small_base, tmp_path, capsys):
-    def run(train: str, dtype: str, draws: int, workers: int, *, through_ray_train: bool = False) -> Path:
+    def run(train: str, dtype: str, draws: int, workers: int, *, with_ray: bool = False) -> Path:
         """Train two steps, resume for a third; the run folder."""
         flags = [
             f"--dataset.root={dataset_v3}",
