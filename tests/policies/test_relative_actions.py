@@ -23,7 +23,7 @@ from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyCon
 from vlatune.dataset.meta import stats as stats_module
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.meta.stats import read_feature
-from vlatune.evaluate.evaluate_run import read_held_out
+from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import in_own_units, predict
 from vlatune.flags import parse_flags
 from vlatune.pipeline.transforms import RelativeActions, apply_all

@@ -19,10 +19,10 @@ from vlatune.dataset.health.bad_episodes import check_first, find_bad_episodes, 
 from vlatune.dataset.health.stats_check import RowsSeen, check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.meta.stats import feature_stats, has_stats
-from vlatune.dataset.order.select import select_episodes
+from vlatune.dataset.order.partition import select_episodes
 from vlatune.dataset.reader import make_unit, read_unit
+from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
-from vlatune.dataset.storage.storage_options import parse_storage_options
 from vlatune.dataset.storage.tables import read_columns
 from vlatune.doctor.findings import Case, Finding, edit_json_command, map_flag, refused
 from vlatune.files import parse_json

@@ -86,7 +86,7 @@ class Fitting:
 
 def measure(module: Any, columns: Columns, device: str) -> Footprint:
     """By two forward passes of the module, over one row and over two."""
-    from vlatune.train.worker.collate import collate
+    from vlatune.train.worker.transfer import collate
 
     parameters = list(module.parameters())
     trained = [one for one in parameters if one.requires_grad]

@@ -18,15 +18,14 @@ from vlatune.dataset.order.shuffle_meter import Shuffle, measure_shuffle
 from vlatune.dataset.reader import read_unit
 from vlatune.doctor import device_memory
 from vlatune.doctor.findings import Case, Finding, refused
-from vlatune.pipeline.host import usable_ram_bytes
 from vlatune.pipeline.plan import Share, make_units, plan_steps
-from vlatune.pipeline.sizing import CORE_FLOPS, Sizing, plan_on_nodes
+from vlatune.pipeline.sizing import CORE_FLOPS, Sizing, plan_on_nodes, usable_ram_bytes
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.formatting import format_bytes, format_number, format_seconds, format_share, plural
 from vlatune.report.html import DISTINCT_FINE, NEIGHBOURS_FINE
 from vlatune.train.driver.cluster import ask_nodes, size_for_this_host
-from vlatune.train.driver.folder_checks import check_run
 from vlatune.train.driver.launch import run_shape
+from vlatune.train.driver.resume_rules import check_run
 
 CPU_SHARE = 0.8
 """Of the free memory of a machine without GPUs, for all workers: readers and the object store need some, too."""

@@ -19,9 +19,8 @@ from vlatune.dataset.reader import allocate, read_into
 from vlatune.dataset.video.resize import letterbox_box
 from vlatune.doctor.device_memory import weight_bytes
 from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, edit_json_command, refused
-from vlatune.pipeline.host import usable_cpus, usable_ram_bytes
 from vlatune.pipeline.plan import Share, make_units, plan_steps
-from vlatune.pipeline.sizing import CORE_FLOPS
+from vlatune.pipeline.sizing import CORE_FLOPS, usable_cpus, usable_ram_bytes
 from vlatune.pipeline.transforms import Transform, apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.base_folder import read_object, resolve_folder
@@ -345,7 +344,7 @@ def check_loss(case: Case) -> Iterator[Finding]:
     """A forward and a backward pass of the first batch: the loss is finite, and all that trains gets a gradient."""
     import torch
 
-    from vlatune.train.worker.collate import collate
+    from vlatune.train.worker.transfer import collate
 
     rows = num_rows(case.batch.rows)
     flops = case.adapter.step_flops(case.policy, case.binding, ModuleOptions.of(case.config.policy)) * rows

@@ -27,8 +27,8 @@ from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.report.formatting import format_number, plural
 from vlatune.report.html import EvalSample, save_eval_samples, write_report
 from vlatune.report.run_folder import read_config, write_evaluation
-from vlatune.report.verdict import eval_meaning
 from vlatune.report.run_places import places_of, require_trusted
+from vlatune.report.verdict import eval_meaning
 from vlatune.run_setup import Setup, make_setup
 
 SHOWN_SAMPLES = 6

@@ -18,7 +18,7 @@ from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.state import load_result
 from vlatune.config import EvalConfig, ExportConfig, OptimizerConfig
-from vlatune.evaluate.evaluate_run import read_held_out
+from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import predict
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Fit, ModuleOptions, trained_tensors

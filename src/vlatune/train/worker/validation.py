@@ -28,6 +28,7 @@ from vlatune.evaluate.predictions import (
 from vlatune.pipeline.plan import Share
 from vlatune.run_setup import Setup
 
+
 class Validator:
     def __init__(self, setup: Setup, share: Share, options: EvalConfig, every: int) -> None:
         batches = cut_batches(choose_held_out(setup, options.max_samples), options.batch_size)
