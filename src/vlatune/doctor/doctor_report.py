@@ -13,8 +13,7 @@ import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
 from vlatune.doctor.device_memory import GPU_SIZES
-from vlatune.doctor.examine import Examination
-from vlatune.doctor.findings import Case, Finding, FirstBatch
+from vlatune.doctor.findings import Case, Examination, Finding, FirstBatch
 from vlatune.files import write_text
 from vlatune.outgoing import printable
 from vlatune.report import plots

@@ -5,17 +5,14 @@ what it was to find out say so, and where its own flags mend it they go on with 
 folder of its own: the run's is left as it is, so that `train` finds nothing there.
 """
 
-import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vlatune.config import DoctorConfig, RunConfig
 from vlatune.doctor import data_checks, machine_checks, model_checks
-from vlatune.doctor.findings import Case, Finding, Status, amended, refused, worst
-from vlatune.flags import flags_of
+from vlatune.doctor.findings import Case, Examination, Finding, refused, worst
 from vlatune.outgoing import redacted
 
 
@@ -56,39 +53,6 @@ CHECKS = (
     Check("cluster", machine_checks.check_cluster, ("samples",)),
 )
 """In the order in which they are made: what costs nothing first."""
-
-
-@dataclass(frozen=True)
-class Examination:
-    """What was found, and the command that would mend it."""
-
-    findings: tuple[Finding, ...]
-    case: Case
-    given: RunConfig
-
-    @property
-    def status(self) -> Status:
-        return worst(self.findings)
-
-    @property
-    def command(self) -> str:
-        """The run with all flags of remedies in it, as it is typed."""
-        config = self.given
-        for one in self.findings:
-            config = amended(config, one.flags) if one.status in ("warn", "fail") and one.flags else config
-        return redacted(shlex.join(["vlatune", "train", *flags_of(config)]))
-
-    def counts(self) -> dict[str, int]:
-        found = [one.status for one in self.findings]
-        return {status: found.count(status) for status in ("fail", "warn", "skipped", "pass")}
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "counts": self.counts(),
-            "findings": [one.to_json() for one in self.findings],
-            "command": self.command,
-        }
 
 
 def examine(
