@@ -88,7 +88,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["trian"], "unknown command 'trian'; did you mean train?"),
         (["frobnicate"], "unknown command 'frobnicate'; `vlatune --help` lists the commands"),
         (["eval"], "RUN is missing; usage: vlatune eval RUN [--flag=value ...]"),
-        (["report"], "RUN is missing; usage: vlatune report RUN"),
+        (["report"], "RUN is missing; usage: vlatune report RUN... [--flag=value ...]"),
         (["make-dataset", "--seed=3"], "DIR is missing; usage: vlatune make-dataset DIR [--flag=value ...]"),
         (["eval", "a", "b"], "'b' is not expected here; flags are written --name=value"),
         (["train", "--batchsize=3"], "unknown flag --batchsize; did you mean --batch_size?"),

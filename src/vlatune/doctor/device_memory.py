@@ -7,7 +7,7 @@
 
 What autograd keeps is counted while the module's own forward runs over one and over two samples: every tensor that is saved
 for the backward pass, but for the weights. On the meta device where the policy offers it (`plan_module`), so that 3.6 B
-parameters take no memory to count; else on the CPU, with the weights of the run. docs/memory.md has the published PI0.5.
+parameters take no memory to count; else on the CPU, with the weights of the run. docs/memory.md has a published policy.
 """
 
 from collections.abc import Callable, Iterator, Mapping
