@@ -22,6 +22,43 @@ CHANGEABLE = ("base", "dataset", "config", "versions")
 
 
 @dataclass(frozen=True)
+class ImageTransformConfig:
+    """One kind of augmentation; names and meanings are LeRobot's."""
+
+    weight: float = 1.0
+    """How likely it is among those that are drawn, relative to the others; 0 leaves it out."""
+    type: str = "Identity"
+    """ColorJitter, SharpnessJitter, RandomAffine, ...; `pipeline/augmentation.py` has the list."""
+    kwargs: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Its settings: a number, or the lowest and the highest one."""
+
+
+def _lerobot_transforms() -> dict[str, ImageTransformConfig]:
+    """LeRobot's own defaults."""
+    jitter = {"brightness": (0.8, 1.2), "contrast": (0.8, 1.2), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
+    affine = {"degrees": (-5.0, 5.0), "translate": (0.05, 0.05)}
+    return {
+        **{name: ImageTransformConfig(type="ColorJitter", kwargs={name: span}) for name, span in jitter.items()},
+        "sharpness": ImageTransformConfig(type="SharpnessJitter", kwargs={"sharpness": (0.5, 1.5)}),
+        "affine": ImageTransformConfig(type="RandomAffine", kwargs=affine),
+    }
+
+
+@dataclass(frozen=True)
+class ImageTransformsConfig:
+    enable: bool = False
+    """Augment pictures in training, each camera and sample by its own draw; evaluation sees them as they are."""
+    preset: Literal["lerobot", "openpi"] = "lerobot"
+    """lerobot draws some of tfs; openpi crops to 95 %, rotates by up to 5 degrees and jitters colours, wrist cameras' colours only."""
+    max_num_transforms: int = 3
+    """How many of tfs a picture gets."""
+    random_order: bool = False
+    """Apply those that were drawn in any order instead of the one of tfs."""
+    tfs: dict[str, ImageTransformConfig] = field(default_factory=_lerobot_transforms)
+    """What is drawn from, in place of all of the defaults: {"hue": {"weight": 1, "type": "ColorJitter", "kwargs": {"hue": [-0.05, 0.05]}}}."""
+
+
+@dataclass(frozen=True)
 class DatasetConfig:
     root: tuple[str, ...] = ()
     """Folder or URL of a LeRobot dataset; give the flag again for several."""
@@ -41,6 +78,7 @@ class DatasetConfig:
     """Share of the episodes held out of training, for `vlatune eval`; 0 trains on all."""
     tolerance_s: float = 1e-4
     """How far a frame's time may lie from its row's timestamp."""
+    image_transforms: ImageTransformsConfig = field(default_factory=ImageTransformsConfig)
     on_bad_episode: Literal["fail", "skip"] = "fail"
     """fail stops at the first bad episode; skip checks all rows and mp4 files first and leaves the bad episodes out."""
     storage_options: str | None = None
@@ -248,6 +286,7 @@ def validate(config: RunConfig) -> None:
         "no dataset: name one with --dataset.root=FOLDER (or --dataset.repo_id=NAME), or make one with `vlatune make-dataset DIR`",
     )
     _check_weights(config.dataset)
+    _check_image_transforms(config.dataset.image_transforms)
     policy = get_policy(config.policy.type)
     example = f", e.g. --policy.path={policy.hub_base}" if policy.hub_base else ""
     _require(
@@ -308,6 +347,27 @@ def _check_settings(given: PolicyConfig, policy: Policy) -> None:
             one.name in known or value == one.default,
             f"--policy.{one.name}={value}: {policy.title} (--policy.type={policy.type}) has no such setting; leave it out",
         )
+
+
+def _check_image_transforms(given: ImageTransformsConfig) -> None:
+    flag, least = "--dataset.image_transforms", given.max_num_transforms
+    _require(least >= 1, f"{flag}.max_num_transforms={least}: must be 1 or more")
+    for name, one in given.tfs.items():
+        _require(0 <= one.weight < math.inf, f"{flag}.tfs: the weight of '{name}' is {one.weight}; must be 0 or more")
+    _require(
+        not given.enable or given.preset == "openpi" or any(one.weight for one in given.tfs.values()),
+        f"{flag}.tfs: there is none with a weight above 0 to draw; leave {flag}.enable out",
+    )
+    own = [name for name in ("max_num_transforms", "random_order", "tfs") if _is_changed(given, name)]
+    _require(
+        given.preset == "lerobot" or not own,
+        f"{flag}.preset={given.preset}: has its own transforms in its own order, so {flag}.{'/'.join(own)} would be given in vain; "
+        f"leave one of them out",
+    )
+
+
+def _is_changed(given: ImageTransformsConfig, name: str) -> bool:
+    return getattr(given, name) != getattr(ImageTransformsConfig(), name)
 
 
 def _check_weights(dataset: DatasetConfig) -> None:

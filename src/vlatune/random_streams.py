@@ -24,6 +24,8 @@ class Stream(IntEnum):
     """(seed, dataset, pass): the runs of frames that a dataset gives to a mixture."""
     EVAL_NOISE = 4
     """(seed, dataset, frame): noise and time of a validation sample."""
+    PICTURES = 5
+    """(seed, place in the run's order, camera): how a training sample's pictures are augmented."""
 
 
 def make_generator(stream: Stream, *numbers: int) -> np.random.Generator:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.batch import ACTION, STATE
+from vlatune.batch import ACTION, STATE, TASK
 from vlatune.config import RunConfig
 from vlatune.dataset.features import camera_spec, vector_spec, with_names
 from vlatune.dataset.health.bad_episodes import (
@@ -27,18 +27,22 @@ from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_
 from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
 from vlatune.dataset.order.select import Selection, hold_out, select_episodes
-from vlatune.dataset.reader import ReadSpec, augmented
+from vlatune.dataset.reader import ReadSpec, augmented, read_unit
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.storage.storage_options import parse_storage_options
-from vlatune.dataset.video.resize import Letterbox
+from vlatune.dataset.video.resize import Letterbox, letterbox_box
 from vlatune.files import read_json, write_json
 from vlatune.outgoing import progress_bar, warn
-from vlatune.pipeline.plan import DataPlan
+from vlatune.pipeline.augmentation import Augment, make_augment
+from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, bind, join_bindings, stats_needed
 from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.registry import get_adapter
-from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
+from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE, TrainedSample
+
+FIRST_SAMPLES = 4
+"""Of the first batch that the report shows."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,12 @@ class Setup:
     """Episodes that were asked for and are left out (--dataset.on_bad_episode=skip)."""
     flow_samples: int = 1
     """Noise and time draws per observation in training; evaluation takes one."""
+    augment: Augment | None = None
+    """What the user asks for beside the policy's own augmentation (--dataset.image_transforms)."""
 
     def training_transforms(self) -> tuple[Transform, ...]:
-        return self.adapter.training_transforms(self.policy, self.binding, self.stats, self._training_draw())
+        own = self.adapter.training_transforms(self.policy, self.binding, self.stats, self._training_draw())
+        return own if self.augment is None else (self.augment, *own)
 
     def eval_transforms(self, seed: int) -> tuple[Transform, ...]:
         """One draw per observation, whatever training takes, and the same one each time."""
@@ -138,7 +145,24 @@ def make_setup(config: RunConfig, metas: tuple[DatasetMeta, ...] | None = None, 
         batch_size=config.batch_size,
         skipped=skipped,
         flow_samples=config.policy.flow_samples,
+        augment=_make_augment(config, metas, specs, policy, binding),
     )
+
+
+def _make_augment(
+    config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], policy: PolicySpec, binding: Binding
+) -> Augment | None:
+    """Of each dataset's pictures, only what lies inside the letterbox."""
+    if not config.dataset.image_transforms.enable:
+        return None
+    boxes = {
+        (number, camera.column): letterbox_box(
+            meta.features[camera.name].height_width, (camera.height, camera.width), pad=policy.pad
+        )
+        for number, (meta, spec) in enumerate(zip(metas, specs, strict=True))
+        for camera in spec.cameras
+    }
+    return make_augment(config.dataset.image_transforms, config.seed, dict(binding.cameras), boxes)
 
 
 def _base_path(config: RunConfig) -> str:
@@ -180,6 +204,34 @@ def _hold_against_rows(
                 f"--dataset.stats=computed"
             )
     return tuple(texts)
+
+
+def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSample]:
+    """Some samples of the run's first step, before and after the user's augmentation: what the report shows of it."""
+    assert setup.augment is not None
+    share, cameras, found = Share(0, 1), setup.binding.cameras, []
+    pieces = [piece for piece in plan_steps(setup.order, share, 0, 1) if piece.slots.min() < count]
+    for unit in make_units(setup.data_plan, share, pieces):
+        rows = read_unit(setup.specs[unit.dataset_index], unit)
+        own = [(name, target) for name, target in cameras if name in rows]
+        plain = {target: _newest(rows[name]).copy() for name, target in own}
+        rows = setup.augment(rows)
+        found += [
+            TrainedSample(
+                int(rows["episode_index"][row]),
+                int(rows["frame_index"][row]),
+                str(rows[TASK][row]),
+                {target: plain[target][row] for _, target in own},
+                {target: _newest(rows[name])[row] for name, target in own},
+            )
+            for row in range(len(unit.frames))
+        ]
+    return found[:count]
+
+
+def _newest(pictures: np.ndarray) -> np.ndarray:
+    """(N, 3, H, W), where a policy looks at several observations, too."""
+    return pictures[:, -1] if pictures.ndim == 5 else pictures
 
 
 def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:

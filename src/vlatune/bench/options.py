@@ -148,7 +148,7 @@ class TrainBench:
     rounds: int = 3
     """How often every way is run."""
     peers: tuple[str, ...] = ("lerobot", "template")
-    """The others' ways that are run: lerobot, template; give the flag again for several, [] for ours alone."""
+    """What is run beside ours: lerobot, template, and augmented, which is ours with --dataset.image_transforms.enable; give the flag again for several, [] for ours alone."""
     num_workers: int = 2
     """Processes of LeRobot's DataLoader; it recommends 4, at most one per core."""
     quality: bool = False

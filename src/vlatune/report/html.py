@@ -57,7 +57,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None) -> Path:
     """Write RUN/report.html; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
     run = read_run(Path(run_dir), eval_samples)
-    parts = (_head, _tiles, _learning, _seen, _evaluated, _time, _mixed, _memory, _settings)
+    parts = (_head, _tiles, _learning, _augmented, _seen, _evaluated, _time, _mixed, _memory, _settings)
     path = Path(run_dir) / REPORT_FILE
     try:
         body = join([part(run) for part in parts])
@@ -169,6 +169,28 @@ def _learning(run: Run) -> Html:
     return _section("Learning", plots.loss_chart(run.metrics), plots.learning_charts(run.metrics))
 
 
+def _augmented(run: Run) -> Html:
+    """Only of a run that augments: nothing is missing from the others."""
+    if not run.first_batch:
+        return Html("")
+    cards = []
+    for sample in run.first_batch[:MAX_SAMPLES]:
+        place = f"episode {sample.episode_index}, frame {sample.frame_index}"
+        pairs = [
+            _picture(image, f"{camera.split('.')[-1]}{what}", place)
+            for camera in sample.images
+            for image, what in ((sample.images[camera], ""), (sample.trained[camera], ", augmented"))
+        ]
+        cards.append(tag("article", tag("div", *pairs, class_="cameras"), tag("p", place, class_="muted")))
+    text = "Of the first batch: pictures as they were read, and as training sees them. Evaluation sees them as they were read."
+    return _section("Augmented pictures", tag("p", text), *cards)
+
+
+def _picture(image: Any, name: str, place: str) -> Html:
+    name = shorten(name, 60)
+    return tag("figure", plots.picture(image, alt=f"{name}, {place}"), tag("figcaption", name))
+
+
 def _seen(run: Run) -> Html:
     title = "What the model saw and what it predicted"
     if not run.samples:
@@ -189,14 +211,7 @@ def _seen(run: Run) -> Html:
 
 def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
     place = f"episode {sample.episode_index}, frame {sample.frame_index}"
-    cameras = (
-        tag(
-            "figure",
-            plots.picture(image, alt=f"{shorten(camera, 60)}, {place}"),
-            tag("figcaption", shorten(camera.split(".")[-1], 60)),
-        )
-        for camera, image in sample.images.items()
-    )
+    cameras = (_picture(image, camera.split(".")[-1], place) for camera, image in sample.images.items())
     sentence = tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")
     saw = tag("div", tag("div", *cameras, class_="cameras"), sentence, tag("p", place, class_="muted"), class_="saw")
     return tag("article", saw, plots.action_charts(sample, scales, names), class_="card")

@@ -17,8 +17,8 @@ from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
-from vlatune.report.run_folder import SKIPPED_FILE, RunFolder
-from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
+from vlatune.report.run_folder import SKIPPED_FILE, RunFolder, save_first_batch
+from vlatune.run_setup import Setup, load_metas, make_setup, read_first_batch, write_skipped
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.failures import FINAL, root_cause
 from vlatune.train.driver.folder_checks import check_run, only_one, open_run
@@ -47,6 +47,8 @@ def train(config: RunConfig) -> None:
         folder = open_run(config)
         if config.dataset.on_bad_episode == "skip":
             write_skipped(folder.path, start.setup.skipped)
+        if start.setup.augment is not None:
+            save_first_batch(folder.path, read_first_batch(start.setup))
         start.store.check_writable()
         try:
             with local_ray(config, folder, run_shape(config, start.setup)) as cluster:

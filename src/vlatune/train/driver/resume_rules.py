@@ -99,9 +99,9 @@ def config_changes(config: RunConfig, stored: Mapping[str, Any], where: str) -> 
         text = f"the global batch, batch_size * grad_accum * num_workers, was {_global_batch(then)}, now {_global_batch(now)}"
         yield Change("config", text)
     flat_now, flat_then = dict(_flatten(now)), dict(_flatten(then))
-    for key in sorted(flat_now):
-        if flat_now[key] != flat_then[key] and key not in NOT_THE_RUNS:
-            text = f"--{key} was {flat_then[key]!r}, now {flat_now[key]!r}"
+    for key in sorted(flat_now.keys() | flat_then.keys()):  # a mapping's own names need not be in both
+        if flat_now.get(key) != flat_then.get(key) and key not in NOT_THE_RUNS:
+            text = f"--{key} was {flat_then.get(key)!r}, now {flat_now.get(key)!r}"
             yield Change("" if _is_free(key) else "config", text)
 
 
