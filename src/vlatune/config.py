@@ -64,6 +64,12 @@ class DatasetConfig:
     """Folder or URL of a LeRobot dataset; give the flag again for several."""
     weight: tuple[float, ...] = ()
     """Share of the samples that each root gives, in the order of the roots; by its number of frames when left out."""
+    weight_temperature: float | None = None
+    """In place of weights: shares by the number of frames to the power 1/T. 1 is by size; the higher, the more alike."""
+    robots: Literal["auto", "one", "several"] = "auto"
+    """Whether the roots are of one robot, with statistics over all of them, or of several, padded, masked and each with its own; auto: several where dims or cameras differ."""
+    action_fps: float | None = None
+    """Actions of a chunk are so many to the second in every root, each the nearest recorded one; every root's own frames when left out."""
     rename_map: tuple[dict[str, str], ...] = ()
     """A map as --rename_map for each root, in the order of the roots, where one for all does not do."""
     stats: Literal["dataset", "computed"] = "dataset"
@@ -245,6 +251,8 @@ class ExportConfig:
     """Name of the checkpoint in RUN/checkpoints; the newest when left out."""
     base: str | None = None
     """Where the base model is now, if not where the run had it."""
+    dataset: int | None = None
+    """Of a run on several robots: whose dims, cameras and statistics the folder has, by the place of its --dataset.root, from 0."""
     adapter: bool = False
     """Only the adapters of --policy.train=lora, as LeRobot and PEFT load them beside the base."""
     weights: Literal["auto", "ema", "trained"] = "auto"
@@ -381,6 +389,17 @@ def _check_weights(dataset: DatasetConfig) -> None:
     _require(
         len(weights) in (0, roots),
         f"--dataset.weight: {len(weights)} weights for {roots} datasets; give one for each --dataset.root, or none",
+    )
+    temperature = dataset.weight_temperature
+    _require(
+        temperature is None or (0.01 <= temperature < math.inf and roots > 1 and not weights),
+        f"--dataset.weight_temperature={temperature}: must be 0.01 or more, for several roots, and without --dataset.weight",
+    )
+    rate = dataset.action_fps
+    _require(rate is None or 0 < rate < math.inf, f"--dataset.action_fps={rate}: must be above 0")
+    _require(
+        dataset.robots != "several" or roots > 1,
+        "--dataset.robots=several: there is one --dataset.root; give the others, or leave the flag out",
     )
     for weight in weights:
         _require(0 < weight < math.inf, f"--dataset.weight={weight}: must be above 0; leave out a dataset of no weight")

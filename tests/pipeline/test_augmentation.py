@@ -17,6 +17,7 @@ from torchvision.transforms.v2 import functional as vision
 from vlatune.batch import SLOT, Columns
 from vlatune.config import DatasetConfig, ImageTransformConfig, ImageTransformsConfig, PolicyConfig, RunConfig, to_json
 from vlatune.config import validate as validate_config
+from vlatune.dataset.order.sample_order import epoch_order
 from vlatune.dataset.reader import read_unit
 from vlatune.dataset.video.resize import letterbox_into
 from vlatune.flags import config_from_dict, parse_flags
@@ -24,12 +25,12 @@ from vlatune.pipeline import augmentation as ours
 from vlatune.pipeline.augmentation import make_augment, make_kind, make_subset
 from vlatune.pipeline.plan import Share, make_units, plan_pieces
 from vlatune.pipeline.transforms import apply_all
-from vlatune.dataset.order.sample_order import epoch_order
 from vlatune.run_setup import Setup, make_setup
 from vlatune.train.driver.resume_rules import config_changes
 
 CAMERAS = {"observation.images.top": "observation.images.base_0_rgb", "wrist": "observation.images.left_wrist_0_rgb"}
 HISTORY = 2
+BOXES = {(0, column): (0, 0, 24, 32) for column in CAMERAS}
 
 
 def picture(kind: str, hw: tuple[int, int] = (60, 80)) -> np.ndarray:
@@ -98,10 +99,10 @@ def test_affine_maps_are_torchvisions(drawn: tuple[Any, ...]) -> None:
     made = ours.RandomAffine((0, 0)).apply(noise, *drawn)
     other = (levels_apart(made, wanted) > 0).any(axis=2).mean()
     assert other <= 0.02, f"{other:.1%} of the pixels come from another place"  # those between two pixels
-    wanted = vision.affine(chw(smooth), angle, list(moved), scale, list(shear), InterpolationMode.BILINEAR, [51.0])
-    apart = levels_apart(ours.RandomAffine((0, 0), linear=True, fill=0.2).apply(smooth, *drawn), wanted)
-    inside = apart[2:-2, 2:-2]
-    assert np.quantile(inside, 0.99) <= 2 and inside.mean() <= 0.6
+    wanted = vision.affine(chw(smooth), angle, list(moved), scale, list(shear), InterpolationMode.BILINEAR)
+    apart = levels_apart(ours.RandomAffine((0, 0), linear=True).apply(smooth, *drawn), wanted)
+    assert np.quantile(apart, 0.99) <= 2
+    assert apart.mean() <= 0.6
 
 
 def test_openpis_crop_and_turn_is_one_affine_map() -> None:
@@ -118,7 +119,8 @@ def test_openpis_crop_and_turn_is_one_affine_map() -> None:
     cropped = vision.resized_crop(chw(image), top, left, 76, 76, [80, 80], antialias=False)
     in_two = vision.rotate(cropped, -angle, InterpolationMode.BILINEAR)  # counter-clockwise, the others clockwise
     apart = levels_apart(made, in_two)[8:-8, 8:-8]
-    assert apart.mean() <= 1.0 and apart.max() <= 8  # interpolated twice
+    assert apart.mean() <= 1.0
+    assert apart.max() <= 8
 
 
 LEROBOTS = {
@@ -157,7 +159,8 @@ def test_noise_has_the_spread_that_was_drawn() -> None:
     image = np.full((60, 80, 3), 128, np.uint8)
     std, noise = ours.GaussianNoise((9.0, 9.0)).draw(np.random.default_rng(0), (60, 80))
     made = ours.GaussianNoise().apply(image, std, noise).astype(float)
-    assert made.std() == pytest.approx(9.0, rel=0.03) and made.mean() == pytest.approx(128, abs=0.4)
+    assert made.std() == pytest.approx(9.0, rel=0.03)
+    assert made.mean() == pytest.approx(128, abs=0.4)
 
 
 def test_the_defaults_are_lerobots() -> None:
@@ -167,7 +170,9 @@ def test_the_defaults_are_lerobots() -> None:
     assert list(mine["tfs"]) == list(theirs["tfs"])
 
 
-@pytest.mark.parametrize("name", [name for name in ours.KINDS if name not in ("Identity", "ColorJitter", "RandomAffine")])
+@pytest.mark.parametrize(
+    "name", [name for name in ours.KINDS if name not in ("Identity", "ColorJitter", "RandomAffine")]
+)
 def test_a_kinds_own_defaults_are_lerobots(name: str) -> None:
     mine: Any = make_kind("it", ImageTransformConfig(type=name))
     theirs = getattr(lerobot, name)(**({"sharpness": (0.5, 1.5)} if name == "SharpnessJitter" else {}))
@@ -216,13 +221,19 @@ def test_draws_fill_their_ranges_evenly() -> None:
     drawn = [dict(jitter.draw(rng, (60, 80))[0]) for _ in range(2000)]
     for name, low, high in (("contrast", 0.75, 1.25), ("hue", -0.1, 0.1)):
         values = np.array([one[name] for one in drawn])
-        assert low <= values.min() and values.max() <= high
+        assert low <= values.min()
+        assert values.max() <= high
         np.testing.assert_allclose(np.quantile(values, [0.25, 0.75]), np.quantile([low, high], [0.25, 0.75]), atol=0.02)
-    affine = make_kind("it", ImageTransformConfig(type="RandomAffine", kwargs={"degrees": (5.0,), "translate": (0.1, 0.05)}))
+    affine = make_kind(
+        "it", ImageTransformConfig(type="RandomAffine", kwargs={"degrees": (5.0,), "translate": (0.1, 0.05)})
+    )
     angles, moves, scales, shears = zip(*(affine.draw(rng, (60, 80)) for _ in range(2000)), strict=True)
-    assert -5 <= min(angles) < -4.9 and 4.9 < max(angles) <= 5
-    assert {abs(right) for right, _ in moves} == set(range(9)) and {abs(down) for _, down in moves} == set(range(4))
-    assert set(scales) == {1.0} and set(shears) == {(0.0, 0.0)}
+    assert -5 <= min(angles) < -4.9
+    assert 4.9 < max(angles) <= 5
+    assert {abs(right) for right, _ in moves} == set(range(9))
+    assert {abs(down) for _, down in moves} == set(range(4))
+    assert set(scales) == {1.0}
+    assert set(shears) == {(0.0, 0.0)}
 
 
 def rows(slots: list[int]) -> Columns:
@@ -239,9 +250,9 @@ def rows(slots: list[int]) -> Columns:
 @pytest.mark.parametrize("preset", ["lerobot", "openpi"])
 def test_what_is_drawn_depends_on_seed_place_and_camera_alone(preset: Any) -> None:
     config = ImageTransformsConfig(enable=True, preset=preset)
-    whole = make_augment(config, 5, CAMERAS, {})(rows([3, 9, 4]))
-    again = make_augment(config, 5, CAMERAS, {})(rows([4]))
-    other = make_augment(config, 6, CAMERAS, {})(rows([4]))
+    whole = make_augment(config, 5, CAMERAS, BOXES)(rows([3, 9, 4]))
+    again = make_augment(config, 5, CAMERAS, BOXES)(rows([4]))
+    other = make_augment(config, 6, CAMERAS, BOXES)(rows([4]))
     for column in CAMERAS:
         np.testing.assert_array_equal(whole[column][2], again[column][0])
         assert not np.array_equal(again[column], other[column])
@@ -257,8 +268,12 @@ def test_openpi_leaves_a_wrist_cameras_geometry_alone() -> None:
     halves = np.zeros((4, 3, 24, 32), np.uint8)
     halves[..., 16:] = 200
     columns["wrist"], columns["observation.images.top"] = halves.copy(), halves[:, None].copy()
-    made = make_augment(ImageTransformsConfig(enable=True, preset="openpi"), 0, CAMERAS, {})(columns)
-    assert all(len(np.unique(one[..., half].reshape(3, -1), axis=1).T) == 1 for one in made["wrist"] for half in (slice(16), slice(16, None)))
+    made = make_augment(ImageTransformsConfig(enable=True, preset="openpi"), 0, CAMERAS, BOXES)(columns)
+    assert all(
+        len(np.unique(one[..., half].reshape(3, -1), axis=1).T) == 1
+        for one in made["wrist"]
+        for half in (slice(16), slice(16, None))
+    )
     assert all(len(np.unique(one[0, 0])) > 2 for one in made["observation.images.top"])
 
 
@@ -271,23 +286,39 @@ def test_a_letterbox_stays_black() -> None:
     tfs = {"contrast": ImageTransformConfig(type="ColorJitter", kwargs={"contrast": (0.1, 0.2)})}
     config = ImageTransformsConfig(enable=True, tfs=tfs)
     made = make_augment(config, 0, {"wrist": "w"}, {(0, "wrist"): (4, 0, 24, 32)})(columns)["wrist"]
-    assert not made[:, :, :4].any() and not made[:, :, 28:].any()
+    assert not made[:, :, :4].any()
+    assert not made[:, :, 28:].any()
     assert made[:, :, 4:28].std(axis=(1, 2, 3)).max() < 10 < made[:, :, 4:28].min()
 
 
 @pytest.mark.parametrize(
     ("tfs", "message"),
     [
-        ('{a: {type: ColourJitter}}', "'a' has the type 'ColourJitter', which is not among those that run on uint8 in a read task; did you mean ColorJitter?"),
-        ('{a: {type: PlanckianJitter}}', "'a' has the type 'PlanckianJitter'"),
-        ('{a: {type: ColorJitter, kwargs: {huee: 0.1}}}', "'a' (ColorJitter): there is no setting 'huee'; did you mean hue?"),
-        ('{a: {type: ColorJitter, kwargs: {hue: 0.9}}}', "'a' (ColorJitter): hue=[0.9]: must be a number, or two that rise, between -0.5 and 0.5"),
-        ('{a: {type: ColorJitter, kwargs: {contrast: [2, 1]}}}', "contrast=[2, 1]: must be a number, or two that rise, 0 or more"),
-        ('{a: {type: ColorJitter, kwargs: {contrast: [1, 2, 3]}}}', "contrast=[1, 2, 3]: must be"),
-        ('{a: {type: RandomAffine}}', "RandomAffine needs its 'degrees'"),
-        ('{a: {type: RandomAffine, kwargs: {degrees: 5, translate: [2, 0]}}}', "translate=[2, 0]: must be two shares"),
-        ('{a: {type: RandomAffine, kwargs: {degrees: 5, interpolation: 1}}}', "interpolation=[1]: must be 0 (nearest) or 2 (linear)"),
-        ('{a: {type: MotionBlur, kwargs: {kernel_size: 4}}}', "kernel_size=[4]: must be an odd number"),
+        (
+            "{a: {type: ColourJitter}}",
+            "'a' has the type 'ColourJitter', which is not among those that run on uint8 in a read task; did you mean ColorJitter?",
+        ),
+        ("{a: {type: PlanckianJitter}}", "'a' has the type 'PlanckianJitter'"),
+        (
+            "{a: {type: ColorJitter, kwargs: {huee: 0.1}}}",
+            "'a' (ColorJitter): there is no setting 'huee'; did you mean hue?",
+        ),
+        (
+            "{a: {type: ColorJitter, kwargs: {hue: 0.9}}}",
+            "'a' (ColorJitter): hue=[0.9]: must be a number, or two that rise, between -0.5 and 0.5",
+        ),
+        (
+            "{a: {type: ColorJitter, kwargs: {contrast: [2, 1]}}}",
+            "contrast=[2, 1]: must be a number, or two that rise, 0 or more",
+        ),
+        ("{a: {type: ColorJitter, kwargs: {contrast: [1, 2, 3]}}}", "contrast=[1, 2, 3]: must be"),
+        ("{a: {type: RandomAffine}}", "RandomAffine needs its 'degrees'"),
+        ("{a: {type: RandomAffine, kwargs: {degrees: 5, translate: [2, 0]}}}", "translate=[2, 0]: must be two shares"),
+        (
+            "{a: {type: RandomAffine, kwargs: {degrees: 5, interpolation: 1}}}",
+            "interpolation=[1]: must be 0 (nearest) or 2 (linear)",
+        ),
+        ("{a: {type: MotionBlur, kwargs: {kernel_size: 4}}}", "kernel_size=[4]: must be an odd number"),
     ],
 )
 def test_a_kind_that_cannot_be_made_is_named(tfs: str, message: str) -> None:
@@ -303,9 +334,15 @@ def test_a_kind_that_cannot_be_made_is_named(tfs: str, message: str) -> None:
         (["--dataset.image_transforms.tfs={a: {weigth: 1}}"], "unknown name weigth; did you mean weight?"),
         (["--dataset.image_transforms.tfs={a: 1}"], "expected a mapping with the names weight, type, kwargs"),
         (["--dataset.image_transforms.tfs={a: {weight: -1}}"], "the weight of 'a' is -1.0; must be 0 or more"),
-        (["--dataset.image_transforms.enable", "--dataset.image_transforms.tfs={}"], "there is none with a weight above 0"),
+        (
+            ["--dataset.image_transforms.enable", "--dataset.image_transforms.tfs={}"],
+            "there is none with a weight above 0",
+        ),
         (["--dataset.image_transforms.max_num_transforms=0"], "max_num_transforms=0: must be 1 or more"),
-        (["--dataset.image_transforms.preset=openpi", "--dataset.image_transforms.random_order=true"], "random_order would be given in vain"),
+        (
+            ["--dataset.image_transforms.preset=openpi", "--dataset.image_transforms.random_order=true"],
+            "random_order would be given in vain",
+        ),
         (["--dataset.image_transforms.preset=pi"], "expected one of lerobot, openpi"),
     ],
 )
@@ -355,7 +392,9 @@ def trained_rows(setup: Setup, share: Share) -> dict[int, dict[str, np.ndarray]]
     return found
 
 
-def test_training_is_augmented_whatever_the_number_of_workers_and_evaluation_is_not(setups: tuple[Setup, Setup]) -> None:
+def test_training_is_augmented_whatever_the_number_of_workers_and_evaluation_is_not(
+    setups: tuple[Setup, Setup],
+) -> None:
     plain, augmented = (trained_rows(setup, Share(0, 1)) for setup in setups)
     in_two = trained_rows(setups[1], Share(0, 2)) | trained_rows(setups[1], Share(1, 2))
     assert plain.keys() == augmented.keys() == in_two.keys()
@@ -365,7 +404,9 @@ def test_training_is_augmented_whatever_the_number_of_workers_and_evaluation_is_
             np.testing.assert_array_equal(values, in_two[slot][name])
             if name not in cameras:
                 np.testing.assert_array_equal(values, plain[slot][name])
-    changed = [not np.array_equal(row[camera], plain[slot][camera]) for slot, row in augmented.items() for camera in cameras]
+    changed = [
+        not np.array_equal(row[camera], plain[slot][camera]) for slot, row in augmented.items() for camera in cameras
+    ]
     assert all(changed)
     assert [type(one) for one in setups[1].eval_transforms(0)] == [type(one) for one in setups[0].eval_transforms(0)]
     assert setups[1].training_specs() == setups[1].specs

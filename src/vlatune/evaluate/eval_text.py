@@ -17,6 +17,8 @@ MAX_NAME = 40
 def eval_text(figures: Mapping[str, Any], run: str) -> str:
     """All of it, with one line on what the figures mean."""
     parts = [[_basis(figures, run)], list(error_lines(figures))]
+    if figures.get("datasets"):
+        parts.append(list(_dataset_lines(figures["datasets"])))
     if len(figures["variants"]) > 1:
         parts.append(list(_variant_lines(figures["variants"])))
     parts.append(list(_dim_lines(figures["per_dim_error"])))
@@ -47,6 +49,15 @@ def _basis(figures: Mapping[str, Any], run: str) -> str:
         f"{run}: checkpoint {figures['checkpoint']}, {figures['weights']} weights, on {figures['device']}; {of}; "
         f"validation loss {format_number(figures['val_loss'])} (seed {figures['seed']})"
     )
+
+
+def _dataset_lines(datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "by dataset, each in its own units (above, means over all samples):"
+    for one in datasets:
+        yield (
+            f"  {one['dataset']}: {printable(one['root'])[-MAX_NAME:]:<{MAX_NAME}} error {one['action_error']:.4f}, predicting the mean "
+            f"{one['mean_action_error']:.4f}, validation loss {format_number(one['val_loss'])} ({plural(one['num_samples'], 'sample')})"
+        )
 
 
 def _variant_lines(variants: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import Store, choose, open_store
 from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.meta.stats import feature_stats
+from vlatune.dataset.order.select import pick
 from vlatune.dataset.reader import allocate, make_unit, read_into
 from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
 from vlatune.outgoing import warn
@@ -64,18 +65,39 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
     module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device, stats=setup.stats).eval()
     rows = read_held_out(setup, options.max_samples)
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    found = []
+    groups = _by_robot(setup, rows)
+    found: list[list[Evaluated]] = [[] for _ in groups]
     for step in steps:
         with store.opened(step) as folder:
             for wanted in ("ema", "trained") if options.weights == "both" else (options.weights,):
                 weights = load_result(folder, trainable, wanted)
-                by_blank = predict_all(setup, module, rows, options, blanks=_blanks(setup), on_batch=on_batch)
-                found.append(Evaluated(step, weights, by_blank))
-    result = _figures(setup, options, found) | {"device": str(device)}
+                for (dataset, part), variants in zip(groups, found, strict=True):
+                    by_blank = predict_all(
+                        setup, module, part, options, blanks=_blanks(setup), on_batch=on_batch, dataset=dataset
+                    )
+                    variants.append(Evaluated(step, weights, by_blank))
+    each = [_figures(setup, options, one, dataset) for (dataset, _), one in zip(groups, found, strict=True)]
+    result = (_joint_figures(setup, each) if setup.binding.parts else each[0]) | {"device": str(device)}
     write_evaluation(run_dir, result)
-    save_eval_samples(run_dir, _samples_to_show(setup, rows, found[0].by_blank["none"]))
+    shown = [
+        _samples_to_show(setup, part, one[0].by_blank["none"], -(-SHOWN_SAMPLES // len(groups)), dataset)
+        for (dataset, part), one in zip(groups, found, strict=True)
+    ]
+    save_eval_samples(run_dir, [sample for samples in shown for sample in samples])
     write_report(run_dir)
     return result
+
+
+def _by_robot(setup: Setup, rows: Columns) -> list[tuple[int | None, Columns]]:
+    """(dataset, its rows), of each robot by itself; all rows where there is one robot."""
+    if not setup.binding.parts:
+        return [(None, rows)]
+    numbers = np.unique(rows["dataset_index"]).tolist()
+    masks = [rows["dataset_index"] == number for number in numbers]
+    return [
+        (number, {name: values[mask] for name, values in rows.items()})
+        for number, mask in zip(numbers, masks, strict=True)
+    ]
 
 
 def _blanks(setup: Setup) -> tuple[str, ...]:
@@ -112,37 +134,73 @@ def read_held_out(setup: Setup, max_samples: int) -> Columns:
     return columns
 
 
-def _figures(setup: Setup, options: EvalConfig, found: Sequence[Evaluated]) -> dict[str, Any]:
+def _figures(setup: Setup, options: EvalConfig, found: Sequence[Evaluated], dataset: int | None) -> dict[str, Any]:
     """Those of the first variant, in full, and of each in short."""
     full = found[0].by_blank["none"]
-    mean_A = feature_stats(setup.metas, ACTION, ["mean"])["mean"].astype(np.float32)
+    metas, names = setup.metas, setup.binding.action_names
+    held_out = setup.held_out
+    if dataset is not None:
+        metas, names = metas[dataset : dataset + 1], setup.binding.parts[dataset].action_names
+        held_out = pick(held_out, held_out.dataset == dataset)
+    mean_A = feature_stats(metas, ACTION, ["mean"])["mean"].astype(np.float32)
     mean_guess = replace(full, predicted_NTA=np.broadcast_to(mean_A, full.true_NTA.shape))
     error_NTA = np.where(full.valid_NT[..., None], np.abs(full.predicted_NTA - full.true_NTA), np.nan)
-    positions = setup.held_out.position
-    return found[0].to_json() | {
-        "episodes": [
-            int(setup.metas[int(d)].episodes.index[p]) for d, p in zip(setup.held_out.dataset, positions, strict=True)
-        ],
-        "num_samples": len(full.true_NTA),
-        "seed": options.seed,
-        "mean_action_error": mean_guess.error(),
-        "per_dim_error": dict(
-            zip(setup.binding.action_names, np.nanmean(error_NTA, axis=(0, 1)).tolist(), strict=True)
-        ),
-        "per_horizon_error": np.nanmean(error_NTA, axis=(0, 2)).tolist(),
+    return (
+        found[0].to_json()
+        | {
+            "episodes": [
+                int(setup.metas[int(d)].episodes.index[p])
+                for d, p in zip(held_out.dataset, held_out.position, strict=True)
+            ],
+            "num_samples": len(full.true_NTA),
+            "seed": options.seed,
+            "mean_action_error": mean_guess.error(),
+            "per_dim_error": dict(zip(names, np.nanmean(error_NTA, axis=(0, 1)).tolist(), strict=True)),
+            "per_horizon_error": np.nanmean(error_NTA, axis=(0, 2)).tolist(),
+            "action_names": list(names),
+            "variants": [one.to_json() for one in found],
+        }
+        | ({} if dataset is None else {"dataset": dataset, "root": setup.metas[dataset].root.url})
+    )
+
+
+def _joint_figures(setup: Setup, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several robots: means over the samples of all, and each robot's own figures under `datasets`."""
+    counts = [one["num_samples"] for one in each]
+    variants = [_mean_figures(of_one, counts) for of_one in zip(*(one["variants"] for one in each), strict=True)]
+    horizons = np.average([one["per_horizon_error"] for one in each], axis=0, weights=counts)
+    return _mean_figures(each, counts) | {
+        "episodes": [episode for one in each for episode in one["episodes"]],
+        "num_samples": sum(counts),
+        "per_dim_error": {
+            f"dataset {one['dataset']}: {name}": error for one in each for name, error in one["per_dim_error"].items()
+        },
+        "per_horizon_error": horizons.tolist(),
         "action_names": list(setup.binding.action_names),
-        "variants": [one.to_json() for one in found],
+        "variants": variants,
+        "datasets": [{key: value for key, value in one.items() if key != "variants"} for one in each],
     }
 
 
-def _samples_to_show(setup: Setup, rows: Columns, predictions: Predictions) -> list[EvalSample]:
-    chosen = np.unique(np.linspace(0, num_rows(rows) - 1, SHOWN_SAMPLES).round().astype(int))
+def _mean_figures(each: Sequence[dict[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
+    """The first one's, with losses and errors averaged by the number of samples."""
+    keys = [key for key in each[0] if key == "val_loss" or key.endswith("_error")]
+    numbers = [key for key in keys if isinstance(each[0][key], float)]
+    plain = {key: value for key, value in each[0].items() if key not in ("dataset", "root")}
+    return plain | {key: float(np.average([one[key] for one in each], weights=counts)) for key in numbers}
+
+
+def _samples_to_show(
+    setup: Setup, rows: Columns, predictions: Predictions, count: int, dataset: int | None
+) -> list[EvalSample]:
+    chosen = np.unique(np.linspace(0, num_rows(rows) - 1, count).round().astype(int))
+    absent = {camera.column for camera in setup.specs[dataset or 0].absent}
     return [
         EvalSample(
             episode_index=int(rows["episode_index"][row]),
             frame_index=int(rows["frame_index"][row]),
             task=str(rows[TASK][row]),
-            images={name: _newest(rows[name][row]) for name, _ in setup.binding.cameras},
+            images={name: _newest(rows[name][row]) for name, _ in setup.binding.cameras if name not in absent},
             true_TA=predictions.true_NTA[row],
             predicted_TA=predictions.predicted_NTA[row],
             valid_T=predictions.valid_NT[row],

@@ -48,8 +48,10 @@ def predict_all(
     *,
     blanks: Sequence[str] = BLANKS,
     on_batch: OnBatch = lambda done, total: None,
+    dataset: int | None = None,
 ) -> dict[str, Predictions]:
-    """Actions and loss for every blank, in one pass over the rows, on the module's device.
+    """Actions and loss for every blank, in one pass over the rows, on the module's device. Of several robots the rows are
+    those of one `dataset`.
 
     The host reads nothing of what is computed before the end, so it prepares a batch while the one before computes.
     """
@@ -66,9 +68,14 @@ def predict_all(
     losses_BK = torch.stack(losses).cpu().double().numpy()  # device sync, after all batches: nothing is left to overlap
     chunks_KNTA = torch.cat(chunks, dim=1).cpu().numpy()  # the same, already waited for
     unscale, loss_K = _action_normaliser(transforms), np.array(counts) @ losses_BK / sum(counts)
+    dims = rows[ACTION].shape[-1]
+    if dataset is not None:
+        dims = setup.binding.parts[dataset].action_dim
+        unscale = unscale.of_dataset(dataset, dims) if unscale else None
+        chunks_KNTA = chunks_KNTA[..., :dims]
     return {
         blank: Predictions(
-            rows[ACTION],
+            rows[ACTION][..., :dims],
             unscale.inverse(chunks_KNTA[k]) if unscale else chunks_KNTA[k],
             ~rows[ACTION_IS_PAD],
             float(loss_K[k]),
@@ -82,7 +89,7 @@ def _run(module: Any, columns: Columns, device: torch.device, options: EvalConfi
     """Loss and action chunks of a batch, still on the device."""
     batch = {key: _to_device(torch.from_numpy(values), device) for key, values in columns.items()}
     noise_TP = _to_device(_start_noise(batch[ACTION].shape[1:], options.seed), device)
-    return module(batch), module.predict(batch, noise_TP.expand_as(batch[ACTION]).contiguous()).float()
+    return module(batch).mean(), module.predict(batch, noise_TP.expand_as(batch[ACTION]).contiguous()).float()
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:

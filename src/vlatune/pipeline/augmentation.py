@@ -68,27 +68,29 @@ class Augment:
     names: Mapping[str, str]
     """Column -> the policy's name of the camera, which the draw depends on."""
     boxes: Mapping[tuple[int, str], Box]
-    """(dataset, column) -> the part that is augmented; all of it where there is none."""
+    """(dataset, column) -> the part that is augmented. A dataset that is not here lacks the camera."""
 
     def __call__(self, columns: Columns) -> Columns:
         slots, datasets = columns[SLOT].tolist(), columns["dataset_index"].tolist()
         for column, chain in self.chains.items():
             name = zlib.crc32(self.names[column].encode())
             for row, (slot, dataset) in enumerate(zip(slots, datasets, strict=True)):
-                rng = make_generator(Stream.PICTURES, self.seed, slot, name)
-                self._augment(columns[column][row], chain, rng, self.boxes.get((dataset, column)))
+                if (dataset, column) in self.boxes:
+                    rng = make_generator(Stream.PICTURES, self.seed, slot, name)
+                    _augment(columns[column][row], chain, rng, self.boxes[dataset, column])
         return columns
 
-    def _augment(self, pictures: np.ndarray, chain: Chain, rng: np.random.Generator, box: Box | None) -> None:
-        """(3, H, W), or (O, 3, H, W) of a history."""
-        top, left, height, width = box or (0, 0, *pictures.shape[-2:])
-        inside = pictures[..., top : top + height, left : left + width]
-        steps = chain.draw(rng, (height, width))
-        for planes in inside[None] if inside.ndim == 3 else inside:
-            image_HWC = cv2.merge([planes[0], planes[1], planes[2]])
-            for step in steps:
-                image_HWC = step(image_HWC)
-            cv2.split(image_HWC, [planes[0], planes[1], planes[2]])
+
+def _augment(pictures: np.ndarray, chain: Chain, rng: np.random.Generator, box: Box) -> None:
+    """(3, H, W), or (O, 3, H, W) of a history."""
+    top, left, height, width = box
+    inside = pictures[..., top : top + height, left : left + width]
+    steps = chain.draw(rng, (height, width))
+    for planes in inside[None] if inside.ndim == 3 else inside:
+        image_HWC = cv2.merge([planes[0], planes[1], planes[2]])
+        for step in steps:
+            image_HWC = step(image_HWC)
+        cv2.split(image_HWC, [planes[0], planes[1], planes[2]])
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,10 @@ def _apply(kind: Kind, drawn: tuple[Any, ...], image_HWC: np.ndarray) -> np.ndar
 def make_augment(
     config: ImageTransformsConfig, seed: int, cameras: Mapping[str, str], boxes: Mapping[tuple[int, str], Box]
 ) -> Augment:
-    """`cameras`: column -> the policy's name. A wrong setting is refused with its name."""
+    """`cameras`: column -> the policy's name; `boxes` as in `Augment`. A wrong setting is refused with its name."""
     if config.preset == "openpi":
         chains: dict[str, Chain] = {column: _openpi(name) for column, name in cameras.items()}
-        return Augment(seed, chains, cameras, {})
+        return Augment(seed, chains, cameras, boxes)
     chain = make_subset(config)
     return Augment(seed, dict.fromkeys(cameras, chain), cameras, boxes)
 
@@ -550,9 +552,7 @@ class RandomShadow:
         """Opacity, where it begins, how wide it is, and -1 for darker, 1 for lighter."""
         return rng.uniform(*self.opacity), rng.random(), rng.uniform(1 / 3, 2 / 3), -1.0 if rng.random() < 0.5 else 1.0
 
-    def apply(
-        self, image_HWC: np.ndarray, opacity: float, start: float, share: float, direction: float
-    ) -> np.ndarray:
+    def apply(self, image_HWC: np.ndarray, opacity: float, start: float, share: float, direction: float) -> np.ndarray:
         height, width = image_HWC.shape[:2]
         band = max(1, min(width, round(share * width)))
         begin = round(start * (width - band))

@@ -3,13 +3,19 @@
 Without torch: read tasks run these.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vlatune.batch import ACTION, NOISE, SLOT, TIME, Columns
 from vlatune.policies.base import PolicySpec
 from vlatune.random_streams import Stream, make_generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +74,10 @@ class DrawFlow:
                 rng.standard_normal(out=noise[row, draw], dtype=np.float32)
                 time[row, draw] = rng.beta(self.alpha, self.beta) * self.scale + self.offset
         return columns | {NOISE: noise, TIME: time}
+
+
+def mean_over_own_dims(losses_MTP: Tensor, mask_BP: Tensor) -> Tensor:
+    """(B,): each sample's mean over its draws, time steps and the action dims that its robot has. M is B times the draws."""
+    by_sample_BKTP = losses_MTP.unflatten(0, (len(mask_BP), -1))
+    own_BP = mask_BP.to(losses_MTP.dtype)
+    return (by_sample_BKTP.mean(dim=(1, 2)) * own_BP).sum(dim=1) / own_BP.sum(dim=1)

@@ -8,7 +8,7 @@ figures verdict.py's.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,9 @@ def _tile(name: str, value: Any, write: Callable[[Any], str], *, note: str = "",
 def _learning(run: Run) -> Html:
     if not plots.has(run.metrics, "loss"):
         return _section("Learning", _missing("No loss was logged: the run has not reached its first log line."))
-    return _section("Learning", plots.loss_chart(run.metrics), plots.learning_charts(run.metrics))
+    mixed = any(record.get("loss_by_dataset") for record in run.metrics)
+    by_dataset = [plots.dataset_loss_chart(run.metrics)] if mixed else []
+    return _section("Learning", plots.loss_chart(run.metrics), *by_dataset, plots.learning_charts(run.metrics))
 
 
 def _augmented(run: Run) -> Html:
@@ -230,9 +232,23 @@ def _evaluated(run: Run) -> Html:
         title,
         tag("p", eval_meaning(evaluation)),
         plots.eval_bars(evaluation),
+        *_by_dataset(evaluation.get("datasets") or ()),
         tag("div", *details, class_="pair"),
         tag("p", _eval_basis(evaluation), class_="muted"),
     )
+
+
+def _by_dataset(datasets: Sequence[dict[str, Any]]) -> list[Html]:
+    """Of several robots: each dataset's errors, in its own units."""
+    if not datasets:
+        return []
+    keys = ("action_error", "mean_action_error", "val_loss")
+    head = _row("Dataset, each in its own units", "error", "always the mean action", "validation loss")
+    body = [
+        _row(shorten(f"{one['dataset']}: {_shown(one['root'])}", 120), *(format_number(one[key]) for key in keys))
+        for one in datasets
+    ]
+    return [tag("table", tag("tbody", head, *body), class_="settings")]
 
 
 def _eval_basis(evaluation: dict[str, Any]) -> str:

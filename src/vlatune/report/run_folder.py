@@ -192,6 +192,7 @@ RECORD = {
     **dict.fromkeys(("kept_share", "other_threads_share", "spilled_bytes", "fallback_bytes"), Number),
     **dict.fromkeys(("object_store_bytes", "time_to_first_batch_s", "peak_object_store_bytes"), Number),
     **dict.fromkeys(("restarts", "reader_restarts"), int | None),
+    "loss_by_dataset": tuple[Number, ...] | None,
 }
 EVALUATION = {
     **dict.fromkeys(("val_loss", "action_error", "mean_action_error"), Number),
@@ -201,6 +202,7 @@ EVALUATION = {
     "per_horizon_error": tuple[Number, ...] | None,
     "action_names": tuple[str, ...] | None,
     "episodes": list | None,
+    "datasets": tuple[dict, ...] | None,
 }
 """Kinds of what the report uses of config.json, of a line of metrics.jsonl, and of eval.json; each may be missing."""
 RUN_ENTRIES = (

@@ -180,9 +180,7 @@ class TemplateJob:
     lr: float
 
 
-def ours(
-    job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int = 1, augmented: bool = False
-) -> Program:
+def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int = 1, augmented: bool = False) -> Program:
     """`vlatune train`, its config in a file."""
     transforms = replace(job.config.dataset.image_transforms, enable=augmented)
     config = replace(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, MIXTURE_KEYS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
     NO_STATS,
@@ -22,6 +22,7 @@ from vlatune.policies.base import (
     PolicyAdapter,
     Stats,
     make_normalisers,
+    mixture_masks,
 )
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import DrawFlow, FlowSpec, PadActions
@@ -72,6 +73,7 @@ SCHEMA = Schema(
 class Pi05Adapter(PolicyAdapter[FlowSpec]):
     schema = SCHEMA
     carried_files = (SIZE_FILE,)
+    mixes_robots = True
 
     def read_spec(self, folder: Path) -> FlowSpec:
         """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
@@ -112,6 +114,8 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
     def make_transforms(self, spec: FlowSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, normalise, prompt, tokenise, pad, draw: LeRobot's processors in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
+        masks = mixture_masks(spec, binding)
+        also = MIXTURE_KEYS if masks else ()
         flow = DrawFlow(
             draw.seed,
             spec.horizon,
@@ -123,11 +127,12 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         return (
             Rename(dict(binding.cameras)),
             *make_normalisers(spec, stats),
-            StatePrompt(),
+            StatePrompt(tuple(part.state_dim for part in binding.parts)),
             Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
             PadActions(spec.max_action_dim),
             flow,
-            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
+            *masks,
+            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT, *also)),
         )
 
     def step_flops(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> float:

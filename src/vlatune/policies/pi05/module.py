@@ -11,8 +11,9 @@ import torch
 from lerobot.policies.pi05 import PI05Policy
 from torch import Tensor, nn
 
-from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
+from vlatune.policies.flow_matching import mean_over_own_dims
 from vlatune.policies.pi05.forward import compute_prefix, flow_losses, make_time_scale
 from vlatune.policies.pi05.layers import expert_layer, how_to_run, prefix_layer
 from vlatune.policies.pi05.load import load_policy, make_whole
@@ -45,7 +46,7 @@ class Pi05Module(nn.Module):
         self._expert_layer = how_to_run(expert_layer, compiled=options.compile, checkpointed=again)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean over samples, draws, time steps and the dataset's action dims."""
+        """Mean over samples, draws, time steps and the dataset's action dims; of several robots over each sample's own, (B,)."""
         self._check_draws(batch[NOISE], batch[TIME])
         model = self.policy.model
         with torch.set_grad_enabled(self.train_prefix and torch.is_grad_enabled()):
@@ -56,6 +57,7 @@ class Pi05Module(nn.Module):
                 batch[TOKEN_MASK],
                 dtype=self.dtype,
                 run_layer=self._prefix_layer,
+                camera_mask_BC=batch.get(CAMERA_MASK),
             )
         losses_BTP = flow_losses(
             model,
@@ -66,6 +68,8 @@ class Pi05Module(nn.Module):
             time_scale=self.time_scale,
             run_layer=self._expert_layer,
         )
+        if ACTION_DIM_MASK in batch:
+            return mean_over_own_dims(losses_BTP, batch[ACTION_DIM_MASK])
         return losses_BTP[:, :, : self.action_dim].mean()
 
     @torch.no_grad()
@@ -91,6 +95,8 @@ class Pi05Module(nn.Module):
         images = [batch[camera].to(torch.float32) / 255.0 * 2.0 - 1.0 for camera in self.cameras]
         there = torch.ones(images[0].shape[0], dtype=torch.bool, device=images[0].device)
         masks = [there] * len(images)
+        if CAMERA_MASK in batch:
+            masks = list(batch[CAMERA_MASK].unbind(dim=1))
         for _ in range(self.missing_cameras):
             images.append(torch.full_like(images[0], -1.0))
             masks.append(torch.zeros_like(there))

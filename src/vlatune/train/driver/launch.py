@@ -18,7 +18,7 @@ from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
 from vlatune.report.run_folder import SKIPPED_FILE, RunFolder, save_first_batch
-from vlatune.run_setup import Setup, load_metas, make_setup, read_first_batch, write_skipped
+from vlatune.run_setup import Setup, load_metas, make_setup, mixture_lines, read_first_batch, write_skipped
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.failures import FINAL, root_cause
 from vlatune.train.driver.folder_checks import check_run, only_one, open_run
@@ -177,7 +177,10 @@ def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
     from vlatune.pipeline.sizing import RunShape, compute_share
 
     step_flops = setup.adapter.step_flops(setup.policy, setup.binding, ModuleOptions.of(config.policy))
-    pixels = sum(math.prod(setup.metas[0].features[name].height_width) for name, _ in setup.binding.cameras)
+    pixels = max(
+        sum(math.prod(meta.features[camera.name].height_width) for camera in spec.cameras)
+        for meta, spec in zip(setup.metas, setup.specs, strict=True)
+    )
     return RunShape(
         config.num_workers,
         setup.data_plan.row_bytes(),
@@ -198,6 +201,8 @@ def _introduce(config: RunConfig, start: ResumePoint, folder: RunFolder, sizing:
         _say(f"{skip_line(setup.skipped, selected)}; all of them in {folder.path}/{SKIPPED_FILE}")
     if setup.binding.missing_cameras:
         _say(f"cameras of the policy without data, masked: {', '.join(setup.binding.missing_cameras)}")
+    for line in mixture_lines(setup):
+        _say(line)
     for line in sizing.reasons():
         _say(line)
     for text in sizing.warnings:
