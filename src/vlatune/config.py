@@ -28,7 +28,7 @@ class ImageTransformConfig:
     weight: float = 1.0
     """How likely it is among those that are drawn, relative to the others; 0 leaves it out."""
     type: str = "Identity"
-    """ColorJitter, SharpnessJitter, RandomAffine, ...; `pipeline/augmentation.py` has the list."""
+    """ColorJitter, SharpnessJitter, RandomAffine, ...; `pipeline/picture_kinds.py` has the list."""
     kwargs: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Its settings: a number, or the lowest and the highest one."""
 

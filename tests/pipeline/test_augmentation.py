@@ -21,8 +21,9 @@ from vlatune.dataset.order.sample_order import epoch_order
 from vlatune.dataset.reader import read_unit
 from vlatune.dataset.video.resize import letterbox_into
 from vlatune.flags import config_from_dict, parse_flags
-from vlatune.pipeline import augmentation as ours
-from vlatune.pipeline.augmentation import make_augment, make_kind, make_subset
+from vlatune.pipeline import picture_kinds as ours
+from vlatune.pipeline.augmentation import make_augment, make_subset
+from vlatune.pipeline.picture_kinds import make_kind
 from vlatune.pipeline.plan import Share, make_units, plan_pieces
 from vlatune.pipeline.transforms import apply_all
 from vlatune.run_setup import Setup, make_setup
