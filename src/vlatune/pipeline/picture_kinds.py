@@ -24,6 +24,7 @@ GRAY = (0.2989, 0.587, 0.114)
 """torchvision's weights of red, green and blue."""
 CUT = -0.498
 """Added before OpenCV rounds, where torchvision cuts off; not -0.5, which would take whole numbers down, too."""
+STRIP_ROWS = 32
 NEAREST, LINEAR = 0, 2
 """As torchvision numbers the ways to interpolate."""
 Span = tuple[float, float]
@@ -153,10 +154,16 @@ def adjust_saturation(image_HWC: np.ndarray, factor: float) -> np.ndarray:
 
 
 def adjust_hue(image_HWC: np.ndarray, turn: float) -> np.ndarray:
-    """In float32: with hues of 8 bits, saturated colours would be off by up to six levels."""
-    hsv_HWC = cv2.cvtColor(image_HWC.astype(np.float32), cv2.COLOR_RGB2HSV)
-    hsv_HWC[..., 0] += 360.0 * (turn % 1.0)  # up to 720: OpenCV goes round by itself, but only upwards
-    return cv2.convertScaleAbs(cv2.cvtColor(hsv_HWC, cv2.COLOR_HSV2RGB))
+    """In float32: with hues of 8 bits, saturated colours would be off by up to six levels. Some rows at a time, whose
+    memory the allocator keeps: of whole pictures, pages that are given back and fetched anew cost three times the work.
+    """
+    made_HWC, degrees = np.empty_like(image_HWC), np.float32(360.0 * (turn % 1.0))
+    for begin in range(0, len(image_HWC), STRIP_ROWS):
+        strip = slice(begin, begin + STRIP_ROWS)
+        hsv_HWC = cv2.cvtColor(image_HWC[strip].astype(np.float32), cv2.COLOR_RGB2HSV)
+        hsv_HWC[..., 0] += degrees  # up to 720: OpenCV goes round by itself, but only upwards
+        cv2.convertScaleAbs(cv2.cvtColor(hsv_HWC, cv2.COLOR_HSV2RGB), made_HWC[strip])
+    return made_HWC
 
 
 ADJUST = {
