@@ -30,11 +30,54 @@ CHANGEABLE = ("base", "dataset", "config", "versions")
 
 
 @dataclass(frozen=True)
+class ImageTransformConfig:
+    """One kind of augmentation; names and meanings are LeRobot's."""
+
+    weight: float = 1.0
+    """How likely it is among those that are drawn, relative to the others; 0 leaves it out."""
+    type: str = "Identity"
+    """ColorJitter, SharpnessJitter, RandomAffine, ...; `pipeline/picture_kinds.py` has the list."""
+    kwargs: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Its settings: a number, or the lowest and the highest one."""
+
+
+def _lerobot_transforms() -> dict[str, ImageTransformConfig]:
+    """LeRobot's own defaults."""
+    jitter = {"brightness": (0.8, 1.2), "contrast": (0.8, 1.2), "saturation": (0.5, 1.5), "hue": (-0.05, 0.05)}
+    affine = {"degrees": (-5.0, 5.0), "translate": (0.05, 0.05)}
+    return {
+        **{name: ImageTransformConfig(type="ColorJitter", kwargs={name: span}) for name, span in jitter.items()},
+        "sharpness": ImageTransformConfig(type="SharpnessJitter", kwargs={"sharpness": (0.5, 1.5)}),
+        "affine": ImageTransformConfig(type="RandomAffine", kwargs=affine),
+    }
+
+
+@dataclass(frozen=True)
+class ImageTransformsConfig:
+    enable: bool = False
+    """Augment pictures in training, each camera and sample by its own draw; evaluation sees them as they are."""
+    preset: Literal["lerobot", "openpi"] = "lerobot"
+    """lerobot draws some of tfs; openpi crops to 95 %, rotates by up to 5 degrees and jitters colours, wrist cameras' colours only."""
+    max_num_transforms: int = 3
+    """How many of tfs a picture gets."""
+    random_order: bool = False
+    """Apply those that were drawn in any order instead of the one of tfs."""
+    tfs: dict[str, ImageTransformConfig] = field(default_factory=_lerobot_transforms)
+    """What is drawn from, in place of all of the defaults: {"hue": {"weight": 1, "type": "ColorJitter", "kwargs": {"hue": [-0.05, 0.05]}}}."""
+
+
+@dataclass(frozen=True)
 class DatasetConfig:
     root: tuple[str, ...] = ()
     """Folder or URL of a LeRobot dataset; give the flag again for several."""
     weight: tuple[float, ...] = ()
     """Share of the samples that each root gives, in the order of the roots; by its number of frames when left out."""
+    weight_temperature: float | None = None
+    """In place of weights: shares by the number of frames to the power 1/T. 1 is by size; the higher, the more alike."""
+    robots: Literal["auto", "one", "several"] = "auto"
+    """Whether the roots are of one robot, with statistics over all of them, or of several, padded, masked and each with its own; auto: several where dims or cameras differ."""
+    action_fps: float | None = None
+    """Actions of a chunk are so many to the second in every root, each the nearest recorded one; every root's own frames when left out."""
     rename_map: tuple[dict[str, str], ...] = ()
     """A map as --rename_map for each root, in the order of the roots, where one for all does not do."""
     stats: Literal["dataset", "computed"] = "dataset"
@@ -51,6 +94,7 @@ class DatasetConfig:
     """Share of the episodes held out of training, for `vlatune eval`; 0 trains on all."""
     tolerance_s: float = 1e-4
     """How far a frame's time may lie from its row's timestamp."""
+    image_transforms: ImageTransformsConfig = field(default_factory=ImageTransformsConfig)
     on_bad_episode: Literal["fail", "skip"] = "fail"
     """fail stops at the first bad episode; skip checks all rows and mp4 files first and leaves the bad episodes out."""
     storage_options: str | None = None
@@ -283,6 +327,8 @@ class ExportConfig:
     """Name of the checkpoint in RUN/checkpoints; the newest when left out."""
     base: str | None = None
     """Where the base model is now, if not where the run had it."""
+    dataset: int | None = None
+    """Of a run on several robots: whose dims, cameras and statistics the folder has, by the place of its --dataset.root, from 0."""
     adapter: bool = False
     """Only the adapters of --policy.train=lora, as LeRobot and PEFT load them beside the base."""
     weights: Literal["auto", "ema", "trained"] = "auto"
@@ -343,6 +389,7 @@ def validate(config: RunConfig) -> None:
         "no dataset: name one with --dataset.root=FOLDER (or --dataset.repo_id=NAME), or make one with `vlatune make-dataset DIR`",
     )
     _check_weights(config.dataset)
+    _check_image_transforms(config.dataset.image_transforms)
     policy = get_policy(config.policy.type)
     example = f", e.g. --policy.path={policy.hub_base}" if policy.hub_base else ""
     _require(
@@ -422,6 +469,27 @@ def _check_settings(given: PolicyConfig, policy: Policy) -> None:
         )
 
 
+def _check_image_transforms(given: ImageTransformsConfig) -> None:
+    flag, least = "--dataset.image_transforms", given.max_num_transforms
+    _require(least >= 1, f"{flag}.max_num_transforms={least}: must be 1 or more")
+    for name, one in given.tfs.items():
+        _require(0 <= one.weight < math.inf, f"{flag}.tfs: the weight of '{name}' is {one.weight}; must be 0 or more")
+    _require(
+        not given.enable or given.preset == "openpi" or any(one.weight for one in given.tfs.values()),
+        f"{flag}.tfs: there is none with a weight above 0 to draw; leave {flag}.enable out",
+    )
+    own = [name for name in ("max_num_transforms", "random_order", "tfs") if _is_changed(given, name)]
+    _require(
+        given.preset == "lerobot" or not own,
+        f"{flag}.preset={given.preset}: has its own transforms in its own order, so {flag}.{'/'.join(own)} would be given in vain; "
+        f"leave one of them out",
+    )
+
+
+def _is_changed(given: ImageTransformsConfig, name: str) -> bool:
+    return getattr(given, name) != getattr(ImageTransformsConfig(), name)
+
+
 def _check_weights(dataset: DatasetConfig) -> None:
     roots, weights = max(1, len(dataset.root)), dataset.weight
     maps = len(dataset.rename_map)
@@ -433,6 +501,17 @@ def _check_weights(dataset: DatasetConfig) -> None:
     _require(
         len(weights) in (0, roots),
         f"--dataset.weight: {len(weights)} weights for {roots} datasets; give one for each --dataset.root, or none",
+    )
+    temperature = dataset.weight_temperature
+    _require(
+        temperature is None or (0.01 <= temperature < math.inf and roots > 1 and not weights),
+        f"--dataset.weight_temperature={temperature}: must be 0.01 or more, for several roots, and without --dataset.weight",
+    )
+    rate = dataset.action_fps
+    _require(rate is None or 0 < rate < math.inf, f"--dataset.action_fps={rate}: must be above 0")
+    _require(
+        dataset.robots != "several" or roots > 1,
+        "--dataset.robots=several: there is one --dataset.root; give the others, or leave the flag out",
     )
     for weight in weights:
         _require(0 < weight < math.inf, f"--dataset.weight={weight}: must be above 0; leave out a dataset of no weight")

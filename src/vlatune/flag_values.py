@@ -2,16 +2,20 @@
 
 Text is read by the type that is wanted, not by how it looks: a job called 007 or `no` stays what was typed, and
 episodes 1:10 are a range. YAML's own guesses (8 for 010, 70 for 1:10, False for `no`) are therefore switched off.
-The types are those that a frozen config needs: int, float, bool, str, `X | None`, Literal, tuples and dicts of them.
+The types are those that a frozen config needs: int, float, bool, str, `X | None`, Literal, tuples and dicts of them, and
+dicts of dataclasses.
 """
 
+import dataclasses
 import math
 import re
 import reprlib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from vlatune.errors import did_you_mean
 
 NULLS = (None, "null", "None", "~", "")
 MAX_SHOWN = 80
@@ -46,6 +50,8 @@ def convert(value: Any, kind: Any) -> Any:
         return {convert(key, args[0]): convert(one, args[1]) for key, one in _mapping(value).items()}
     if origin is Literal:
         return _choice(value, args)
+    if dataclasses.is_dataclass(kind):
+        return _record(value, kind)
     return _SCALARS[kind](value)
 
 
@@ -142,6 +148,8 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
 def _items(value: Any, kind: Any) -> list[Any]:
     """Each part of a list, or of a flag given several times, may be one item, a list `[0,1]` or a range `0:10`."""
     found: list[Any] = []
+    if kind is float and isinstance(value, (int, float)):  # as JSON has it; text is one anyway
+        value = [value]
     if not isinstance(value, (list, tuple, str)):
         raise ExpectationError("expected a list, as [a,b]")
     for part in [value] if isinstance(value, str) else value:
@@ -175,6 +183,19 @@ def _mapping(value: Any) -> dict[Any, Any]:
     if not isinstance(found, dict):
         raise ExpectationError(f"expected {expected}")
     return found
+
+
+def _record(value: Any, kind: Any) -> Any:
+    """A dataclass inside a mapping; what is left out has its default."""
+    types = get_type_hints(kind)
+    if not isinstance(value, dict):
+        raise ExpectationError(f"expected a mapping with the names {', '.join(types)}")
+    for name in value:
+        if name not in types:
+            raise ExpectationError(
+                f"unknown name {shown(name)}{did_you_mean(str(name), types) or '; there are ' + ', '.join(types)}"
+            )
+    return kind(**{name: convert(one, types[name]) for name, one in value.items()})
 
 
 def _load(text: str, kind: type, expected: str) -> Any:

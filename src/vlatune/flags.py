@@ -338,6 +338,8 @@ def _default(value: Any) -> str:
         return "(required)"
     if value is None or value in ((), {}):
         return ""
+    if isinstance(value, dict):
+        return f"(default: {', '.join(value)})"
     if isinstance(value, tuple):
         return f"(default [{','.join(map(str, value))}])"
     return f"(default {str(value).lower() if isinstance(value, bool) else value})"

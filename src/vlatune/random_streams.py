@@ -26,6 +26,8 @@ class Stream(IntEnum):
     """(seed, dataset, frame): noise and time of a validation sample."""
     CROP = 8
     """(seed, place in the run's order): where the pictures of a training sample are cropped."""
+    PICTURES = 5
+    """(seed, place in the run's order, camera): how a training sample's pictures are augmented."""
 
 
 def make_generator(stream: Stream, *numbers: int) -> np.random.Generator:

@@ -4,6 +4,7 @@ Everything that can be wrong without opening a video is found here: dataset, cam
 tokenizer, batch against dataset.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.batch import ACTION, STATE
+from vlatune.batch import ACTION, STATE, TASK
 from vlatune.config import RunConfig
 from vlatune.dataset.features import camera_spec, vector_spec, with_names
 from vlatune.dataset.health.bad_episodes import (
@@ -25,15 +26,16 @@ from vlatune.dataset.health.bad_episodes import (
 from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats, relative_action_stats
-from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, select_episodes
+from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, hold_out_each, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
-from vlatune.dataset.reader import ReadSpec, augmented
+from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, read_unit
 from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
-from vlatune.dataset.video.resize import Letterbox
+from vlatune.dataset.video.resize import Letterbox, letterbox_box
 from vlatune.files import read_json, write_json
 from vlatune.outgoing import progress_bar, warn
-from vlatune.pipeline.plan import DataPlan
+from vlatune.pipeline.augmentation import Augment, make_augment
+from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import (
     Binding,
@@ -41,14 +43,20 @@ from vlatune.policies.base import (
     PolicyAdapter,
     PolicySpec,
     bind,
+    differ,
     join_bindings,
     make_relative,
+    mix_bindings,
     read_policy,
+    stack_stats,
     stats_needed,
 )
 from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.registry import get_adapter, get_policy
-from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
+from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE, TrainedSample
+
+FIRST_SAMPLES = 4
+"""Of the first batch that the report shows."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,12 @@ class Setup:
     """Episodes that were asked for and are left out (--dataset.on_bad_episode=skip)."""
     flow_samples: int = 1
     """Noise and time draws per observation in training; evaluation takes one."""
+    augment: Augment | None = None
+    """What the user asks for beside the policy's own augmentation (--dataset.image_transforms)."""
 
     def training_transforms(self) -> tuple[Transform, ...]:
-        return self.adapter.training_transforms(self.policy, self.binding, self.stats, self._training_draw())
+        own = self.adapter.training_transforms(self.policy, self.binding, self.stats, self._training_draw())
+        return own if self.augment is None else (self.augment, *own)
 
     def eval_transforms(self, seed: int) -> tuple[Transform, ...]:
         """One draw per observation, whatever training takes, and the same one each time."""
@@ -121,11 +132,12 @@ def make_setup(
     folder = resolve_folder(_base_path(config), config.policy.revision)
     policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     bindings = [bind(policy, meta, meta.names) for meta in metas]
-    binding = join_bindings(metas, bindings)
+    binding = _join(config, adapter, policy, metas, bindings)
     specs = read_specs(config, metas, policy, bindings, binding)
     selected, skipped = usable or _usable_episodes(config, metas, specs, preflight=preflight)
     metas = without(metas, skipped)
-    training, held_out = hold_out(selected, config.dataset.eval_split, config.seed)
+    each = hold_out_each if binding.parts else hold_out
+    training, held_out = each(selected, config.dataset.eval_split, config.seed)
     training = drop_last_frames(training, policy.drop_last_frames)
     order = OrderSpec(
         lengths=tuple(training.length.tolist()),
@@ -134,17 +146,21 @@ def make_setup(
         lanes=choose_lanes(config.global_batch, config.num_workers),
         run_length=config.dataset.run_length,
         window_rows=config.dataset.window_rows,
-        mixture=Mixture(tuple(training.dataset.tolist()), config.dataset.weight) if config.dataset.weight else None,
+        mixture=_make_mixture(config, training, len(metas)),
         drop_last=config.dataset.drop_last,
     )
     check_order(order)
-    vectors = _vector_stats(config, metas, policy, binding)
-    warnings = _check_stats(metas, vectors)
+    groups = list(zip(([meta] for meta in metas), binding.parts, strict=True)) if binding.parts else [(metas, binding)]
+    by_group = [_vector_stats(config, tuple(group), policy, own) for group, own in groups]
+    checked = (_check_stats(tuple(group), stats) for (group, _), stats in zip(groups, by_group, strict=True))
+    warnings = tuple(text for texts in checked for text in texts)
+    vectors = stack_stats(by_group, binding) if binding.parts else by_group[0]
     needed = stats_needed(policy, [camera for _, camera in binding.cameras])
     pictures = picture_stats(metas, needed, imagenet=config.dataset.use_imagenet_stats)
     if preflight:  # said once, though a run is set up several times
-        plain = {key: values for key, values in vectors.items() if key == STATE or policy.relative_exclude is None}
-        warnings += _hold_against_rows(config, metas, plain)
+        for (group, _), stats in zip(groups, by_group, strict=True):
+            plain = {key: values for key, values in stats.items() if key == STATE or policy.relative_exclude is None}
+            warnings += _hold_against_rows(config, tuple(group), plain)
         for text in warnings:
             warn(f"vlatune: warning: {text}")
     return Setup(
@@ -155,12 +171,78 @@ def make_setup(
         adapter=adapter,
         policy=policy,
         binding=binding,
-        stats=vectors | pictures,
+        stats={**vectors, **pictures},
         order=order,
         batch_size=config.batch_size,
         skipped=skipped,
         flow_samples=config.policy.flow_samples,
+        augment=_make_augment(config, metas, specs, policy, binding),
     )
+
+
+def _join(
+    config: RunConfig,
+    adapter: PolicyAdapter[Any],
+    policy: PolicySpec,
+    metas: Sequence[DatasetMeta],
+    bindings: Sequence[Binding],
+) -> Binding:
+    """Of one robot or of several."""
+    several = config.dataset.robots == "several" or (config.dataset.robots == "auto" and differ(bindings))
+    if not several:
+        return join_bindings(metas, bindings)
+    if adapter.mixes_robots:
+        return mix_bindings(policy, bindings)
+    reason = f"--policy.type={config.policy.type} cannot be trained on several robots at once: it does not mask what one of them lacks"
+    try:
+        join_bindings(metas, bindings)
+    except ValueError as error:
+        raise ValueError(f"{error}; {reason}") from None
+    raise ValueError(f"--dataset.robots=several: {reason}; leave the flag out")
+
+
+def _make_mixture(config: RunConfig, training: Selection, num_datasets: int) -> Mixture | None:
+    weights, temperature = config.dataset.weight, config.dataset.weight_temperature
+    if temperature is not None:
+        frames = np.bincount(training.dataset, weights=training.length, minlength=num_datasets)
+        weights = tuple(((frames / frames.max()) ** (1 / temperature)).tolist())
+    return Mixture(tuple(training.dataset.tolist()), weights) if weights else None
+
+
+def mixture_lines(setup: Setup) -> list[str]:
+    """What a person must know of a run on several robots: what each is, its share, and how long its chunks are."""
+    if not setup.binding.parts:
+        return []
+    frames = np.bincount(setup.training.dataset, weights=setup.training.length, minlength=len(setup.metas))
+    weights = np.asarray(setup.order.mixture.weights) if setup.order.mixture else frames
+    lines = ["several robots: padded to the widest, masked, each with its own statistics"]
+    for number, (meta, part, spec) in enumerate(zip(setup.metas, setup.binding.parts, setup.specs, strict=True)):
+        offsets = next(vector.offsets for vector in spec.vectors if vector.column == ACTION) or (0,)
+        lacks = f"; without {', '.join(part.missing_cameras)}" if part.missing_cameras else ""
+        lines.append(
+            f"dataset {number}, {meta.root.url}: {weights[number] / weights.sum():.1%} of the samples; {part.state_dim} state and "
+            f"{part.action_dim} action dims{lacks}; {len(offsets)} actions reach {offsets[-1] / meta.fps:.2f} s at {meta.fps:g} frames per second"
+        )
+    return lines
+
+
+def _make_augment(
+    config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], policy: PolicySpec, binding: Binding
+) -> Augment | None:
+    """Of each dataset's pictures, only what lies inside the letterbox; openpi takes all of them."""
+    transforms = config.dataset.image_transforms
+    if not transforms.enable:
+        return None
+    boxes = {
+        (number, camera.column): letterbox_box(
+            meta.features[camera.name].height_width, (camera.height, camera.width), pad=policy.pad
+        )
+        if transforms.preset == "lerobot"
+        else (0, 0, camera.height, camera.width)
+        for number, (meta, spec) in enumerate(zip(metas, specs, strict=True))
+        for camera in spec.cameras
+    }
+    return make_augment(transforms, config.seed, dict(binding.cameras), boxes)
 
 
 def _vector_stats(
@@ -193,7 +275,7 @@ def _base_path(config: RunConfig) -> str:
     return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
 
 
-def _check_stats(metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[str, ...]:
+def _check_stats(metas: Sequence[DatasetMeta], stats: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[str, ...]:
     where = " and ".join(f"dataset '{meta.root.url}'" for meta in metas)
     features = {key: metas[0].features[metas[0].own(key)] for key in stats}
     checked = (
@@ -204,7 +286,7 @@ def _check_stats(metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str
 
 
 def _hold_against_rows(
-    config: RunConfig, metas: tuple[DatasetMeta, ...], stats: Mapping[str, Mapping[str, np.ndarray]]
+    config: RunConfig, metas: Sequence[DatasetMeta], stats: Mapping[str, Mapping[str, np.ndarray]]
 ) -> tuple[str, ...]:
     """What the rows say of the dataset's own statistics; computed ones come from the rows."""
     if config.dataset.stats == "computed":
@@ -224,6 +306,34 @@ def _hold_against_rows(
                 f"--dataset.stats=computed"
             )
     return tuple(texts)
+
+
+def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSample]:
+    """Some samples of the run's first step, before and after the user's augmentation: what the report shows of it."""
+    assert setup.augment is not None
+    share, cameras, found = Share(0, 1), setup.binding.cameras, []
+    pieces = [piece for piece in plan_steps(setup.order, share, 0, 1) if piece.slots.min() < count]
+    for unit in make_units(setup.data_plan, share, pieces):
+        rows = read_unit(setup.specs[unit.dataset_index], unit)
+        own = [(name, target) for name, target in cameras if name in rows]
+        plain = {target: _newest(rows[name]).copy() for name, target in own}
+        rows = setup.augment(rows)
+        found += [
+            TrainedSample(
+                int(rows["episode_index"][row]),
+                int(rows["frame_index"][row]),
+                str(rows[TASK][row]),
+                {target: plain[target][row] for _, target in own},
+                {target: _newest(rows[name])[row] for name, target in own},
+            )
+            for row in range(len(unit.frames))
+        ]
+    return found[:count]
+
+
+def _newest(pictures: np.ndarray) -> np.ndarray:
+    """(N, 3, H, W), where a policy looks at several observations, too."""
+    return pictures[:, -1] if pictures.ndim == 5 else pictures
 
 
 def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:
@@ -268,7 +378,12 @@ def _read_spec(
     config: RunConfig, number: int, meta: DatasetMeta, policy: PolicySpec, own: Binding, joint: Binding
 ) -> ReadSpec:
     """Columns have the same names for all datasets: those of the first one's cameras, and the policy's for the vectors."""
-    called, seen = {target: name for name, target in joint.cameras}, policy.observation_offsets
+    called, seen = {target: name for name, target in joint.cameras}, _at_rate(config, meta, policy.observation_offsets)
+    offsets, own_cameras = _at_rate(config, meta, policy.action_offsets), {target for _, target in own.cameras}
+    state = vector_spec(meta, meta.own(STATE), is_float32=True, offsets=seen, called=STATE)
+    action = vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=offsets, called=ACTION)
+    if joint.parts:
+        state, action = replace(state, widened=joint.state_dim), replace(action, widened=joint.action_dim)
     return ReadSpec(
         root=meta.root,
         dataset_index=number,
@@ -277,12 +392,22 @@ def _read_spec(
             camera_spec(meta, name, policy.image_hw, seen, called=called[target], letterbox=Letterbox(policy.pad))
             for name, target in own.cameras
         ),
-        vectors=(
-            vector_spec(meta, meta.own(STATE), is_float32=True, offsets=seen, called=STATE),
-            vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=policy.action_offsets, called=ACTION),
-        ),
+        vectors=(state, action),
         tasks=meta.tasks,
+        absent=tuple(
+            CameraSpec("", "absent", *policy.image_hw, seen, called=name)
+            for name, target in joint.cameras
+            if target not in own_cameras
+        ),
     )
+
+
+def _at_rate(config: RunConfig, meta: DatasetMeta, offsets: tuple[int, ...] | None) -> Any:
+    """In the dataset's frames: as the policy has them, or the nearest to where they are at --dataset.action_fps."""
+    rate = config.dataset.action_fps
+    if rate is None or offsets is None:
+        return offsets
+    return tuple(math.floor(offset * meta.fps / rate + 0.5) for offset in offsets)
 
 
 def _bad_episodes(

@@ -9,6 +9,7 @@ from summaries import summary
 
 from vlatune.files import write_json
 from vlatune.report.html import EvalSample, load_eval_samples, save_eval_samples, write_report
+from vlatune.report.run_folder import TrainedSample, load_first_batch, save_first_batch
 from vlatune.report.summary import write_summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&\ud800"
@@ -265,3 +266,28 @@ def test_a_broken_sample_file_is_named(tmp_path):
     (tmp_path / "eval_samples.npz").write_bytes(b"PK not really")
     with pytest.raises(RuntimeError, match=r"eval_samples\.npz: cannot be read"):
         load_eval_samples(tmp_path)
+
+
+def test_augmented_pictures_are_shown_beside_those_that_were_read(tmp_path) -> None:
+    write_run(tmp_path)
+    assert "Augmented pictures" not in page_of(tmp_path).html
+    pictures = {HOSTILE: np.full((3, 8, 8), 9, np.uint8)}
+    samples = [TrainedSample(3, 4, HOSTILE, pictures, {HOSTILE: np.full((3, 8, 8), 200, np.uint8)})]
+    save_first_batch(tmp_path, samples)
+    (loaded,) = load_first_batch(tmp_path)
+    np.testing.assert_array_equal(loaded.trained[HOSTILE], samples[0].trained[HOSTILE])
+    page = page_of(tmp_path)
+    assert "Augmented pictures" in page.html
+    assert "episode 3, frame 4" in page.html
+    assert HOSTILE not in page.html
+    (tmp_path / "first_batch.npz").write_bytes(b"PK not really")
+    with pytest.raises(RuntimeError, match=r"first_batch\.npz: cannot be read"):
+        load_first_batch(tmp_path)
+
+
+def test_losses_of_several_robots_are_drawn(tmp_path) -> None:
+    write_run(tmp_path)
+    assert "Loss by dataset" not in page_of(tmp_path).html
+    lines = [metrics_line(step) | {"loss_by_dataset": [0.5, None, 2.0]} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "Loss by dataset" in page_of(tmp_path).html

@@ -108,8 +108,8 @@ def test_the_figures_are_those_of_one_worker_to_the_bit(small_setup, num_workers
     setup, options = small_setup, EvalConfig(max_samples=10, batch_size=4)
     module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions("heads")).eval()
     whole = predict(setup, module, read_held_out(setup, 10), options)
-    batches = cut_batches(choose_held_out(setup, 10), 4)
-    rows = {number: read_chosen(setup, frames) for number, frames in batches.items()}
+    batches = cut_batches(setup, choose_held_out(setup, 10), 4)
+    rows = {number: read_chosen(setup, one.frames) for number, one in batches.items()}
     shares = [{n: rows[n] for n in rows if n % num_workers == rank} for rank in range(num_workers)]
     results = [predict_batches(setup, module, s, options, blanks=("none",), on_batch=lambda *_: None) for s in shares]
     truth = {number: without_pictures(one) for number, one in rows.items()}

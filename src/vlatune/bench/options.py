@@ -157,7 +157,7 @@ class TrainBench:
     alone_s: float = 8.0
     """How long the step and reading are each measured alone, after a warm-up of a quarter of it."""
     peers: tuple[str, ...] = ("lerobot", "template")
-    """The others' ways that are run: lerobot, template; give the flag again for several, [] for ours alone."""
+    """What is run beside ours: lerobot, template, and augmented, which is ours with --dataset.image_transforms.enable; give the flag again for several, [] for ours alone."""
     num_workers: int = 2
     """Processes of LeRobot's DataLoader; it recommends 4, at most one per core."""
     quality: bool = False

@@ -11,7 +11,7 @@ for what comes then.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,27 @@ def make_plan(run_dir: Path, checkpoint: Path, options: ExportConfig) -> Plan:
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
     base, card = find_base(config, options.base, state), get_policy(config.policy.type)
     spec = read_policy(adapter, base, card, config.policy.overrides)
-    files = read_policy_files(checkpoint, adapter.schema)
-    return Plan(checkpoint, config, adapter, spec, make_binding(state.binding), files, options)
+    binding = make_binding(state.binding)
+    dataset = _chosen_dataset(options, binding, config.dataset.root)
+    files = read_policy_files(checkpoint, adapter.schema, dataset=dataset)
+    binding = binding if dataset is None else binding.parts[dataset]
+    return Plan(checkpoint, config, adapter, spec, binding, files, options)
+
+
+def _chosen_dataset(options: ExportConfig, binding: Binding, roots: Sequence[str]) -> int | None:
+    """Of several robots one must be named; a folder has one robot's dims, cameras and statistics."""
+    number, known = options.dataset, range(len(binding.parts))
+    if not known:
+        if number is not None:
+            raise ValueError(f"--dataset={number}: the run was trained on one robot; leave the flag out")
+        return None
+    if number not in known:
+        each = ", ".join(f"--dataset={one} for {root}" for one, root in zip(known, roots, strict=False))
+        raise ValueError(
+            f"{'--dataset is missing' if number is None else f'--dataset={number}'}: the run was trained on {len(known)} robots, and an "
+            f"exported folder has the dims, cameras and statistics of one; choose it ({each}), and export once for each"
+        )
+    return number
 
 
 def export_text(done: Exported) -> str:
@@ -145,6 +164,7 @@ def make_binding(stored: Mapping[str, Any]) -> Binding:
     raw = dict(stored)
     raw |= {key: tuple((ours, theirs) for ours, theirs in raw.get(key, ())) for key in ("cameras", "also")}
     raw |= {key: tuple(raw[key]) for key in ("missing_cameras", "action_names")}
+    raw["parts"] = tuple(make_binding(part) for part in raw.get("parts", ()))
     return Binding(**raw)
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from vlatune.batch import ACTION, STATE
 from vlatune.files import read_file
 from vlatune.policies import processors
-from vlatune.policies.base import Binding, PolicySpec, Stats
+from vlatune.policies.base import Binding, PolicySpec, Stats, stats_of
 from vlatune.policies.processors import (
     CONFIG,
     POSTPROCESSOR,
@@ -52,6 +52,19 @@ def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype
         _fill_steps(spec, files[name]["steps"], config, binding)
         state_files |= _put_stats(spec, name, files[name]["steps"], stats)
     return {name: json.dumps(content, indent=2).encode() for name, content in files.items()} | state_files
+
+
+def make_mixture_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype: str | None) -> dict[str, bytes]:
+    """Those of every dataset of several robots, a folder each: LeRobot's processors hold one robot's statistics."""
+    return {
+        f"{dataset_folder(number)}/{name}": data
+        for number, part in enumerate(binding.parts)
+        for name, data in make_policy_files(spec, part, stats_of(stats, binding, number), dtype=dtype).items()
+    }
+
+
+def dataset_folder(number: int) -> str:
+    return f"dataset_{number}"
 
 
 def _make_config(spec: PolicySpec, config: dict[str, Any], binding: Binding, dtype: str | None) -> dict[str, Any]:
@@ -142,9 +155,10 @@ def _require_step(spec: PolicySpec, file: str, name: str) -> int:
     )
 
 
-def read_policy_files(checkpoint: Path, schema: Schema) -> dict[str, bytes]:
+def read_policy_files(checkpoint: Path, schema: Schema, *, dataset: int | None = None) -> dict[str, bytes]:
     """File name -> content, out of a checkpoint: only files that were written there, and only what LeRobot may load."""
     folder = checkpoint / POLICY_FOLDER
+    folder = folder if dataset is None else folder / dataset_folder(dataset)
     files = {name: read_file(folder, name) for name in (CONFIG, *PROCESSORS)}
     content = {name: _parsed(data, f"checkpoint '{checkpoint}': {name}") for name, data in files.items()}
     config = checked_config(content[CONFIG], schema, f"checkpoint '{checkpoint}': {CONFIG}")

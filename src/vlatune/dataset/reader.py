@@ -70,10 +70,16 @@ class VectorSpec:
     """The dtype in info.json; not checked when None."""
     called: str | None = None
     """Name of the delivered column; the dataset's own when None."""
+    widened: int | None = None
+    """Dims of the delivered vector, those beyond the dataset's zero; the dataset's own when None."""
 
     @property
     def column(self) -> str:
         return self.called or self.name
+
+    @property
+    def delivered_shape(self) -> tuple[int, ...]:
+        return self.shape if self.widened is None else (self.widened,)
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class ReadSpec:
     cameras: tuple[CameraSpec, ...]
     vectors: tuple[VectorSpec, ...]
     tasks: tuple[str, ...]
+    absent: tuple[CameraSpec, ...] = ()
+    """Cameras of other datasets that this one lacks: their columns are there, black."""
 
 
 def augmented(specs: Sequence[ReadSpec], before: tuple[PictureTransform, ...]) -> tuple[ReadSpec, ...]:
@@ -137,14 +145,14 @@ def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarr
 def allocate(spec: ReadSpec, rows: int) -> Columns:
     """Buffers for `rows` rows, with nothing in them: pages that are zeroed first cost a read task more than resizing."""
     columns: Columns = {}
-    for camera in spec.cameras:
+    for camera in (*spec.cameras, *spec.absent):
         window = () if camera.offsets is None else (len(camera.offsets),)
         columns[camera.column] = np.empty((rows, *window, 3, camera.height, camera.width), dtype=np.uint8)
         if camera.offsets is not None:
             columns[f"{camera.column}_is_pad"] = np.empty((rows, len(camera.offsets)), dtype=bool)
     for vector in spec.vectors:
         window = () if vector.offsets is None else (len(vector.offsets),)
-        columns[vector.column] = np.empty((rows, *window, *vector.shape), dtype=vector.dtype)
+        columns[vector.column] = np.empty((rows, *window, *vector.delivered_shape), dtype=vector.dtype)
         if vector.offsets is not None:
             columns[f"{vector.column}_is_pad"] = np.empty((rows, len(vector.offsets)), dtype=bool)
     for name in ("dataset_index", "index", "episode_index", "frame_index", "task_index", SLOT):
@@ -168,6 +176,10 @@ def read_into(spec: ReadSpec, unit: Unit, columns: Columns, at: int) -> None:
     timestamps = values["timestamp"].astype(np.float64)
     for camera in spec.cameras:
         _read_camera(spec, camera, unit, timestamps, columns, rows)
+    for camera in spec.absent:
+        columns[camera.column][rows] = 0
+        if camera.offsets is not None:
+            columns[f"{camera.column}_is_pad"][rows] = window_frames(unit.frames, camera.offsets, unit.length)[1]
 
 
 def read_unit(spec: ReadSpec, unit: Unit) -> Columns:
@@ -215,6 +227,8 @@ def _read_values(spec: ReadSpec, unit: Unit) -> dict[str, np.ndarray]:
 
 def _read_vector(vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice) -> None:
     values = values.reshape(len(values), *vector.shape)
+    if vector.widened is not None:
+        values = np.pad(values, ((0, 0), (0, vector.widened - vector.shape[0])))
     if vector.offsets is None:
         columns[vector.column][rows] = values[unit.frames]
         return

@@ -20,7 +20,8 @@ from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import Store, choose, open_store
 from vlatune.config import EvalConfig, validate_eval
 from vlatune.dataset.meta.stats import feature_stats
-from vlatune.evaluate.held_out import read_held_out
+from vlatune.dataset.order.partition import pick
+from vlatune.evaluate.held_out import by_robot, read_held_out
 from vlatune.evaluate.predictions import BLANKS, OnBatch, Predictions, predict_all
 from vlatune.outgoing import printable, warn
 from vlatune.policies.base import ModuleOptions, trained_tensors
@@ -68,16 +69,25 @@ def evaluate_run(run_dir: Path, options: EvalConfig, *, on_batch: OnBatch = lamb
     module = setup.adapter.load_module(setup.policy, setup.binding, one_draw, device, stats=setup.stats).eval()
     rows = read_held_out(setup, options.max_samples)
     trainable = trained_tensors(module)
-    found = []
+    groups = by_robot(setup, rows)
+    found: list[list[Evaluated]] = [[] for _ in groups]
     for step in steps:
         with store.opened(step) as folder:
             for wanted in ("ema", "trained") if options.weights == "both" else (options.weights,):
                 weights = load_result(folder, trainable, wanted)
-                by_blank = predict_all(setup, module, rows, options, blanks=_blanks(setup), on_batch=on_batch)
-                found.append(Evaluated(step, weights, by_blank))
-    result = _figures(setup, options, found) | {"device": str(device)}
+                for (dataset, part), variants in zip(groups, found, strict=True):
+                    by_blank = predict_all(
+                        setup, module, part, options, blanks=_blanks(setup), on_batch=on_batch, dataset=dataset
+                    )
+                    variants.append(Evaluated(step, weights, by_blank))
+    each = [_figures(setup, options, one, dataset) for (dataset, _), one in zip(groups, found, strict=True)]
+    result = (_joint_figures(setup, each) if setup.binding.parts else each[0]) | {"device": str(device)}
     write_evaluation(run_dir, result)
-    save_eval_samples(run_dir, _samples_to_show(setup, rows, found[0].by_blank["none"]))
+    shown = [
+        _samples_to_show(setup, part, one[0].by_blank["none"], -(-SHOWN_SAMPLES // len(groups)), dataset)
+        for (dataset, part), one in zip(groups, found, strict=True)
+    ]
+    save_eval_samples(run_dir, [sample for samples in shown for sample in samples])
     write_report(run_dir)
     return result
 
@@ -96,38 +106,74 @@ def _wanted_steps(store: Store, names: Sequence[str]) -> list[int]:
     return sorted(steps, reverse=True)
 
 
-def _figures(setup: Setup, options: EvalConfig, found: Sequence[Evaluated]) -> dict[str, Any]:
+def _figures(setup: Setup, options: EvalConfig, found: Sequence[Evaluated], dataset: int | None) -> dict[str, Any]:
     """Those of the first variant, in full, and of each in short."""
     full = found[0].by_blank["none"]
+    metas, names = setup.metas, setup.binding.action_names
+    held_out = setup.held_out
+    if dataset is not None:
+        metas, names = metas[dataset : dataset + 1], setup.binding.parts[dataset].action_names
+        held_out = pick(held_out, held_out.dataset == dataset)
     is_relative = setup.policy.relative_exclude is not None  # the dataset's own statistics may be relative, too
-    mean_A = feature_stats(setup.metas, ACTION, ["mean"], computed=is_relative)["mean"].astype(np.float32)
+    mean_A = feature_stats(metas, ACTION, ["mean"], computed=is_relative)["mean"].astype(np.float32)
     mean_guess = replace(full, predicted_NTA=np.broadcast_to(mean_A, full.true_NTA.shape))
     error_NTA = np.where(full.valid_NT[..., None], np.abs(full.predicted_NTA - full.true_NTA), np.nan)
-    positions = setup.held_out.position
-    return found[0].to_json() | {
-        "episodes": [
-            int(setup.metas[int(d)].episodes.index[p]) for d, p in zip(setup.held_out.dataset, positions, strict=True)
-        ],
-        "num_samples": len(full.true_NTA),
-        "seed": options.seed,
-        "mean_action_error": mean_guess.error(),
-        "per_dim_error": dict(
-            zip(setup.binding.action_names, np.nanmean(error_NTA, axis=(0, 1)).tolist(), strict=True)
-        ),
-        "per_horizon_error": np.nanmean(error_NTA, axis=(0, 2)).tolist(),
+    return (
+        found[0].to_json()
+        | {
+            "episodes": [
+                int(setup.metas[int(d)].episodes.index[p])
+                for d, p in zip(held_out.dataset, held_out.position, strict=True)
+            ],
+            "num_samples": len(full.true_NTA),
+            "seed": options.seed,
+            "mean_action_error": mean_guess.error(),
+            "per_dim_error": dict(zip(names, np.nanmean(error_NTA, axis=(0, 1)).tolist(), strict=True)),
+            "per_horizon_error": np.nanmean(error_NTA, axis=(0, 2)).tolist(),
+            "action_names": list(names),
+            "variants": [one.to_json() for one in found],
+        }
+        | ({} if dataset is None else {"dataset": dataset, "root": setup.metas[dataset].root.url})
+    )
+
+
+def _joint_figures(setup: Setup, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of several robots: means over the samples of all, and each robot's own figures under `datasets`."""
+    counts = [one["num_samples"] for one in each]
+    variants = [_mean_figures(of_one, counts) for of_one in zip(*(one["variants"] for one in each), strict=True)]
+    horizons = np.average([one["per_horizon_error"] for one in each], axis=0, weights=counts)
+    return _mean_figures(each, counts) | {
+        "episodes": [episode for one in each for episode in one["episodes"]],
+        "num_samples": sum(counts),
+        "per_dim_error": {
+            f"dataset {one['dataset']}: {name}": error for one in each for name, error in one["per_dim_error"].items()
+        },
+        "per_horizon_error": horizons.tolist(),
         "action_names": list(setup.binding.action_names),
-        "variants": [one.to_json() for one in found],
+        "variants": variants,
+        "datasets": [{key: value for key, value in one.items() if key != "variants"} for one in each],
     }
 
 
-def _samples_to_show(setup: Setup, rows: Columns, predictions: Predictions) -> list[EvalSample]:
-    chosen = np.unique(np.linspace(0, num_rows(rows) - 1, SHOWN_SAMPLES).round().astype(int))
+def _mean_figures(each: Sequence[dict[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
+    """The first one's, with losses and errors averaged by the number of samples."""
+    keys = [key for key in each[0] if key == "val_loss" or key.endswith("_error")]
+    numbers = [key for key in keys if isinstance(each[0][key], float)]
+    plain = {key: value for key, value in each[0].items() if key not in ("dataset", "root")}
+    return plain | {key: float(np.average([one[key] for one in each], weights=counts)) for key in numbers}
+
+
+def _samples_to_show(
+    setup: Setup, rows: Columns, predictions: Predictions, count: int, dataset: int | None
+) -> list[EvalSample]:
+    chosen = np.unique(np.linspace(0, num_rows(rows) - 1, count).round().astype(int))
+    absent = {camera.column for camera in setup.specs[dataset or 0].absent}
     return [
         EvalSample(
             episode_index=int(rows["episode_index"][row]),
             frame_index=int(rows["frame_index"][row]),
             task=str(rows[TASK][row]),
-            images={name: _newest(rows[name][row]) for name, _ in setup.binding.cameras},
+            images={name: _newest(rows[name][row]) for name, _ in setup.binding.cameras if name not in absent},
             true_TA=predictions.true_NTA[row],
             predicted_TA=predictions.predicted_NTA[row],
             valid_T=predictions.valid_NT[row],
@@ -168,6 +214,8 @@ MAX_NAME = 40
 def eval_text(figures: Mapping[str, Any], run: str) -> str:
     """All of it, with one line on what the figures mean."""
     parts = [[_basis(figures, run)], list(error_lines(figures))]
+    if figures.get("datasets"):
+        parts.append(list(_dataset_lines(figures["datasets"])))
     if len(figures["variants"]) > 1:
         parts.append(list(_variant_lines(figures["variants"])))
     parts.append(list(_dim_lines(figures["per_dim_error"])))
@@ -198,6 +246,15 @@ def _basis(figures: Mapping[str, Any], run: str) -> str:
         f"{run}: checkpoint {figures['checkpoint']}, {figures['weights']} weights, on {figures['device']}; {of}; "
         f"validation loss {format_number(figures['val_loss'])} (seed {figures['seed']})"
     )
+
+
+def _dataset_lines(datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "by dataset, each in its own units (above, means over all samples):"
+    for one in datasets:
+        yield (
+            f"  {one['dataset']}: {printable(one['root'])[-MAX_NAME:]:<{MAX_NAME}} error {one['action_error']:.4f}, predicting the mean "
+            f"{one['mean_action_error']:.4f}, validation loss {format_number(one['val_loss'])} ({plural(one['num_samples'], 'sample')})"
+        )
 
 
 def _variant_lines(variants: Sequence[Mapping[str, Any]]) -> Iterator[str]:

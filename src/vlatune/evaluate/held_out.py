@@ -4,6 +4,8 @@ Frames are spread evenly over the held-out episodes and cut into batches of a fi
 batches for one worker and for eight, so the same figures.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from vlatune.batch import Columns
@@ -39,6 +41,37 @@ def read_held_out(setup: Setup, max_samples: int) -> Columns:
     return read_chosen(setup, choose_held_out(setup, max_samples))
 
 
-def cut_batches(chosen: np.ndarray, batch_size: int) -> dict[int, np.ndarray]:
+@dataclass(frozen=True)
+class HeldOutBatch:
+    """Frames that are looked at together."""
+
+    dataset: int | None
+    """Of several robots the one that they are of; a batch has one robot's frames alone."""
+    frames: np.ndarray
+
+
+def cut_batches(setup: Setup, chosen: np.ndarray, batch_size: int) -> dict[int, HeldOutBatch]:
     """Number of a batch -> its frames."""
-    return {begin // batch_size: chosen[begin : begin + batch_size] for begin in range(0, len(chosen), batch_size)}
+    episode = np.searchsorted(np.cumsum(setup.held_out.length), chosen, side="right")
+    of_frame = setup.held_out.dataset[episode]
+    groups = (
+        [(n, chosen[of_frame == n]) for n in np.unique(of_frame).tolist()] if setup.binding.parts else [(None, chosen)]
+    )
+    batches = (
+        HeldOutBatch(dataset, frames[begin : begin + batch_size])
+        for dataset, frames in groups
+        for begin in range(0, len(frames), batch_size)
+    )
+    return dict(enumerate(batches))
+
+
+def by_robot(setup: Setup, rows: Columns) -> list[tuple[int | None, Columns]]:
+    """(dataset, its rows), of each robot by itself; all rows where there is one robot."""
+    if not setup.binding.parts:
+        return [(None, rows)]
+    numbers = np.unique(rows["dataset_index"]).tolist()
+    masks = [rows["dataset_index"] == number for number in numbers]
+    return [
+        (number, {name: values[mask] for name, values in rows.items()})
+        for number, mask in zip(numbers, masks, strict=True)
+    ]

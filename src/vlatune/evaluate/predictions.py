@@ -49,12 +49,15 @@ def predict_all(
     *,
     blanks: Sequence[str] = BLANKS,
     on_batch: OnBatch = lambda done, total: None,
+    dataset: int | None = None,
 ) -> dict[str, Predictions]:
-    """Actions and loss for every blank, in one pass over the rows, on the module's device."""
+    """Actions and loss for every blank, in one pass over the rows, on the module's device. Of several robots the rows are
+    those of one `dataset`.
+    """
     batches = dict(enumerate(_batches(rows, options.batch_size)))
     results = predict_batches(setup, module, batches, options, blanks=blanks, on_batch=on_batch)
     truth = {number: without_pictures(batch) for number, batch in batches.items()}
-    return join_results(setup, options, truth, results, blanks=blanks)
+    return join_results(setup, options, truth, results, blanks=blanks, dataset=dataset)
 
 
 def without_pictures(rows: Columns) -> Columns:
@@ -105,16 +108,28 @@ def join_results(
     results: Mapping[int, BatchResult],
     *,
     blanks: Sequence[str],
+    dataset: int | None = None,
 ) -> dict[str, Predictions]:
-    """All batches in the order of their numbers; `truth` has the rows of each, as `without_pictures` leaves them."""
+    """All batches in the order of their numbers; `truth` has the rows of each, as `without_pictures` leaves them.
+
+    Of several robots all are of one `dataset`: its own dims, on its own scale.
+    """
     transforms, numbers = setup.eval_transforms(options.seed), sorted(truth)
     rows = {key: np.concatenate([truth[number][key] for number in numbers]) for key in TRUTH}
     counts = np.array([num_rows(truth[number]) for number in numbers])
     loss_K = counts @ np.stack([results[number].loss_K for number in numbers]) / counts.sum()
     chunks_KNTA = np.concatenate([results[number].chunk_KNTA for number in numbers], axis=1)
+    dims = rows[ACTION].shape[-1]
+    if dataset is not None:
+        dims = setup.binding.parts[dataset].action_dim
+        transforms = [
+            one.of_dataset(dataset, dims) if isinstance(one, Normalise) and one.key == ACTION else one
+            for one in transforms
+        ]
+        chunks_KNTA = chunks_KNTA[..., :dims]
     return {
         blank: Predictions(
-            rows[ACTION],
+            rows[ACTION][..., :dims],
             in_own_units(transforms, chunks_KNTA[k], rows[STATE]),
             ~rows[ACTION_IS_PAD],
             float(loss_K[k]),
@@ -128,7 +143,7 @@ def _run(module: Any, columns: Columns, device: torch.device, options: EvalConfi
     """Loss and action chunks of a batch, still on the device."""
     batch = {key: _to_device(torch.from_numpy(values), device) for key, values in columns.items()}
     noise_TP = _to_device(_start_noise(batch[ACTION].shape[1:], options.seed), device)
-    return module(batch), module.predict(batch, noise_TP.expand_as(batch[ACTION]).contiguous()).float()
+    return module(batch).mean(), module.predict(batch, noise_TP.expand_as(batch[ACTION]).contiguous()).float()
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -6,12 +6,12 @@ read worker need not import it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from vlatune.batch import ACTION, STATE, Columns
+from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, DATASET, STATE, Columns
 
 NORMALISE_EPS = np.float32(1e-8)
 """LeRobot's `NormalizerProcessorStep.eps`."""
@@ -46,10 +46,20 @@ class Normalise:
     low: np.ndarray
     """q01, min or mean."""
     high: np.ndarray
-    """q99, max or std."""
+    """q99, max or std. Of several robots both are tables, (datasets, dims): a row takes its dataset's line."""
 
     def __call__(self, columns: Columns) -> Columns:
-        return columns | {self.key: self.forward(columns[self.key])}
+        values = columns[self.key]
+        of_rows = self if self.low.ndim == 1 else self.of_rows(columns["dataset_index"], values.ndim)
+        return columns | {self.key: of_rows.forward(values)}
+
+    def of_rows(self, dataset_N: np.ndarray, ndim: int) -> "Normalise":
+        """Out of the tables, ready for values of so many axes."""
+        shape = (len(dataset_N), *(1,) * (ndim - 2), -1)
+        return replace(self, low=self.low[dataset_N].reshape(shape), high=self.high[dataset_N].reshape(shape))
+
+    def of_dataset(self, number: int, dims: int) -> "Normalise":
+        return replace(self, low=self.low[number, :dims], high=self.high[number, :dims])
 
     def forward(self, values: np.ndarray) -> np.ndarray:
         low, high = self.low.astype(np.float32), self.high.astype(np.float32)
@@ -85,6 +95,24 @@ class RelativeActions:
 def _span(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     span = high - low
     return np.where(span == 0, NORMALISE_EPS, span)
+
+
+@dataclass(frozen=True)
+class MixtureMasks:
+    """Of several robots: what of a row its own robot has, for the module to leave the rest out."""
+
+    action_dims: tuple[int, ...]
+    """Of each dataset."""
+    cameras: tuple[tuple[bool, ...], ...]
+    """Of each dataset, whether it has the cameras, in the order in which the module has them."""
+    dims: int
+    """Of the padded actions."""
+
+    def __call__(self, columns: Columns) -> Columns:
+        dataset_N = columns["dataset_index"]
+        has_dim_DP = np.arange(self.dims) < np.array(self.action_dims)[:, None]
+        masks = {ACTION_DIM_MASK: has_dim_DP[dataset_N], CAMERA_MASK: np.array(self.cameras, dtype=bool)[dataset_N]}
+        return columns | masks | {DATASET: dataset_N}
 
 
 @dataclass(frozen=True)

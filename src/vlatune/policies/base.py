@@ -19,7 +19,7 @@ import numpy as np
 
 from vlatune.batch import ACTION, STATE
 from vlatune.dataset.features import RESERVED, as_flag, likely_name, numpy_type
-from vlatune.pipeline.transforms import Normalise, RelativeActions
+from vlatune.pipeline.transforms import MixtureMasks, Normalise, RelativeActions
 from vlatune.policies.processors import CONFIG
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ class Binding:
     action_names: tuple[str, ...]
     also: tuple[tuple[str, str], ...] = ()
     """(a dataset's name, policy's name) of the state, and of cameras that further datasets have under other names."""
+    parts: tuple[Binding, ...] = ()
+    """Of several robots: each dataset's own. The cameras are then those that any has, by the policy's names, the dims the most."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class PolicyModule(Protocol):
     """The torch side; a real `nn.Module`."""
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Mean loss of the batch, 0-d, on the device; no host sync."""
+        """Mean loss of the batch, 0-d, on the device; of several robots that of each sample, (B,). No host sync."""
         ...
 
     def predict(self, batch: Mapping[str, torch.Tensor], noise_BTP: torch.Tensor) -> torch.Tensor:
@@ -176,6 +178,9 @@ class PolicyAdapter[S: PolicySpec](ABC):
     """Files of the base's folder that an export takes along where they are there."""
     horizon_fields: ClassVar[tuple[str, ...]] = ("chunk_size", "horizon")
     """Fields of config.json one of which says how many actions a chunk has; for `vlatune doctor`."""
+    mixes_robots: ClassVar[bool] = False
+    """Whether it trains on robots of other dims and cameras together: its transforms end with `mixture_masks`, its module leaves
+    out what the masks do not name, and returns a loss for each sample, (B,), where a batch has them."""
 
     @abstractmethod
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> S:
@@ -349,6 +354,63 @@ def join_bindings(metas: Sequence[DatasetMeta], bindings: Sequence[Binding]) -> 
                 raise ValueError(_disagreement(what, metas[0], first, meta, binding))
     also = [pair for binding in bindings for pair in (*binding.also, *binding.cameras) if pair not in first.cameras]
     return replace(first, also=tuple(dict.fromkeys(also)))
+
+
+def differ(bindings: Sequence[Binding]) -> bool:
+    """Whether datasets deliver other columns, so that they cannot be trained on as those of one robot."""
+    return len({(one.state_dim, one.action_dim, one.missing_cameras) for one in bindings}) > 1
+
+
+def mix_bindings(spec: PolicySpec, bindings: Sequence[Binding]) -> Binding:
+    """One for datasets of several robots: every camera that one of them has, and the most dims. Columns have the policy's names."""
+    delivered = {target for binding in bindings for _, target in binding.cameras}
+    widest = max(bindings, key=lambda one: one.action_dim)
+    return Binding(
+        cameras=tuple((camera, camera) for camera in spec.cameras if camera in delivered),
+        missing_cameras=tuple(camera for camera in spec.cameras if camera not in delivered),
+        state_dim=max(one.state_dim for one in bindings),
+        action_dim=widest.action_dim,
+        action_names=widest.action_names,
+        parts=tuple(bindings),
+    )
+
+
+def mixture_masks(spec: PolicySpec, binding: Binding) -> tuple[MixtureMasks, ...]:
+    """What adds the columns MIXTURE_KEYS; nothing where there is one robot."""
+    if not binding.parts:
+        return ()
+    own = [{target for _, target in part.cameras} for part in binding.parts]
+    cameras = tuple(tuple(target in one for _, target in binding.cameras) for one in own)
+    return (MixtureMasks(tuple(part.action_dim for part in binding.parts), cameras, spec.max_action_dim),)
+
+
+NEUTRAL = {name: value for low, high in STATS_OF_MODE.values() for name, value in ((low, -1.0), (high, 1.0))}
+NEUTRAL["mean"] = 0.0
+"""Statistics of dims that a robot lacks: they normalise 0 to 0."""
+
+
+def stack_stats(each: Sequence[Stats], binding: Binding) -> Stats:
+    """Each dataset's statistics as one table, (datasets, dims), padded."""
+    dims = {STATE: binding.state_dim, ACTION: binding.action_dim}
+    stacked: dict[str, dict[str, np.ndarray]] = {}
+    for key, of in each[0].items():
+        stacked[key] = {}
+        for name in of:
+            table = np.full((len(each), dims[key]), NEUTRAL[name])
+            for number, one in enumerate(each):
+                table[number, : one[key][name].size] = one[key][name]
+            stacked[key][name] = table
+    return stacked
+
+
+def stats_of(stats: Stats, binding: Binding, number: int) -> Stats:
+    """One dataset's out of the tables."""
+    part = binding.parts[number]
+    dims = {STATE: part.state_dim, ACTION: part.action_dim}
+    return {
+        key: {name: table[number, : dims[key]] if key in dims else table for name, table in of.items()}
+        for key, of in stats.items()
+    }
 
 
 def _disagreement(what: str, meta: DatasetMeta, first: Binding, other_meta: DatasetMeta, other: Binding) -> str:

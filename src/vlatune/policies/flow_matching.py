@@ -3,15 +3,20 @@
 Without torch: read tasks run these. The torch side that they share is `modeling.py`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlatune.batch import ACTION, NOISE, SLOT, TIME, Columns
 from vlatune.policies.base import Draw, PolicySpec
 from vlatune.random_streams import Stream, make_generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +89,10 @@ def camera_names(config: Mapping[str, Any]) -> tuple[str, ...]:
         raise ValueError("input_features names no camera; write the policy's cameras there")
     empty = [f"observation.images.empty_camera_{number}" for number in range(int(config["empty_cameras"]))]
     return tuple(dict.fromkeys([*named, *empty]))
+
+
+def mean_over_own_dims(losses_MTP: Tensor, mask_BP: Tensor) -> Tensor:
+    """(B,): each sample's mean over its draws, time steps and the action dims that its robot has. M is B times the draws."""
+    by_sample_BKTP = losses_MTP.unflatten(0, (len(mask_BP), -1))
+    own_BP = mask_BP.to(losses_MTP.dtype)
+    return (by_sample_BKTP.mean(dim=(1, 2)) * own_BP).sum(dim=1) / own_BP.sum(dim=1)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None) -> Path:
     """Write RUN/report.html; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
     run = read_run(Path(run_dir), eval_samples)
-    parts = (_head, _tiles, _learning, _seen, _evaluated, _time, _mixed, _memory, _settings)
+    parts = (_head, _tiles, _learning, _augmented, _seen, _evaluated, _time, _mixed, _memory, _settings)
     path = Path(run_dir) / REPORT_FILE
     try:
         body = join([part(run) for part in parts])
@@ -191,7 +191,10 @@ def _learning(run: Run) -> Html:
     if not plots.has(run.metrics, "loss"):
         return _section("Learning", _missing("No loss was logged: the run has not reached its first log line."))
     held_out = [_validated(run), plots.validation_chart(run.validations)] if run.validations else []
-    charts = (plots.loss_chart(run.metrics, run.validations), *held_out, plots.learning_charts(run.metrics))
+    mixed = any(record.get("loss_by_dataset") for record in run.metrics)
+    by_dataset = [plots.dataset_loss_chart(run.metrics)] if mixed else []
+    loss, rest = plots.loss_chart(run.metrics, run.validations), plots.learning_charts(run.metrics)
+    charts = (loss, *held_out, *by_dataset, rest)
     return _section("Learning", *charts)
 
 
@@ -205,6 +208,28 @@ def _validated(run: Run) -> Html:
     return tag(
         "p", f"{text}; at step {last:,} it is {format_number(errors[last])}. --keep_best=1 keeps such a checkpoint."
     )
+
+
+def _augmented(run: Run) -> Html:
+    """Only of a run that augments: nothing is missing from the others."""
+    if not run.first_batch:
+        return Html("")
+    cards = []
+    for sample in run.first_batch[:MAX_SAMPLES]:
+        place = f"episode {sample.episode_index}, frame {sample.frame_index}"
+        pairs = [
+            _picture(image, f"{camera.split('.')[-1]}{what}", place)
+            for camera in sample.images
+            for image, what in ((sample.images[camera], ""), (sample.trained[camera], ", augmented"))
+        ]
+        cards.append(tag("article", tag("div", *pairs, class_="cameras"), tag("p", place, class_="muted")))
+    text = "Of the first batch: pictures as they were read, and as training sees them. Evaluation sees them as they were read."
+    return _section("Augmented pictures", tag("p", text), *cards)
+
+
+def _picture(image: Any, name: str, place: str) -> Html:
+    name = shorten(name, 60)
+    return tag("figure", plots.picture(image, alt=f"{name}, {place}"), tag("figcaption", name))
 
 
 def _seen(run: Run) -> Html:
@@ -227,14 +252,7 @@ def _seen(run: Run) -> Html:
 
 def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
     place = f"episode {sample.episode_index}, frame {sample.frame_index}"
-    cameras = (
-        tag(
-            "figure",
-            plots.picture(image, alt=f"{shorten(camera, 60)}, {place}"),
-            tag("figcaption", shorten(camera.split(".")[-1], 60)),
-        )
-        for camera, image in sample.images.items()
-    )
+    cameras = (_picture(image, camera.split(".")[-1], place) for camera, image in sample.images.items())
     sentence = tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")
     saw = tag("div", tag("div", *cameras, class_="cameras"), sentence, tag("p", place, class_="muted"), class_="saw")
     return tag("article", saw, plots.action_charts(sample, scales, names), class_="card")
@@ -253,9 +271,25 @@ def _evaluated(run: Run) -> Html:
         title,
         tag("p", eval_meaning(evaluation)),
         plots.eval_bars(evaluation),
+        *_by_dataset(evaluation.get("datasets") or ()),
         tag("div", *details, class_="pair"),
         tag("p", _eval_basis(evaluation), class_="muted"),
     )
+
+
+def _by_dataset(datasets: Sequence[dict[str, Any]]) -> list[Html]:
+    """Of several robots: each dataset's errors, in its own units."""
+    if not datasets:
+        return []
+    keys = ("action_error", "mean_action_error", "val_loss")
+    head = _row("Dataset, each in its own units", "error", "always the mean action", "validation loss")
+    body = [
+        _row(
+            shorten(f"{one['dataset']}: {shown_setting(one['root'])}", 120), *(format_number(one[key]) for key in keys)
+        )
+        for one in datasets
+    ]
+    return [tag("table", tag("tbody", head, *body), class_="settings")]
 
 
 def _eval_basis(evaluation: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ Colours and fonts belong to page.css.
 """
 
 import base64
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -69,6 +70,19 @@ def loss_chart(metrics: Records, validations: Records = NONE) -> Html:
 def validation_chart(validations: Records) -> Html:
     """Action error on held-out samples while it trained."""
     return curve(validations, "val_action_error", "Open-loop action error on held-out samples", noisy=False)
+
+
+def dataset_loss_chart(metrics: Records) -> Html:
+    """The loss of every dataset of a mixture, smoothed, under the number of its root."""
+    kept = [record for record in metrics if record.get("loss_by_dataset")]
+    steps = _column(kept, "optimizer_step")
+    losses_ND = np.array([record["loss_by_dataset"] for record in kept], dtype=np.float64)  # None becomes NaN
+    styles = itertools.cycle(("main", "other", "truth", "raw"))
+    lines = tuple(
+        Line(f"dataset {number}", steps, smooth(loss), style)
+        for (number, loss), style in zip(enumerate(losses_ND.T), styles, strict=False)
+    )
+    return draw(Chart("Loss by dataset", lines, span_of(steps), scale_of(losses_ND.ravel(), from_zero=True)))
 
 
 def curve(

@@ -5,14 +5,16 @@ stand here (those of summary.json and the checkpoints with their types), and eve
 settings, evaluation and its samples here, the others in sinks.py, summary.py, html.py and run_setup.py.
 
 A few held-out samples, with what the model saw, what was done, and what it predicted, are kept in RUN/eval_samples.npz so
-that the page can be rewritten without the model. One file, arrays and strings together, so that a new evaluation replaces
-the old one in a single rename; nothing in it is pickled.
+that the page can be rewritten without the model; samples of the first batch, before and after augmentation, are in
+RUN/first_batch.npz. One file each, arrays and strings together, so that a new one replaces the old in a single rename;
+nothing in them is pickled.
 """
 
 import io
 import json
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -30,7 +32,7 @@ from vlatune.report.run_places import PLACES_FILE, is_trusted
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import SUMMARY_FILE, Summary, checked_value, read_summary
 
-EVAL_SAMPLES_FILE = "eval_samples.npz"
+EVAL_SAMPLES_FILE, FIRST_BATCH_FILE = "eval_samples.npz", "first_batch.npz"
 MAX_SAMPLES_BYTES = 256 << 20
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, MemoryError, RecursionError)
 DAMAGED += (ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
@@ -58,32 +60,78 @@ def save_eval_samples(run_dir: Path, samples: list[EvalSample]) -> Path:
         arrays[f"{number}_valid"] = sample.valid_T
         # Camera names come from the dataset: they are kept as strings, not as names of zip members.
         arrays |= {f"{number}_image_{place}": image for place, image in enumerate(sample.images.values())}
-    packed = io.BytesIO()
-    np.savez_compressed(packed, allow_pickle=False, **arrays)
-    path = Path(run_dir) / EVAL_SAMPLES_FILE
-    write_aside(path, [packed.getvalue()])
-    return path
+    return _save_arrays(Path(run_dir) / EVAL_SAMPLES_FILE, arrays)
 
 
 def load_eval_samples(run_dir: Path) -> list[EvalSample]:
     """Read what `save_eval_samples` wrote."""
-    path = Path(run_dir) / EVAL_SAMPLES_FILE
+    return _load_arrays(run_dir, EVAL_SAMPLES_FILE, _sample, f"and run `vlatune eval {run_dir}` again")
+
+
+@dataclass(frozen=True)
+class TrainedSample:
+    """A sample of the first batch."""
+
+    episode_index: int
+    frame_index: int
+    task: str
+    images: dict[str, np.ndarray]
+    """Camera -> uint8 pixels, (3, H, W), as they were read."""
+    trained: dict[str, np.ndarray]
+    """The same, as training sees them."""
+
+
+def save_first_batch(run_dir: Path, samples: list[TrainedSample]) -> Path:
+    """Write RUN/first_batch.npz, replacing an older one."""
+    arrays: dict[str, Any] = {"json": np.array(json.dumps([_strings(sample) for sample in samples]))}
+    for number, sample in enumerate(samples):
+        for place, camera in enumerate(sample.images):
+            arrays[f"{number}_image_{place}"] = sample.images[camera]
+            arrays[f"{number}_trained_{place}"] = sample.trained[camera]
+    return _save_arrays(Path(run_dir) / FIRST_BATCH_FILE, arrays)
+
+
+def load_first_batch(run_dir: Path) -> list[TrainedSample]:
+    """Read what `save_first_batch` wrote."""
+    return _load_arrays(run_dir, FIRST_BATCH_FILE, _trained_sample, "(a run writes it when it begins)")
+
+
+def _save_arrays(path: Path, arrays: dict[str, Any]) -> Path:
+    packed = io.BytesIO()
+    np.savez_compressed(packed, allow_pickle=False, **arrays)
+    write_aside(path, [packed.getvalue()])
+    return path
+
+
+def _load_arrays[T](run_dir: Path, name: str, make: Callable[[int, dict[str, Any], Any], T], remedy: str) -> list[T]:
     try:
         with (
-            open_file(run_dir, EVAL_SAMPLES_FILE, max_bytes=MAX_SAMPLES_BYTES) as file,
+            open_file(run_dir, name, max_bytes=MAX_SAMPLES_BYTES) as file,
             np.load(file, allow_pickle=False) as arrays,
         ):
             unpacked = sum(member.file_size for member in arrays.zip.infolist())
             check_limit("run_array_bytes", unpacked, "its arrays unpack to bytes:")
             described = json.loads(str(arrays["json"]))
-            return [_sample(number, strings, arrays) for number, strings in enumerate(described)]
+            return [make(number, strings, arrays) for number, strings in enumerate(described)]
     except DAMAGED as error:
-        raise RuntimeError(
-            f"{path}: cannot be read ({error}); delete it and run `vlatune eval {run_dir}` again"
-        ) from error
+        raise RuntimeError(f"{Path(run_dir) / name}: cannot be read ({error}); delete it {remedy}") from error
 
 
-def _strings(sample: EvalSample) -> dict[str, Any]:
+def _trained_sample(number: int, strings: dict[str, Any], arrays: Any) -> TrainedSample:
+    cameras = list(enumerate(strings["cameras"]))
+    sample = TrainedSample(
+        episode_index=int(strings["episode_index"]),
+        frame_index=int(strings["frame_index"]),
+        task=strings["task"],
+        images={camera: arrays[f"{number}_image_{place}"] for place, camera in cameras},
+        trained={camera: arrays[f"{number}_trained_{place}"] for place, camera in cameras},
+    )
+    _check_pictures(sample.task, sample.images)
+    _check_pictures(sample.task, sample.trained)
+    return sample
+
+
+def _strings(sample: EvalSample | TrainedSample) -> dict[str, Any]:
     return {
         "episode_index": int(sample.episode_index),
         "frame_index": int(sample.frame_index),
@@ -108,14 +156,17 @@ def _sample(number: int, strings: dict[str, Any], arrays: Any) -> EvalSample:
 
 def _check_sample(sample: EvalSample) -> None:
     """Of the kinds and shapes that `save_eval_samples` writes."""
-    texts = (sample.task, *sample.images)
     actions = (sample.true_TA, sample.predicted_TA)
     fits = all(one.ndim == 2 and one.shape == actions[0].shape and one.dtype.kind == "f" for one in actions)
     if not fits or sample.valid_T.shape != actions[0].shape[:1] or sample.valid_T.dtype != bool:
         raise ValueError("its actions are not (steps, dims) with a flag for each step")
-    if not all(isinstance(text, str) for text in texts):
+    _check_pictures(sample.task, sample.images)
+
+
+def _check_pictures(task: Any, images: dict[str, np.ndarray]) -> None:
+    if not all(isinstance(text, str) for text in (task, *images)):
         raise ValueError("a sentence or the name of a camera is no text")
-    for image in sample.images.values():
+    for image in images.values():
         if image.dtype != np.uint8 or image.ndim != 3 or 3 not in (image.shape[0], image.shape[2]):
             raise ValueError(f"a picture is {image.dtype} of shape {image.shape}, expected uint8 of (3, H, W)")
 
@@ -142,6 +193,7 @@ RECORD = {
     **dict.fromkeys(("kept_share", "other_threads_share", "spilled_bytes", "fallback_bytes"), Number),
     **dict.fromkeys(("object_store_bytes", "time_to_first_batch_s", "peak_object_store_bytes"), Number),
     **dict.fromkeys(("restarts", "reader_restarts"), int | None),
+    "loss_by_dataset": tuple[Number, ...] | None,
 }
 VALIDATION = {"optimizer_step": int, "val_loss": int | float, "val_action_error": int | float}
 EVALUATION = {
@@ -152,6 +204,7 @@ EVALUATION = {
     "per_horizon_error": tuple[Number, ...] | None,
     "action_names": tuple[str, ...] | None,
     "episodes": list | None,
+    "datasets": tuple[dict, ...] | None,
 }
 """Kinds of what the report uses of config.json, of a line of metrics.jsonl and validation.jsonl, and of eval.json; each may
 be missing."""
@@ -165,6 +218,7 @@ RUN_ENTRIES = (
     PLACES_FILE,
     EVALUATION_FILE,
     EVAL_SAMPLES_FILE,
+    FIRST_BATCH_FILE,
     REPORT_FILE,
     LOGS,
     CHECKPOINTS,
@@ -227,6 +281,7 @@ class Run:
     summary: Summary | None = None
     evaluation: dict[str, Any] = field(default_factory=dict)
     samples: list[EvalSample] = field(default_factory=list)
+    first_batch: list[TrainedSample] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     def figure(self, key: str) -> Any:
@@ -262,6 +317,7 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
         summary=summary,
         evaluation=evaluation,
         samples=eval_samples,
+        first_batch=load_first_batch(run_dir) if (run_dir / FIRST_BATCH_FILE).exists() else [],
         checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
     )
 

@@ -91,7 +91,9 @@ class TensorBoardSink:
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "optimizer_step"}
+        lists = {k: v for k, v in record.items() if isinstance(v, list)}
+        parts = {f"{k}/{place}": one for k, values in lists.items() for place, one in enumerate(values)}
+        numbers = {k: v for k, v in (record | parts).items() if isinstance(v, int | float) and k != "optimizer_step"}
         values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items()]
         step = record["optimizer_step"]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))

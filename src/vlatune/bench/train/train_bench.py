@@ -47,7 +47,8 @@ from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import Summary, read_summary
 
 OURS = "vlatune train"
-PEERS = {"lerobot": "lerobot-train", "template": "the template's way"}
+PEERS = {"lerobot": "lerobot-train", "template": "the template's way", "augmented": "vlatune train, augmented"}
+"""Beside ours; the last is ours with LeRobot's default augmentation, whose cost is the ratio to ours without."""
 COLUMNS = (
     "way",
     "samples/s",
@@ -118,7 +119,8 @@ class Rounds:
             OURS: self._run_ours,
         }
         for peer in self.options.peers:
-            turns[PEERS[peer]] = {"lerobot": self._run_lerobot, "template": self._run_template}[peer]
+            runs = {"lerobot": self._run_lerobot, "template": self._run_template, "augmented": self._run_augmented}
+            turns[PEERS[peer]] = runs[peer]
         say("samples/s:")
         results = alternate(turns, self.options.rounds, say=say)
         return Figures(results, self.by_way, self.ours, self._errors())
@@ -155,6 +157,9 @@ class Rounds:
 
     def _run_template(self) -> float:
         return self._run_peer("template", ways.template(self.job, self.clean_folder("template")))
+
+    def _run_augmented(self) -> float:
+        return self._run_peer("augmented", ways.ours(self.job, self.clean_folder("augmented"), augmented=True))
 
     def _run_peer(self, name: str, program: Program) -> float:
         return self._add(PEERS[name], watch(program, timeout_s=self.options.timeout_s), usable_cpus())
@@ -237,6 +242,7 @@ def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
         "samples_per_s": results.median(OURS),
         "over_lerobot": results.ratio(OURS, PEERS["lerobot"]),
         "over_template": results.ratio(OURS, PEERS["template"]),
+        "augmented_over_plain": results.ratio(PEERS["augmented"], OURS),
         "share_of_ideal": _median(share_of_ideal(run.samples_per_s, own.alone, cores) for own, run in rounds),
         "share_of_predicted": _median(share_of_predicted(run.samples_per_s, own.alone, cores) for own, run in rounds),
         "step_in_run_over_alone": _median(own.step_s / own.alone.step_wall_s for own, _ in rounds),

@@ -184,10 +184,12 @@ class TemplateJob:
     lr: float
 
 
-def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int = 1) -> Program:
+def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int = 1, augmented: bool = False) -> Program:
     """`vlatune train`, its config in a file."""
+    transforms = replace(job.config.dataset.image_transforms, enable=augmented)
     config = replace(
         job.config,
+        dataset=replace(job.config.dataset, image_transforms=transforms),
         policy=replace(job.config.policy, flow_samples=flow_samples),
         output_dir=str(folder / "run"),
         save_freq=save_freq,

@@ -60,6 +60,18 @@ def hold_out(selection: Selection, share: float, seed: int) -> tuple[Selection, 
     return pick(selection, ~chosen), pick(selection, chosen)
 
 
+def hold_out_each(selection: Selection, share: float, seed: int) -> tuple[Selection, Selection]:
+    """The same share of every dataset's episodes, so that each can be evaluated by itself."""
+    numbers = np.unique(selection.dataset)
+    parts = [hold_out(pick(selection, selection.dataset == number), share, seed) for number in numbers]
+    return _joined([training for training, _ in parts]), _joined([held for _, held in parts])
+
+
+def _joined(parts: Sequence[Selection]) -> Selection:
+    columns = ([getattr(part, name) for part in parts] for name in ("dataset", "position", "length"))
+    return Selection(*map(np.concatenate, columns))
+
+
 def pick(selection: Selection, mask: np.ndarray) -> Selection:
     """The episodes where the mask is true."""
     return Selection(selection.dataset[mask], selection.position[mask], selection.length[mask])

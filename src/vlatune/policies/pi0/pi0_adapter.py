@@ -16,13 +16,19 @@ from vlatune.policies.tokenizer import NewlinePrompt
 if TYPE_CHECKING:
     import torch
 
+    from vlatune.pipeline.transforms import Transform
+    from vlatune.policies.base import Binding
+
 SCHEMA = Schema(type="pi0", config=CONFIG_FIELDS, steps={"pi0_new_line_processor": {}})
 
 
 class Pi0Adapter(Pi05Adapter):
     kind = PI0
-    prompt = NewlinePrompt()
     schema = SCHEMA
+    mixes_robots = False  # its state is a token of all dims, of which no mask is known
+
+    def make_prompt(self, binding: Binding) -> Transform:
+        return NewlinePrompt()
 
     def loader(self) -> Callable[..., torch.nn.Module]:
         from vlatune.policies.pi0.pi0_module import load_pi0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, MIXTURE_KEYS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
     NO_OVERRIDES,
@@ -25,6 +25,7 @@ from vlatune.policies.base import (
     check_action_steps,
     make_normalisers,
     make_relative,
+    mixture_masks,
 )
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import FlowSpec, PadActions, camera_names, draw_flow
@@ -80,9 +81,9 @@ SCHEMA = Schema(
 
 class Pi05Adapter(PolicyAdapter[FlowSpec]):
     kind: ClassVar[Kind] = PI05
-    prompt: ClassVar[Transform] = StatePrompt()
     schema = SCHEMA
     carried_files = (SIZE_FILE,)
+    mixes_robots = True
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> FlowSpec:
         """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
@@ -125,16 +126,22 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
     def make_transforms(self, spec: FlowSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, make actions relative where asked for, normalise, prompt, tokenise, pad, draw: as LeRobot's processors."""
         cameras = tuple(target for _, target in binding.cameras)
+        masks = mixture_masks(spec, binding)
+        also = MIXTURE_KEYS if masks else ()
         return (
             Rename(dict(binding.cameras)),
             *make_relative(spec, binding),
             *make_normalisers(spec, stats),
-            self.prompt,
+            self.make_prompt(binding),
             Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
             PadActions(spec.max_action_dim),
             draw_flow(spec, draw),
-            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
+            *masks,
+            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT, *also)),
         )
+
+    def make_prompt(self, binding: Binding) -> Transform:
+        return StatePrompt(tuple(part.state_dim for part in binding.parts))
 
     def step_flops(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> float:
         size = read_size(Path(spec.folder)) or Pi05Size()

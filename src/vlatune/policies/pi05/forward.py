@@ -27,7 +27,7 @@ ExpertLayer = Callable[[Any, Tensor, Tensor | None, Rope, KeyValue, Tensor], Ten
 class Prefix:
     layers: Sequence[KeyValue]
     valid_BS: Tensor
-    """False for padded prompt tokens."""
+    """False for padded prompt tokens, and for pictures that a sample's robot lacks."""
 
     def repeated(self, times: int) -> "Prefix":
         """Every observation `times` times in a row, for its draws of noise."""
@@ -63,13 +63,20 @@ def compute_prefix(
     *,
     dtype: torch.dtype,
     run_layer: PrefixLayer = prefix_layer,
+    camera_mask_BC: Tensor | None = None,
 ) -> Prefix:
-    """`images` are uint8 (B, 3, H, W), one per camera that has data, in the policy's order."""
+    """`images` are uint8 (B, 3, H, W), one per camera that has data, in the policy's order; all samples have all of them
+    where there is no mask.
+    """
     paligemma = model.paligemma_with_expert.paligemma.model
     words_BLD = embed_words(paligemma.language_model.embed_tokens, tokens_BL, dtype)
     hidden_BND = torch.cat([*embed_images(model, images, dtype), words_BLD], dim=1)
     num_image_tokens = hidden_BND.shape[1] - tokens_BL.shape[1]
-    valid_BN = torch.cat([token_mask_BL.new_ones(len(tokens_BL), num_image_tokens), token_mask_BL], dim=1)
+    if camera_mask_BC is None:
+        seen_BN = token_mask_BL.new_ones(len(tokens_BL), num_image_tokens)
+    else:
+        seen_BN = camera_mask_BC[..., None].expand(-1, -1, num_image_tokens // len(images)).flatten(1)
+    valid_BN = torch.cat([seen_BN, token_mask_BL], dim=1)
     rope = make_rope(paligemma.language_model.rotary_emb, torch.cumsum(valid_BN, dim=1) - 1, dtype)
     *layers, last = paligemma.language_model.layers
     seen = []

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
+from vlatune.policies.flow_matching import mean_over_own_dims
 from vlatune.policies.modeling import check_draws, how_to_run, make_time_scale, merge_adapters, to_pixels
 from vlatune.policies.pi05.forward import EmbedSuffix, compute_prefix, embed_actions, flow_losses
 from vlatune.policies.pi05.layers import expert_layer, prefix_layer
@@ -46,7 +47,7 @@ class Pi05Module(nn.Module):
         self._expert_layer = how_to_run(expert_layer, compiled=options.compile, checkpointed=again)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean over samples, draws, time steps and the dataset's action dims."""
+        """Mean over samples, draws, time steps and the dataset's action dims; of several robots over each sample's own, (B,)."""
         if self.training:  # evaluation takes one, however many training does
             check_draws(batch[NOISE], batch[TIME], self.flow_samples)
         model = self.policy.model
@@ -58,6 +59,7 @@ class Pi05Module(nn.Module):
                 batch[TOKEN_MASK],
                 dtype=self.dtype,
                 run_layer=self._prefix_layer,
+                camera_mask_BC=batch.get(CAMERA_MASK),
             )
         losses_BTP = flow_losses(
             model,
@@ -69,6 +71,8 @@ class Pi05Module(nn.Module):
             embed=self.embedding(batch),
             run_layer=self._expert_layer,
         )
+        if ACTION_DIM_MASK in batch:
+            return mean_over_own_dims(losses_BTP, batch[ACTION_DIM_MASK])
         return losses_BTP[:, :, : self.action_dim].mean()
 
     @torch.no_grad()
@@ -99,6 +103,8 @@ class Pi05Module(nn.Module):
         images = [to_pixels(batch[camera]) for camera in self.cameras]
         there = torch.ones(images[0].shape[0], dtype=torch.bool, device=images[0].device)
         masks = [there] * len(images)
+        if CAMERA_MASK in batch:
+            masks = list(batch[CAMERA_MASK].unbind(dim=1))
         for _ in range(self.missing_cameras):
             images.append(torch.full_like(images[0], -1.0))
             masks.append(torch.zeros_like(there))

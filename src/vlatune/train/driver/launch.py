@@ -16,8 +16,8 @@ from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
-from vlatune.report.run_folder import SKIPPED_FILE, RunFolder
-from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
+from vlatune.report.run_folder import SKIPPED_FILE, RunFolder, save_first_batch
+from vlatune.run_setup import Setup, load_metas, make_setup, mixture_lines, read_first_batch, write_skipped
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.progress import Progress
 from vlatune.train.driver.resume_rules import ResumePoint, check_run, find_resume_point, only_one, open_run
@@ -46,6 +46,8 @@ def train(config: RunConfig) -> None:
         folder = open_run(config)
         if config.dataset.on_bad_episode == "skip":
             write_skipped(folder.path, start.setup.skipped)
+        if start.setup.augment is not None:
+            save_first_batch(folder.path, read_first_batch(start.setup))
         start.store.check_writable()
         with tracked(config):
             try:
@@ -174,7 +176,10 @@ def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
     from vlatune.pipeline.sizing import RunShape, compute_share
 
     step_flops = setup.adapter.step_flops(setup.policy, setup.binding, ModuleOptions.of(config.policy))
-    pixels = sum(math.prod(setup.metas[0].features[name].height_width) for name, _ in setup.binding.cameras)
+    pixels = max(
+        sum(math.prod(meta.features[camera.name].height_width) for camera in spec.cameras)
+        for meta, spec in zip(setup.metas, setup.specs, strict=True)
+    )
     return RunShape(
         config.num_workers,
         setup.data_plan.row_bytes(),
@@ -195,6 +200,8 @@ def _introduce(config: RunConfig, start: ResumePoint, folder: RunFolder, sizing:
         _say(f"{skip_line(setup.skipped, selected)}; all of them in {folder.path}/{SKIPPED_FILE}")
     if setup.binding.missing_cameras:
         _say(f"cameras of the policy without data, masked: {', '.join(setup.binding.missing_cameras)}")
+    for line in mixture_lines(setup):
+        _say(line)
     for line in sizing.reasons():
         _say(line)
     for text in sizing.warnings:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.checkpoint.policy_files import make_policy_files
+from vlatune.checkpoint.policy_files import make_mixture_files, make_policy_files
 from vlatune.checkpoint.state_file import STATE, TrainState, parse_state
 from vlatune.checkpoint.store import Store, absolute_storage, find_newest, open_store
 from vlatune.config import RunConfig, to_json
@@ -206,7 +206,8 @@ def find_resume_point(config: RunConfig, setup: Setup | None = None, *, say: Cal
 
 
 def _policy_files(config: RunConfig, setup: Setup) -> dict[str, bytes]:
-    return make_policy_files(setup.policy, setup.binding, setup.stats, dtype=config.policy.dtype)
+    make = make_mixture_files if setup.binding.parts else make_policy_files
+    return make(setup.policy, setup.binding, setup.stats, dtype=config.policy.dtype)
 
 
 def _check_steps(config: RunConfig, stored: TrainState, where: str) -> None:

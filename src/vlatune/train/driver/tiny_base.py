@@ -37,7 +37,9 @@ def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callabl
     config = replace(config, policy=replace(config.policy, path=str((folder.path / BASE).resolve())))
     if (folder.path / CONFIG_FILE).exists() and (folder.path / BASE).is_dir():
         return config  # the run has begun with it
-    fit = fit_datasets(metas, seed=config.seed, max_dims=get_policy(config.policy.type).max_dims)
+    policy = get_policy(config.policy.type)
+    mixed = config.dataset.robots != "one" and policy.adapter().mixes_robots and _differ(config, metas)
+    fit = fit_datasets(metas, seed=config.seed, max_dims=policy.max_dims, mixed=mixed)
     fit = replace(fit, overrides=config.policy.overrides)
     with only_one(folder):
         shutil.rmtree(folder.path / ASIDE, ignore_errors=True)  # of a start that was killed
@@ -47,19 +49,37 @@ def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callabl
     return config
 
 
-def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int, max_dims: int) -> Fit:
-    first, cameras = metas[0], _common_cameras(metas)
+def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int, max_dims: int, mixed: bool = False) -> Fit:
+    """`mixed`: datasets of several robots; every camera that one of them has, and the most dims."""
+    first = metas[0]
+    cameras = _all_cameras(metas) if mixed else _common_cameras(metas)
+    groups = [(meta,) for meta in metas] if mixed else [metas]
+    owner = {camera: next(meta for meta in metas if meta.own(camera) in meta.cameras) for camera in cameras}
     return Fit(
         cameras=cameras,
-        state_dim=_width(metas, STATE, max_dims),
-        action_dim=_width(metas, ACTION, max_dims),
+        state_dim=max(_width(group, STATE, max_dims) for group in groups),
+        action_dim=max(_width(group, ACTION, max_dims) for group in groups),
         horizon=max(1, round(HORIZON_S * first.fps)),
         image_size=IMAGE_SIZE,
         tasks=tuple(sorted({task for meta in metas for task in meta.tasks})),
         seed=seed,
-        recorded_hw=tuple(first.features[first.own(camera)].height_width for camera in cameras),
+        recorded_hw=tuple(owner[name].features[owner[name].own(name)].height_width for name in cameras),
         fps=first.fps,
     )
+
+
+def _differ(config: RunConfig, metas: tuple[DatasetMeta, ...]) -> bool:
+    """Whether the datasets are of several robots. Cameras alone do not tell: what all have is enough for one."""
+    shapes = {
+        tuple(meta.features[meta.own(key)].shape for key in (STATE, ACTION) if meta.own(key) in meta.features)
+        for meta in metas
+    }
+    return config.dataset.robots == "several" or len(shapes) > 1
+
+
+def _all_cameras(metas: tuple[DatasetMeta, ...]) -> tuple[str, ...]:
+    colour = [meta.names.get(own, own) for meta in metas for own in meta.cameras if not meta.features[own].is_depth]
+    return tuple(dict.fromkeys(colour)) or _common_cameras(metas)
 
 
 def _common_cameras(metas: tuple[DatasetMeta, ...]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ except at log steps and checkpoints, where one transfer brings the numbers over.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -71,6 +71,14 @@ def work(worker: "Worker") -> None:
         worker.close()
 
 
+def loss_by_dataset(sums_and_counts: Sequence[float]) -> dict[str, list[float | None]]:
+    """For metrics.jsonl, in the order of the roots; None where no sample of a dataset came. Empty of one robot."""
+    half = len(sums_and_counts) // 2
+    pairs = zip(sums_and_counts[:half], sums_and_counts[half:], strict=True)
+    losses = [total / count if count else None for total, count in pairs]
+    return {"loss_by_dataset": losses} if losses else {}
+
+
 class DriverLink(Protocol):
     """Tells the driver that this worker goes on, and this worker what the driver asks for."""
 
@@ -120,8 +128,13 @@ class Worker:
         wrapped = make_parallel(module) if share.num_workers > 1 else module
         self.module = module
         self.updater = Updater(
-            wrapped, list(trained.values()), self.optimizer, clip_norm=self.config.optimizer.grad_clip_norm
+            wrapped,
+            list(trained.values()),
+            self.optimizer,
+            clip_norm=self.config.optimizer.grad_clip_norm,
+            num_datasets=len(job.setup.binding.parts),
         )
+        self.updater.by_dataset_2D += self.checkpointer.losses_by_dataset
         self.watch = NonFiniteWatch()
         self.logger = MetricsLogger(job, self.first_step, flags) if share.rank == 0 else None
         self.last_step = self.config.steps
@@ -229,22 +242,25 @@ class Worker:
             )
         self.meter.validated(time.perf_counter() - begin)
         if self.logger:
-            self.logger.log_validation(done, found.loss, found.error())
+            self.logger.log_validation(done, found.loss, found.action_error)
         if self.config.early_stop and validator.in_vain() >= self.config.early_stop:
             self.last_step = done
 
     def _log(self, done: int, result: StepResult, rate: float) -> None:
         """The one place, beside saving, where the host waits for the device."""
-        numbers = torch.stack([self.loss_sum / self.loss_count, result.grad_norm, self.updater.guard.skipped])
+        three = torch.stack([self.loss_sum / self.loss_count, result.grad_norm, self.updater.guard.skipped])
+        numbers = torch.cat([three, self.updater.by_dataset_2D.flatten()])
         restarts = getattr(self.feed, "restarts", 0)  # a stand-in for the feed need not count
         spent_s = self.meter.take_spent(self._stages_s(), restarts)
-        (mean_loss, grad_norm, skipped), by_worker_s = mean_and_each(numbers, spent_s, self.share, dist.all_reduce)
+        means, by_worker_s = mean_and_each(numbers, spent_s, self.share, dist.all_reduce)
+        mean_loss, grad_norm, skipped, *by_dataset = means
         rates = self.meter.take_interval(by_worker_s)
         self.watch.look(skipped, done, self.consensus.gather)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
+        self.updater.by_dataset_2D.zero_()
         samples = self._gather_samples(done)
         if self.logger:
-            self.logger.log(done, mean_loss, grad_norm, rate, rates)
+            self.logger.log(done, mean_loss, grad_norm, rate, rates | loss_by_dataset(by_dataset))
             self.logger.log_samples(samples)
 
     def _save(self, done: int) -> None:
@@ -255,7 +271,14 @@ class Worker:
         if self.logger:
             self.logger.log_samples(samples)
         error = self.validator.newest_error() if self.validator else None
-        self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather, val_error=error)
+        self.checkpointer.save(
+            done,
+            self.loss_sum,
+            self.loss_count,
+            self.consensus.gather,
+            val_error=error,
+            by_dataset_2D=self.updater.by_dataset_2D,
+        )
         self.meter.saved(time.perf_counter() - begin)
 
     def _mean_over_workers(self, values: Tensor) -> list[float]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from vlatune.batch import DATASET
 from vlatune.config import OptimizerConfig, SchedulerConfig
 from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
@@ -155,9 +156,17 @@ class Updater:
     """Owns what an update touches: the module, its trainable parameters (listed once) and the optimizer."""
 
     def __init__(
-        self, module: nn.Module, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, *, clip_norm: float
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float,
+        num_datasets: int = 0,
     ) -> None:
-        """`clip_norm` 0 leaves gradients as they are."""
+        """`clip_norm` 0 leaves gradients as they are. Of several robots the losses of each dataset are added up, too."""
+        self.by_dataset_2D = torch.zeros(2, num_datasets, device=parameters[0].device)
+        """Sums of the samples' losses, and how many they are, since somebody set them to zero."""
         self.guard = NonFiniteGuard(optimizer, parameters[0].device)
         self._module = module
         self._parameters = parameters
@@ -185,7 +194,12 @@ class Updater:
 
     def forward(self, batch: Batch) -> Tensor:
         """The first of an update's three parts; all are public, so that each can be timed."""
-        return self._module(batch)
+        loss = self._module(batch)
+        if loss.ndim == 0:
+            return loss
+        each = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
+        self.by_dataset_2D.index_add_(1, batch[DATASET], each)
+        return loss.mean()
 
     def backward(self, loss: Tensor, share: float) -> None:
         """A loss that is not finite becomes NaN in every gradient, so that the exchange tells all workers."""

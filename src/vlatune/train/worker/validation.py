@@ -7,6 +7,7 @@ as nothing here draws from them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,16 @@ from vlatune.pipeline.plan import Share
 from vlatune.run_setup import Setup
 
 
+@dataclass(frozen=True)
+class Validation:
+    loss: float
+    action_error: float
+
+
 class Validator:
     def __init__(self, setup: Setup, share: Share, options: EvalConfig, every: int) -> None:
-        batches = cut_batches(choose_held_out(setup, options.max_samples), options.batch_size)
-        mine = {number: frames for number, frames in batches.items() if number % share.num_workers == share.rank}
+        self._batches = cut_batches(setup, choose_held_out(setup, options.max_samples), options.batch_size)
+        mine = {number: one.frames for number, one in self._batches.items() if number % share.num_workers == share.rank}
         self._setup, self._options, self._every = setup, options, every
         self._ahead: ReadAhead | None = ReadAhead(
             _read_batches(setup, mine), depth=max(1, len(mine)), name="held-out rows"
@@ -47,7 +54,7 @@ class Validator:
 
     def validate(
         self, optimizer_step: int, module: nn.Module, gather: Callable[[Any], list[Any]], on_batch: OnBatch
-    ) -> Predictions:
+    ) -> Validation:
         """All workers call it after the same step. The host waits for the device: nothing else is under way."""
         if self._ahead is not None:
             self._rows = dict(self._ahead)
@@ -59,9 +66,22 @@ class Validator:
             self._setup, module, self._rows, self._options, blanks=("none",), on_batch=on_batch
         )
         module.train()
-        found = join_results(self._setup, self._options, self._truth, _merge(gather(results)), blanks=("none",))["none"]
-        self.errors[optimizer_step] = found.error()
+        found = self._join(_merge(gather(results)))
+        self.errors[optimizer_step] = found.action_error
         return found
+
+    def _join(self, results: Mapping[int, BatchResult]) -> Validation:
+        """As `vlatune eval` does it: of several robots each in its own units, then their mean by the number of samples."""
+        each: list[Predictions] = []
+        for dataset in dict.fromkeys(one.dataset for one in self._batches.values()):
+            truth = {number: self._truth[number] for number, one in self._batches.items() if one.dataset == dataset}
+            joined = join_results(self._setup, self._options, truth, results, blanks=("none",), dataset=dataset)
+            each.append(joined["none"])
+        counts = [len(one.true_NTA) for one in each]
+        if len(each) == 1:
+            return Validation(each[0].loss, each[0].error())
+        losses, errors = [one.loss for one in each], [one.error() for one in each]
+        return Validation(float(np.average(losses, weights=counts)), float(np.average(errors, weights=counts)))
 
     def newest_error(self) -> float | None:
         return self.errors[max(self.errors)] if self.errors else None

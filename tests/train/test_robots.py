@@ -1,0 +1,406 @@
+"""Three robots in one run: other dims, cameras and fps. Shares, rows, masks, losses, resume, evaluation and export.
+
+One run through the command line serves the last of them; it augments its pictures, too.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exported import lerobot_actions, load_lerobot, noise_for
+from safetensors.torch import load_file
+
+from vlatune import cli
+from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, DATASET, IDS, NOISE, SLOT, STATE, TIME, TOKENS, Columns
+from vlatune.bench.step.host_sync import HostSyncSpy
+from vlatune.checkpoint.state import load_result
+from vlatune.checkpoint.store import list_checkpoints
+from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, validate
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.order.sample_order import all_batches, epoch_order
+from vlatune.dataset.synthetic import generate
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
+from vlatune.dataset.synthetic.writer import DatasetWriter
+from vlatune.evaluate.held_out import read_held_out
+from vlatune.flags import parse_flags
+from vlatune.pipeline.transforms import Normalise, apply_all
+from vlatune.policies.base import ModuleOptions
+from vlatune.policies.pi05.adapter import Pi05Adapter
+from vlatune.policies.pi05.small import make_small_pi05
+from vlatune.report.sinks import read_jsonl
+from vlatune.run_setup import Setup, make_setup, mixture_lines
+from vlatune.train.driver import trainer
+from vlatune.train.driver.tiny_base import fit_datasets
+from vlatune.train.worker import loop
+from vlatune.train.worker.optimizer import Updater, make_optimizer
+
+TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))
+ROBOTS = {
+    "arm": (SyntheticSpec(episodes=6, frames=10, cameras=2, fps=10), 3, 3),
+    "gripper": (SyntheticSpec(episodes=4, frames=8, cameras=1, fps=5, height=64, width=96, seed=1), 5, 2),
+    "two_arms": (SyntheticSpec(episodes=3, frames=12, cameras=3, fps=20, seed=2), 7, 6),
+}
+"""Name -> what is filmed, state and action dims."""
+WEIGHTS = (0.2, 0.5, 0.3)
+
+
+def make_robot(folder: Path, spec: SyntheticSpec, state_dim: int, action_dim: int) -> Path:
+    """The small world, filmed for a robot with other joints: each value of its own scale."""
+    dims = {STATE: state_dim, ACTION: action_dim}
+
+    class Jointed(DatasetWriter):
+        def add_episode(self, place: Any, task: str, vectors: Any, films: Any) -> None:
+            super().add_episode(place, task, {key: _widened(v, dims[key]) for key, v in vectors.items()}, films)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "DatasetWriter", Jointed)
+        patch.setattr(generate, "STATE_NAMES", tuple(f"joint_{n}" for n in range(state_dim)))
+        patch.setattr(generate, "ACTION_NAMES", tuple(f"{folder.name}_{n}" for n in range(action_dim)))
+        make_dataset(folder, spec)
+    return folder
+
+
+def _widened(values_TD: np.ndarray, dims: int) -> np.ndarray:
+    places = np.arange(dims)
+    return (values_TD[:, places % values_TD.shape[1]] * (1 + places) + places).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("robots")
+    return [make_robot(folder / name, *robot) for name, robot in ROBOTS.items()]
+
+
+@pytest.fixture(scope="module")
+def base(roots: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tasks = sorted({task for root in roots for task in load_meta(str(root)).tasks})
+    return make_small_pi05(
+        tmp_path_factory.mktemp("base") / "small",
+        cameras=(TOP, WRIST, SIDE),
+        state_dim=7,
+        action_dim=6,
+        horizon=5,
+        image_size=48,
+        tasks=tasks,
+    )
+
+
+@pytest.fixture(scope="module")
+def config(roots: list[Path], base: Path) -> RunConfig:
+    return RunConfig(
+        dataset=DatasetConfig(
+            root=tuple(map(str, roots)), weight=WEIGHTS, eval_split=0.25, run_length=4, window_rows=8
+        ),
+        policy=PolicyConfig(path=str(base), train="full"),
+        batch_size=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def setup(config: RunConfig) -> Setup:
+    return make_setup(config, preflight=True)
+
+
+def alone(config: RunConfig, number: int) -> Setup:
+    """A run on one of the datasets."""
+    return make_setup(
+        replace(config, dataset=replace(config.dataset, root=config.dataset.root[number : number + 1], weight=()))
+    )
+
+
+# Shares
+
+
+@pytest.mark.parametrize("how", ["fixed", "size", "temperature"])
+def test_shares_are_the_weights_over_ten_thousand_samples(config: RunConfig, how: str) -> None:
+    given = {"fixed": {}, "size": {"weight": ()}, "temperature": {"weight": (), "weight_temperature": 3.0}}[how]
+    setup = make_setup(replace(config, dataset=replace(config.dataset, **given)))
+    order, training = setup.order, setup.training
+    frames = np.bincount(training.dataset, weights=training.length)
+    wanted = {
+        "fixed": np.array(WEIGHTS),
+        "size": frames / frames.sum(),
+        "temperature": frames ** (1 / 3) / (frames ** (1 / 3)).sum(),
+    }
+    dataset_of = np.repeat(training.dataset, training.length)
+    epochs = -(-10_000 // (order.batches_per_epoch * order.global_batch))
+    taken = np.concatenate([all_batches(order, epoch_order(order, epoch)).ravel() for epoch in range(epochs)])[:10_000]
+    shares = np.bincount(dataset_of[taken], minlength=3) / len(taken)
+    np.testing.assert_allclose(shares, wanted[how], atol=0.01)
+
+
+# Rows
+
+
+def rows_of(setup: Setup, number: int) -> Columns:
+    rows = read_held_out(setup, 200)
+    return {name: values[rows["dataset_index"] == number] for name, values in rows.items()}
+
+
+def as_batch(columns: Columns) -> dict[str, torch.Tensor]:
+    return {key: torch.from_numpy(values) for key, values in columns.items() if key not in (*IDS, SLOT)}
+
+
+def test_every_robot_has_held_out_episodes(setup: Setup) -> None:
+    assert np.bincount(setup.held_out.dataset).tolist() == [2, 1, 1]
+    assert len(setup.training) + len(setup.held_out) == 13
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_robots_rows_are_those_of_a_run_on_it_alone(config: RunConfig, setup: Setup, number: int) -> None:
+    """Normalised, prompted and tokenised by its own statistics and dims; the rest is zero and masked."""
+    single, part = alone(config, number), setup.binding.parts[number]
+    raw = rows_of(setup, number)
+    made = apply_all(setup.eval_transforms(0), raw)
+    own = {
+        name: values
+        for name, values in raw.items()
+        if name not in {camera.column for camera in setup.specs[number].absent}
+    }
+    own |= {STATE: raw[STATE][..., : part.state_dim], ACTION: raw[ACTION][..., : part.action_dim]}
+    own |= {"dataset_index": np.zeros_like(raw["dataset_index"])}
+    wanted = apply_all(single.eval_transforms(0), own)
+    np.testing.assert_array_equal(made[TOKENS], wanted[TOKENS])
+    np.testing.assert_array_equal(made[ACTION], wanted[ACTION])  # both padded to the policy's dims
+    np.testing.assert_array_equal(made[STATE][:, : part.state_dim], wanted[STATE])
+    assert not made[STATE][:, part.state_dim :].any()
+    assert made[ACTION_DIM_MASK].sum(axis=1).tolist() == [part.action_dim] * len(raw["index"])
+    assert made[CAMERA_MASK].all(axis=0).tolist() == [
+        camera in dict(part.cameras).values() for camera in (TOP, WRIST, SIDE)
+    ]
+    for camera, there in zip((TOP, WRIST, SIDE), made[CAMERA_MASK].all(axis=0), strict=True):
+        assert made[camera].any() == there
+        if there:
+            np.testing.assert_array_equal(made[camera], wanted[camera])
+    assert set(made[DATASET].tolist()) == {number}
+
+
+def test_chunks_are_in_each_robots_own_frames_or_in_seconds(config: RunConfig, setup: Setup) -> None:
+    def offsets(setup: Setup) -> list[Any]:
+        return [vector.offsets for spec in setup.specs for vector in spec.vectors if vector.column == ACTION]
+
+    assert offsets(setup) == [(0, 1, 2, 3, 4)] * 3
+    resampled = make_setup(replace(config, dataset=replace(config.dataset, action_fps=10)))
+    assert offsets(resampled) == [(0, 1, 2, 3, 4), (0, 1, 1, 2, 2), (0, 2, 4, 6, 8)]
+    said = mixture_lines(setup)
+    assert "20.0% of the samples; 3 state and 3 action dims; without observation.images.side" in said[1]
+    assert "5 actions reach 0.80 s at 5 frames per second" in said[2]
+    assert "5 actions reach 0.20 s at 20 frames per second" in said[3]
+
+
+# Losses
+
+
+@pytest.fixture(scope="module")
+def module(setup: Setup) -> Any:
+    return setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions("full", "float32")).train()
+
+
+@pytest.fixture(scope="module")
+def mixed(setup: Setup) -> Columns:
+    return apply_all(setup.eval_transforms(0), read_held_out(setup, 200))
+
+
+def test_a_mixed_batchs_loss_is_each_robots_own(config: RunConfig, setup: Setup, module: Any, mixed: Columns) -> None:
+    losses_B = module(as_batch(mixed))
+    assert losses_B.shape == (len(mixed["index"]),)
+    shares, gradients = [], []
+    for number in range(3):
+        part, single = mixed["dataset_index"] == number, alone(config, number)
+        raw = rows_of(setup, number) | {"dataset_index": np.zeros(part.sum(), np.int64)}
+        dims = setup.binding.parts[number]
+        raw |= {STATE: raw[STATE][..., : dims.state_dim], ACTION: raw[ACTION][..., : dims.action_dim]}
+        columns = apply_all(single.eval_transforms(0), raw) | {key: mixed[key][part] for key in (NOISE, TIME)}
+        own: Any = single.adapter.load_module(single.policy, single.binding, ModuleOptions("full", "float32")).train()
+        loss = own(as_batch(columns))
+        torch.testing.assert_close(losses_B[torch.from_numpy(part)].mean(), loss, rtol=1e-6, atol=0)
+        loss.backward()
+        shares.append(part.mean())
+        gradients.append({name: p.grad for name, p in own.named_parameters() if p.grad is not None})
+    losses_B.mean().backward()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            wanted = sum(share * one[name] for share, one in zip(shares, gradients, strict=True))
+            assert (parameter.grad - wanted).norm() <= 1e-5 * wanted.norm() + 1e-9, name
+            parameter.grad = None
+
+
+def test_draws_of_one_sample_are_averaged(setup: Setup, mixed: Columns) -> None:
+    """Two draws: the sample's loss is the mean of both."""
+    two: Any = setup.adapter.load_module(
+        setup.policy, setup.binding, ModuleOptions("expert", "float32", flow_samples=2)
+    )
+    one: Any = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions("expert", "float32"))
+    other = {NOISE: -mixed[NOISE], TIME: 1 - mixed[TIME]}
+    both = mixed | {key: np.concatenate([mixed[key], other[key]], axis=1) for key in other}
+    with torch.no_grad():
+        singles = [one(as_batch(mixed)), one(as_batch(mixed | other))]
+        torch.testing.assert_close(two(as_batch(both)), torch.stack(singles).mean(dim=0), rtol=1e-5, atol=1e-7)
+
+
+def test_losses_by_dataset_are_added_up_without_a_wait(module: Any, mixed: Columns) -> None:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = make_optimizer(parameters, OptimizerConfig(lr=0.0, weight_decay=0.0))
+    updater = Updater(module, parameters, optimizer, clip_norm=1.0, num_datasets=3)
+    batch = as_batch(mixed)
+    with HostSyncSpy() as spy:
+        updater.update(iter([batch, batch]), 2)
+    assert not spy.syncs
+    with torch.no_grad():
+        losses_B = module(batch)
+    wanted = [losses_B[batch[DATASET] == number].mean().item() for number in range(3)]
+    counted = loop.loss_by_dataset(updater.by_dataset_2D.flatten().tolist())["loss_by_dataset"]
+    assert counted == pytest.approx(wanted, rel=1e-6)
+    assert updater.by_dataset_2D[1].tolist() == [2 * n for n in np.bincount(mixed["dataset_index"]).tolist()]
+    assert loop.loss_by_dataset([0.0, 3.0, 0.0, 4.0]) == {"loss_by_dataset": [None, 0.75]}
+    assert loop.loss_by_dataset([]) == {}
+
+
+# What is refused
+
+
+def test_a_policy_that_cannot_mask_says_so(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pi05Adapter, "mixes_robots", False)
+    with pytest.raises(
+        ValueError, match=r"its state_dim is 5, that of .* is 3; .*--policy.type=pi05 cannot be trained on several"
+    ):
+        make_setup(config)
+
+
+def test_one_robot_is_taken_at_its_word(config: RunConfig) -> None:
+    with pytest.raises(ValueError, match="datasets that are trained together must agree"):
+        make_setup(replace(config, dataset=replace(config.dataset, robots="one")))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset.weight_temperature=2"], "for several roots"),
+        (["--dataset.root=b", "--dataset.weight_temperature=0"], "must be 0.01 or more"),
+        (["--dataset.root=b", "--dataset.weight_temperature=2", "--dataset.weight=[1,2]"], "without --dataset.weight"),
+        (["--dataset.action_fps=0"], "--dataset.action_fps=0.0: must be above 0"),
+        (["--dataset.robots=several"], "there is one --dataset.root"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match="--dataset") as caught:
+        validate(parse_flags(["--dataset.root=a", "--recipe=tiny", *flags], RunConfig))
+    assert message in str(caught.value)
+
+
+def test_a_base_is_made_for_all_of_them(roots: list[Path]) -> None:
+    fit = fit_datasets(tuple(load_meta(str(root)) for root in roots), seed=0, max_dims=32, mixed=True)
+    assert (fit.cameras, fit.state_dim, fit.action_dim) == ((TOP, WRIST, SIDE), 7, 6)
+
+
+# The whole, through Ray
+
+
+@pytest.fixture(scope="module")
+def without_ray_train() -> Any:
+    """The one worker in this process, as Ray Train would call it in another: a start then costs no imports."""
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.ray.train, "get_context", lambda: context)
+        patch.setattr(loop, "get_device", lambda: torch.device("cpu"))
+        patch.setattr(trainer, "make_trainer", lambda work, job, **_: SimpleNamespace(fit=lambda: work({"job": job})))
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def flags(config: RunConfig) -> list[str]:
+    return [
+        *(f"--dataset.root={root}" for root in config.dataset.root),
+        *(f"--dataset.weight={weight}" for weight in WEIGHTS),
+        "--dataset.eval_split=0.25",
+        "--dataset.run_length=4",
+        "--dataset.window_rows=8",
+        "--dataset.image_transforms.enable=true",
+        f"--policy.path={config.policy.path}",
+        "--policy.train=expert",
+        "--batch_size=8",
+        "--steps=4",
+        "--log_freq=4",
+        "--save_freq=3",
+        "--log_samples=true",
+        "--max_restarts=0",
+    ]
+
+
+@pytest.fixture(scope="module")
+def run_dir(
+    ray_local: None, without_ray_train: None, flags: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "robots"
+    assert cli.main(["train", *flags, f"--output_dir={folder}"]) == 0
+    return folder
+
+
+def test_a_run_logs_and_shows_every_datasets_loss(run_dir: Path) -> None:
+    (line,) = read_jsonl(run_dir / "metrics.jsonl")
+    taken = np.array([sample for record in read_jsonl(run_dir / "samples.jsonl") for sample in record["samples"]])
+    counts = np.bincount(taken[:, 0], minlength=3)
+    assert counts.sum() == 32
+    assert counts.min() > 0
+    assert np.average(line["loss_by_dataset"], weights=counts) == pytest.approx(line["loss"], rel=1e-5)
+    page = (run_dir / "report.html").read_text()
+    assert "Loss by dataset" in page
+    assert "Augmented pictures" in page
+
+
+def test_a_run_goes_on_as_if_nothing_had_happened(
+    run_dir: Path, flags: list[str], tmp_path: Path, without_ray_train: None
+) -> None:
+    """From the checkpoint before its last step; what lies between two log lines goes on, too, and pictures are augmented alike."""
+    again = tmp_path / "again"
+    shutil.copytree(run_dir, again)
+    shutil.rmtree(again / "checkpoints" / "00000004")
+    (again / "summary.json").unlink()
+    assert cli.main(["train", *flags, f"--output_dir={again}"]) == 0
+    lines = [read_jsonl(folder / "metrics.jsonl")[-1] for folder in (run_dir, again)]
+    for key in ("loss", "loss_by_dataset", "grad_norm", "lr"):
+        assert lines[0][key] == lines[1][key], key
+    assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(again / "samples.jsonl")
+    weights = [load_file(list_checkpoints(folder)[-1] / "trainable.safetensors") for folder in (run_dir, again)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_every_dataset_is_evaluated_by_itself(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", str(run_dir), "--max_samples=40", "--device=cpu"]) == 0
+    told, figures = capsys.readouterr().out, json.loads((run_dir / "eval.json").read_text())
+    assert [one["dataset"] for one in figures["datasets"]] == [0, 1, 2]
+    assert [len(one["per_dim_error"]) for one in figures["datasets"]] == [3, 2, 6]
+    for key in ("val_loss", "action_error", "mean_action_error", "blank_images_error"):
+        counts = [one["num_samples"] for one in figures["datasets"]]
+        assert figures[key] == pytest.approx(np.average([one[key] for one in figures["datasets"]], weights=counts))
+    assert "by dataset, each in its own units" in told
+    assert "always the mean action</td>" in (run_dir / "report.html").read_text()
+
+
+def test_an_export_is_one_robots(run_dir: Path, config: RunConfig, setup: Setup, tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["export", str(run_dir), str(tmp_path / "none")]) != 0
+    assert (
+        "the run was trained on 3 robots, and an exported folder has the dims, cameras and statistics of one"
+        in capsys.readouterr().err
+    )
+    assert cli.main(["export", str(run_dir), str(tmp_path / "four"), "--dataset=3"]) != 0
+    for number in (0, 1):
+        folder, part = tmp_path / f"robot_{number}", setup.binding.parts[number]
+        assert cli.main(["export", str(run_dir), str(folder), f"--dataset={number}"]) == 0
+        rows = {name: values[:2] for name, values in rows_of(setup, number).items()}
+        module: Any = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions("expert", "float32"))
+        load_result(list_checkpoints(run_dir)[-1], {n: p for n, p in module.named_parameters() if p.requires_grad})
+        noise, transforms = noise_for(setup.policy, rows), setup.eval_transforms(0)
+        chunk = module.eval().predict(as_batch(apply_all(transforms, rows)), noise).numpy()[..., : part.action_dim]
+        (unscale,) = (one for one in transforms if isinstance(one, Normalise) and one.key == ACTION)
+        robots = {**rows, STATE: rows[STATE][:, : part.state_dim]}
+        made = lerobot_actions(folder, load_lerobot(folder), robots, part, noise)
+        np.testing.assert_allclose(made, unscale.of_dataset(number, part.action_dim).inverse(chunk), rtol=0, atol=2e-5)
