@@ -67,7 +67,7 @@ class SmolVLMSize:
     """Every number of the vision-language model that decides a parameter's shape; the defaults are SmolVLM2-500M's."""
 
     width: int = 960
-    """Hidden size of the language model, and what the vision tower is projected to."""
+    """Hidden size of the language model, and what the vision tower is projected to; a multiple of heads."""
     depth: int = 32
     """Layers of the language model; a policy uses the first `num_vlm_layers` of them."""
     mlp_dim: int = 2560
@@ -103,7 +103,8 @@ class SmolVLMSize:
                 f"{field.name}={value!r}: must be an integer above 0",
             )
             check_limit("model_depth" if "depth" in field.name else "model_width", value, f"{field.name}:")
-        for name, of in (("vision_width", "vision_heads"), ("heads", "kv_heads"), ("image_size", "patch_size")):
+        whole = {"width": "heads", "vision_width": "vision_heads", "heads": "kv_heads", "image_size": "patch_size"}
+        for name, of in whole.items():
             value, divisor = getattr(self, name), getattr(self, of)
             _require(value % divisor == 0, f"{name}={value}: must be a multiple of {of}={divisor}")
         _require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: must be even (its position code pairs two halves)")
