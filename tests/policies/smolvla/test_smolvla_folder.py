@@ -13,9 +13,11 @@ import torch
 from exported import lerobot_actions, noise_for
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy, smolvlm_with_expert
+from repository_files import ROOT
 from safetensors.torch import load_file, save_file
 from small_run import running, small_config
 from smolvla_parity import ARCHITECTURE, SIZE, load_lerobot, setup_for
+from tensor_bytes import bytes_of
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, SLOT, STATE, TASK, TOKEN_MASK, TOKENS
 from vlatune.checkpoint.export import export_run
@@ -116,6 +118,10 @@ def test_parameters_of_the_real_config(tmp_path):
     assert sum(parameter.numel() for parameter in lean.parameters()) == 450_046_176 - 49_280 * 960
     assert not whole.config.load_vlm_weights
     assert whole.config.num_vlm_layers == 16
+    weights, learnt = (bytes_of(p for p in lean.parameters() if p.requires_grad or every) for every in (True, False))
+    figures = [weights, learnt, 2 * learnt, weights + 3 * learnt, weights + 4 * learnt, 3 * learnt]
+    row = "| `smolvla` | " + " | ".join(f"{figure / 1e9:.2f}" for figure in figures) + " |"
+    assert row in (ROOT / "docs" / "memory.md").read_text(), row
     counts = {}
     for train in POLICY.train_ways:
         set_trainable(lean, spec.size, train)

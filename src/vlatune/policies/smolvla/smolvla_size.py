@@ -31,7 +31,7 @@ from vlatune.policies.weight_files import (
 SIZE_FILE = "vlatune_size.json"
 VLM, EXPERT = "model.vlm_with_expert.vlm.", "model.vlm_with_expert.lm_expert."
 TEXT = f"{VLM}model.text_model."
-PATCH_EPS, TEXT_EPS = 1e-6, 1e-5
+VISION_EPS, TEXT_EPS = 1e-6, 1e-5
 """Of the norms of vision tower and language model, in every SmolVLM."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
@@ -286,30 +286,30 @@ def building_at(size: SmolVLMSize) -> Iterator[None]:
 
 def vlm_config(size: SmolVLMSize) -> Any:
     """transformers' config of the vision-language model."""
-    from transformers import LlamaConfig, SmolVLMConfig
-    from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
+    from transformers import SmolVLMConfig
 
-    text = LlamaConfig(
-        hidden_size=size.width,
-        intermediate_size=size.mlp_dim,
-        num_hidden_layers=size.depth,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        vocab_size=size.vocab_size,
-        rms_norm_eps=TEXT_EPS,
-        pad_token_id=0,
-    )
-    vision = SmolVLMVisionConfig(
-        hidden_size=size.vision_width,
-        intermediate_size=size.vision_mlp_dim,
-        num_hidden_layers=size.vision_depth,
-        num_attention_heads=size.vision_heads,
-        image_size=size.image_size,
-        patch_size=size.patch_size,
-        layer_norm_eps=PATCH_EPS,
-    )
-    return SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=size.shuffle, pad_token_id=0)
+    text = {
+        "hidden_size": size.width,
+        "intermediate_size": size.mlp_dim,
+        "num_hidden_layers": size.depth,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "vocab_size": size.vocab_size,
+        "rms_norm_eps": TEXT_EPS,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": size.vision_width,
+        "intermediate_size": size.vision_mlp_dim,
+        "num_hidden_layers": size.vision_depth,
+        "num_attention_heads": size.vision_heads,
+        "image_size": size.image_size,
+        "patch_size": size.patch_size,
+        "layer_norm_eps": VISION_EPS,
+    }
+    values: dict[str, Any] = {"text_config": text, "vision_config": vision, "scale_factor": size.shuffle}
+    return SmolVLMConfig(**values | {"pad_token_id": 0})
 
 
 class _Answer:
