@@ -19,7 +19,7 @@ from vlatune.policies.smolvla.smolvla_small import make_smolvla
 from vlatune.run_setup import Setup, make_setup
 
 SIZE = SmolVLMSize(
-    width=64,
+    width=72,
     depth=4,
     mlp_dim=96,
     heads=6,

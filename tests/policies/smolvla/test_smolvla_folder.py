@@ -13,9 +13,11 @@ import torch
 from exported import lerobot_actions, noise_for
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy, smolvlm_with_expert
+from repository_files import ROOT
 from safetensors.torch import load_file, save_file
 from small_run import running, small_config
 from smolvla_parity import ARCHITECTURE, SIZE, load_lerobot, setup_for
+from tensor_bytes import bytes_of
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, SLOT, STATE, TASK, TOKEN_MASK, TOKENS
 from vlatune.checkpoint.export import export_run
@@ -116,6 +118,10 @@ def test_parameters_of_the_real_config(tmp_path):
     assert sum(parameter.numel() for parameter in lean.parameters()) == 450_046_176 - 49_280 * 960
     assert not whole.config.load_vlm_weights
     assert whole.config.num_vlm_layers == 16
+    weights, learnt = (bytes_of(p for p in lean.parameters() if p.requires_grad or every) for every in (True, False))
+    figures = [weights, learnt, 2 * learnt, weights + 3 * learnt, weights + 4 * learnt, 3 * learnt]
+    row = "| `smolvla` | " + " | ".join(f"{figure / 1e9:.2f}" for figure in figures) + " |"
+    assert row in (ROOT / "docs" / "memory.md").read_text(), row
     counts = {}
     for train in POLICY.train_ways:
         set_trainable(lean, spec.size, train)
@@ -174,7 +180,7 @@ def test_a_vision_language_model_that_is_not_known(base):
     said = refusal(base)
     assert "names the vision-language model 'somebody/SmolVLM-9B', whose size is not known here; known are" in said
     assert f"write its size to {base / SIZE_FILE} (width, depth, mlp_dim, heads," in said
-    change(base, "config.json", vlm_model_name=PUBLISHED)
+    change(base, "config.json", vlm_model_name=PUBLISHED, resize_imgs_with_padding=[64, 64])
     assert "the weights do not fit the model" in refusal(base)  # they are not of the published size
 
 
@@ -183,7 +189,7 @@ def test_a_vision_language_model_that_is_not_known(base):
     [
         ("[]", "it holds a list, expected an object"),
         ('{"width": 64}', "a SmolVLM's size needs exactly"),
-        (json.dumps(vars(SIZE) | {"heads": 5}), "heads=5: must be a multiple of kv_heads=2"),
+        (json.dumps(vars(SIZE) | {"kv_heads": 4}), "heads=6: must be a multiple of kv_heads=4"),
         (json.dumps(vars(SIZE) | {"depth": True}), "depth=True: must be an integer above 0"),
         (json.dumps(vars(SIZE) | {"width": 10**9}), "width:"),
     ],

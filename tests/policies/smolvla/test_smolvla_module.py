@@ -192,16 +192,27 @@ def test_of_a_frozen_vision_language_model_only_the_states_token_needs_gradients
     assert set(shapes) == {(4, 1)}
 
 
-def test_checkpointing_and_compiling_change_nothing(setup, draws, monkeypatch):
+def check_same(plain: Any, other: Any, draws: Any) -> None:
+    loss, other_loss = plain(draws), other(draws)
+    assert distance(other_loss, loss) <= LOSS_RTOL
+    error, name = worst_distance(gradients(other, other_loss), gradients(plain, loss))
+    assert error <= GRADIENT_RTOL, name
+
+
+@pytest.mark.parametrize("train", ["expert", "full"])
+def test_checkpointing_changes_nothing(setup, draws, train):
+    plain, again = (load(setup, train, flow_samples=DRAWS, gradient_checkpointing=one) for one in (False, True))
+    check_same(plain, again, draws)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["expert", "full"])
+def test_compiling_changes_nothing(setup, draws, monkeypatch, train):
     """All of torch.compile but its last step, which needs a C++ compiler."""
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compiled(function, backend="aot_eager"))
-    plain = load(setup, "full", flow_samples=DRAWS)
-    again = load(setup, "full", flow_samples=DRAWS, gradient_checkpointing=True, compile=True)
-    loss, again_loss = plain(draws), again(draws)
-    assert distance(again_loss, loss) <= LOSS_RTOL
-    error, name = worst_distance(gradients(again, again_loss), gradients(plain, loss))
-    assert error <= GRADIENT_RTOL, name
+    again = load(setup, train, flow_samples=DRAWS, gradient_checkpointing=train == "full", compile=True)
+    check_same(load(setup, train, flow_samples=DRAWS), again, draws)
 
 
 @pytest.mark.parametrize("train", WAYS)

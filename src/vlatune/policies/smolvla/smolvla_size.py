@@ -31,7 +31,7 @@ from vlatune.policies.weight_files import (
 SIZE_FILE = "vlatune_size.json"
 VLM, EXPERT = "model.vlm_with_expert.vlm.", "model.vlm_with_expert.lm_expert."
 TEXT = f"{VLM}model.text_model."
-PATCH_EPS, TEXT_EPS = 1e-6, 1e-5
+VISION_EPS, TEXT_EPS = 1e-6, 1e-5
 """Of the norms of vision tower and language model, in every SmolVLM."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
@@ -67,7 +67,7 @@ class SmolVLMSize:
     """Every number of the vision-language model that decides a parameter's shape; the defaults are SmolVLM2-500M's."""
 
     width: int = 960
-    """Hidden size of the language model, and what the vision tower is projected to."""
+    """Hidden size of the language model, and what the vision tower is projected to; a multiple of heads."""
     depth: int = 32
     """Layers of the language model; a policy uses the first `num_vlm_layers` of them."""
     mlp_dim: int = 2560
@@ -103,7 +103,8 @@ class SmolVLMSize:
                 f"{field.name}={value!r}: must be an integer above 0",
             )
             check_limit("model_depth" if "depth" in field.name else "model_width", value, f"{field.name}:")
-        for name, of in (("vision_width", "vision_heads"), ("heads", "kv_heads"), ("image_size", "patch_size")):
+        whole = {"width": "heads", "vision_width": "vision_heads", "heads": "kv_heads", "image_size": "patch_size"}
+        for name, of in whole.items():
             value, divisor = getattr(self, name), getattr(self, of)
             _require(value % divisor == 0, f"{name}={value}: must be a multiple of {of}={divisor}")
         _require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: must be even (its position code pairs two halves)")
@@ -285,30 +286,30 @@ def building_at(size: SmolVLMSize) -> Iterator[None]:
 
 def vlm_config(size: SmolVLMSize) -> Any:
     """transformers' config of the vision-language model."""
-    from transformers import LlamaConfig, SmolVLMConfig
-    from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
+    from transformers import SmolVLMConfig
 
-    text = LlamaConfig(
-        hidden_size=size.width,
-        intermediate_size=size.mlp_dim,
-        num_hidden_layers=size.depth,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        vocab_size=size.vocab_size,
-        rms_norm_eps=TEXT_EPS,
-        pad_token_id=0,
-    )
-    vision = SmolVLMVisionConfig(
-        hidden_size=size.vision_width,
-        intermediate_size=size.vision_mlp_dim,
-        num_hidden_layers=size.vision_depth,
-        num_attention_heads=size.vision_heads,
-        image_size=size.image_size,
-        patch_size=size.patch_size,
-        layer_norm_eps=PATCH_EPS,
-    )
-    return SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=size.shuffle, pad_token_id=0)
+    text = {
+        "hidden_size": size.width,
+        "intermediate_size": size.mlp_dim,
+        "num_hidden_layers": size.depth,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "vocab_size": size.vocab_size,
+        "rms_norm_eps": TEXT_EPS,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": size.vision_width,
+        "intermediate_size": size.vision_mlp_dim,
+        "num_hidden_layers": size.vision_depth,
+        "num_attention_heads": size.vision_heads,
+        "image_size": size.image_size,
+        "patch_size": size.patch_size,
+        "layer_norm_eps": VISION_EPS,
+    }
+    values: dict[str, Any] = {"text_config": text, "vision_config": vision, "scale_factor": size.shuffle}
+    return SmolVLMConfig(**values | {"pad_token_id": 0})
 
 
 class _Answer:
