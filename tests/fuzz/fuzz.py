@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -81,6 +81,7 @@ def _make_honest(folder: Path) -> None:
     from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
     from vlatune.policies.pi05.small import make_small_pi05
 
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     spec = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}
     for name, version in (("dataset", "v3.0"), ("older", "v2.1")):
         make_dataset(folder / name, SyntheticSpec(**spec, version=version))
@@ -253,34 +254,47 @@ class BareError(Exception):
     """An error that nobody meant."""
 
 
-def work(answers: Connection, folder: Path, place: Path, limit_s: float) -> None:
-    """A worker's whole life: an honest case, then those that it is asked for, each told in one answer."""
+def warm_up(folder: Path, place: Path) -> None:
+    """An honest case of each kind: imports and caches are not charged to the first."""
+    shutil.copytree(folder / "run", place / "run")
+    _read(folder, "dataset", folder / "dataset")
+    with suppress(ValueError):
+        read_run(place / "run", folder / "dataset", folder / "base")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is fuzzed; the fuzzer's own test has another."""
+
+    begin: Callable[[Path, Path], None] = warm_up
+    run: Callable[[Path, int, Path], dict[str, str]] = run_case
+
+
+def work(answers: Connection, folder: Path, place: Path, limit_s: float, subject: Subject) -> None:
+    """A worker's whole life: what it begins with, then the cases that it is asked for, each told in one answer."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (place / "said").open("w") as said, (place / "stacks").open("w") as stacks:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         faulthandler.enable(said)
-        shutil.copytree(folder / "run", place / "run")
-        _read(folder, "dataset", folder / "dataset")
-        with suppress(ValueError):
-            read_run(place / "run", folder / "dataset", folder / "base")
+        subject.begin(folder, place)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 3 * LIMIT_BYTES,) * 2)  # not the machine's end
         answers.send(READY)
         while (case := answers.recv()) is not None:
             faulthandler.dump_traceback_later(limit_s, file=stacks)
             own = place / str(case)
             own.mkdir()
-            found = _measured(folder, case, own)
+            found = _measured(subject, folder, case, own)
             faulthandler.cancel_dump_traceback_later()
             shutil.rmtree(own)
             answers.send(found)
 
 
-def _measured(folder: Path, case: int, place: Path) -> dict[str, str]:
+def _measured(subject: Subject, folder: Path, case: int, place: Path) -> dict[str, str]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     begun = _status("VmRSS")
     try:
-        found = run_case(folder, case, place)
+        found = subject.run(folder, case, place)
     except BareError as error:
         told = "".join(traceback.format_exception(error.__cause__)[-6:])
         found = {"result": "bare", "said": f"{error}\n{told}"}
@@ -303,11 +317,11 @@ def _address_space() -> int:
 class Worker:
     """A worker process, as the one that asks sees it."""
 
-    def __init__(self, folder: Path, place: Path, limit_s: float) -> None:
+    def __init__(self, folder: Path, place: Path, limit_s: float, subject: Subject) -> None:
         place.mkdir()
         self._folder, self._place, self._limit_s = folder, place, limit_s
         self.answers, theirs = spawned.Pipe()
-        self._process = spawned.Process(target=work, args=(theirs, folder, place, limit_s), daemon=True)
+        self._process = spawned.Process(target=work, args=(theirs, folder, place, limit_s, subject), daemon=True)
         self._process.start()
         theirs.close()
         self.case: int | None = None
@@ -371,13 +385,19 @@ class Worker:
 
 
 def run_cases(
-    folder: Path, cases: Iterator[int], *, jobs: int, work: Path, limit_s: float = LIMIT_S
+    folder: Path,
+    cases: Iterator[int],
+    *,
+    jobs: int,
+    work: Path,
+    limit_s: float = LIMIT_S,
+    subject: Subject | None = None,
 ) -> Iterator[Outcome]:
     """The outcomes, as they come."""
     numbers = itertools.count()
 
     def start() -> Worker:
-        return Worker(folder, work / str(next(numbers)), limit_s)
+        return Worker(folder, work / str(next(numbers)), limit_s, subject or Subject())
 
     workers = [start() for _ in range(jobs)]
     left = iter(cases)

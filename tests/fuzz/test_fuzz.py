@@ -1,12 +1,14 @@
-"""A short, fixed part of `make fuzz`: the first cases, and those that once failed."""
+"""A short, fixed part of `make fuzz`: the first cases, and those that once failed; and that it sees what it looks for."""
 
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from fuzz import LIMIT_BYTES, BareError, Subject, run_cases
 
 CASES = 60
 ONCE_BAD: tuple[int, ...] = ()
@@ -24,3 +26,46 @@ def test_no_change_of_a_file_comes_through_as_a_crash() -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["cases"] == CASES + len(ONCE_BAD)
     assert told["refused"] > told["cases"] // 3, "the changes are not seen"
+
+
+def begin_nothing(folder: Path, place: Path) -> None: ...
+
+
+def go_wrong(folder: Path, case: int, place: Path) -> dict[str, str]:
+    if case == 1:
+        threading.Event().wait()
+    elif case == 2:
+        os.abort()
+    elif case == 3:
+        assert bytearray(LIMIT_BYTES + (100 << 20))
+    elif case == 4:
+        raise BareError("KeyError: 'x'") from KeyError("x")
+    return {"kind": "run", "what": "x", "result": "fine", "said": ""}
+
+
+@pytest.mark.timeout(200)
+def test_a_hang_a_crash_much_memory_and_a_bare_error_are_seen(tmp_path) -> None:
+    for kind in ("dataset", "older", "base", "run", "dataset with checksums", "older with checksums"):
+        (tmp_path / "honest" / kind).mkdir(parents=True)
+        (tmp_path / "honest" / kind / "x.json").write_text("{}")
+    (tmp_path / "work").mkdir()
+    found = run_cases(
+        tmp_path / "honest",
+        iter(range(6)),
+        jobs=1,
+        work=tmp_path / "work",
+        limit_s=2.0,
+        subject=Subject(begin_nothing, go_wrong),
+    )
+    outcomes = {one.case: one for one in found}
+    assert {case: one.result for case, one in outcomes.items()} == {
+        0: "fine",
+        1: "hang",
+        2: "crash",
+        3: "memory",
+        4: "bare",
+        5: "fine",
+    }
+    assert "in go_wrong" in outcomes[1].said, "where it hangs is told"
+    assert "Aborted" in outcomes[2].said
+    assert "KeyError" in outcomes[4].said
