@@ -6,13 +6,12 @@ folder of its own: the run's is left as it is, so that `train` finds nothing the
 """
 
 import shlex
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.config import DoctorConfig, RunConfig
+from vlatune.config import RunConfig
 from vlatune.doctor import data_checks, machine_checks, model_checks
 from vlatune.doctor.findings import Case, Finding, Status, amended, refused, worst
 from vlatune.flags import flags_of
@@ -127,23 +126,3 @@ def run_check(check: Check, case: Case, lost: dict[str, str]) -> list[Finding]:
     elif status == "skipped":
         lost[check.name] = f"'{check.name}' was not checked"
     return found
-
-
-def run_doctor(
-    options: DoctorConfig, *, on_check: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[Examination, Path | None]:
-    """The examination, and the page where it could be written."""
-    from vlatune.doctor.doctor_report import write_page
-
-    with tempfile.TemporaryDirectory(prefix="vlatune-doctor-") as scratch:
-        found = examine(options.run(), Path(scratch), on_check=on_check)
-        try:
-            return found, write_page(options.page, found)
-        except OSError as error:
-            page = Finding(
-                "warn",
-                f"the page cannot be written to '{options.page}' ({error.strerror})",
-                "give a file with --html",
-                check="page",
-            )
-            return replace(found, findings=(*found.findings, page)), None
