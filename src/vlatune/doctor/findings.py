@@ -153,4 +153,5 @@ def refused(error: Exception, *, flags: Sequence[str] = (), command: str = "") -
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    return max((one.status for one in findings), key=STATUSES.index, default="pass")
+    found = {one.status for one in findings}
+    return next((status for status in reversed(STATUSES) if status in found), "pass")
