@@ -87,8 +87,7 @@ def inspect(options: Any, *datasets: str) -> int:
 
 
 def doctor(options: DoctorConfig) -> int:
-    from vlatune.doctor.doctor_report import doctor_text
-    from vlatune.doctor.examine import run_doctor
+    from vlatune.doctor.doctor_report import doctor_text, run_doctor
 
     with progress_bar("checks") as show:
         found, page = run_doctor(options, on_check=show)

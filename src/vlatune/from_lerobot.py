@@ -342,7 +342,7 @@ def _is_same(value: Any, default: Any) -> bool:
     """A value as text or as JSON gives it, against a default."""
     if value == default or (default is None and value in ("null", "None", "")):
         return True
-    if isinstance(default, bool) or not isinstance(value, str):
+    if default is None or isinstance(default, bool) or not isinstance(value, str):
         return _text(value).lower() == _text(default).lower()
     try:
         return float(value) == float(default)

@@ -319,8 +319,10 @@ def _camera_map(wanted: Sequence[str], meta: DatasetMeta) -> dict[str, str]:
 
 
 def _alike(own: str, name: str) -> float:
-    last = [one.replace("/", ".").split(".")[-1] for one in (own, name)]
-    return max(difflib.SequenceMatcher(None, own, name).ratio(), difflib.SequenceMatcher(None, *last).ratio())
+    """Of two names, 0 to 1: as they are, or their last parts alone."""
+    ours, theirs = (one.replace("/", ".").split(".")[-1] for one in (own, name))
+    whole, last = difflib.SequenceMatcher(None, own, name), difflib.SequenceMatcher(None, ours, theirs)
+    return min(whole.ratio(), last.ratio())
 
 
 def _map_flags(case: Case, maps: Sequence[Mapping[str, str]]) -> tuple[str, ...]:

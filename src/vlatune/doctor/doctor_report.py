@@ -5,15 +5,19 @@ is printed through `outgoing.say`: names and sentences come from datasets of str
 """
 
 import shlex
+import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
+from vlatune.config import DoctorConfig
 from vlatune.doctor.device_memory import GPU_SIZES
-from vlatune.doctor.findings import Case, Examination, Finding, FirstBatch
+from vlatune.doctor.examine import Examination, examine
+from vlatune.doctor.findings import Case, Finding, FirstBatch
 from vlatune.files import write_text
 from vlatune.outgoing import printable
 from vlatune.report import plots
@@ -42,6 +46,24 @@ pre { background: var(--soft); border-radius: .4rem; padding: .5rem .7rem; margi
   .checks th { margin-bottom: .25rem; } .sizes { min-width: 30rem; }
 }
 """
+
+
+def run_doctor(
+    options: DoctorConfig, *, on_check: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Examination, Path | None]:
+    """The examination, and the page where it could be written."""
+    with tempfile.TemporaryDirectory(prefix="vlatune-doctor-") as scratch:
+        found = examine(options.run(), Path(scratch), on_check=on_check)
+        try:
+            return found, write_page(options.page, found)
+        except OSError as error:
+            page = Finding(
+                "warn",
+                f"the page cannot be written to '{options.page}' ({error.strerror})",
+                "give a file with --html",
+                check="page",
+            )
+            return replace(found, findings=(*found.findings, page)), None
 
 
 def doctor_text(found: Examination, page: Path | None, *, width: int) -> str:

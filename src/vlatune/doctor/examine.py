@@ -5,14 +5,16 @@ what it was to find out say so, and where its own flags mend it they go on with 
 folder of its own: the run's is left as it is, so that `train` finds nothing there.
 """
 
-import tempfile
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from vlatune.config import DoctorConfig, RunConfig
+from vlatune.config import RunConfig
 from vlatune.doctor import data_checks, machine_checks, model_checks
-from vlatune.doctor.findings import Case, Examination, Finding, refused, worst
+from vlatune.doctor.findings import Case, Finding, Status, amended, refused, worst
+from vlatune.flags import flags_of
 from vlatune.outgoing import redacted
 
 
@@ -55,6 +57,39 @@ CHECKS = (
 """In the order in which they are made: what costs nothing first."""
 
 
+@dataclass(frozen=True)
+class Examination:
+    """What was found, and the command that would mend it."""
+
+    findings: tuple[Finding, ...]
+    case: Case
+    given: RunConfig
+
+    @property
+    def status(self) -> Status:
+        return worst(self.findings)
+
+    @property
+    def command(self) -> str:
+        """The run with all flags of remedies in it, as it is typed."""
+        config = self.given
+        for one in self.findings:
+            config = amended(config, one.flags) if one.status in ("warn", "fail") and one.flags else config
+        return redacted(shlex.join(["vlatune", "train", *flags_of(config)]))
+
+    def counts(self) -> dict[str, int]:
+        found = [one.status for one in self.findings]
+        return {status: found.count(status) for status in ("fail", "warn", "skipped", "pass")}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "counts": self.counts(),
+            "findings": [one.to_json() for one in self.findings],
+            "command": self.command,
+        }
+
+
 def examine(
     config: RunConfig, scratch: Path, *, on_check: Callable[[int, int], None] = lambda done, total: None
 ) -> Examination:
@@ -91,23 +126,3 @@ def run_check(check: Check, case: Case, lost: dict[str, str]) -> list[Finding]:
     elif status == "skipped":
         lost[check.name] = f"'{check.name}' was not checked"
     return found
-
-
-def run_doctor(
-    options: DoctorConfig, *, on_check: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[Examination, Path | None]:
-    """The examination, and the page where it could be written."""
-    from vlatune.doctor.doctor_report import write_page
-
-    with tempfile.TemporaryDirectory(prefix="vlatune-doctor-") as scratch:
-        found = examine(options.run(), Path(scratch), on_check=on_check)
-        try:
-            return found, write_page(options.page, found)
-        except OSError as error:
-            page = Finding(
-                "warn",
-                f"the page cannot be written to '{options.page}' ({error.strerror})",
-                "give a file with --html",
-                check="page",
-            )
-            return replace(found, findings=(*found.findings, page)), None

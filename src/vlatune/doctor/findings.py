@@ -17,7 +17,6 @@ import numpy as np
 from vlatune.batch import Columns
 from vlatune.config import RunConfig
 from vlatune.flags import flags_of, parse_flags
-from vlatune.outgoing import redacted
 
 if TYPE_CHECKING:
     from vlatune.dataset.meta.dataset_meta import DatasetMeta
@@ -154,37 +153,5 @@ def refused(error: Exception, *, flags: Sequence[str] = (), command: str = "") -
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    return max((one.status for one in findings), key=STATUSES.index, default="pass")
-
-
-@dataclass(frozen=True)
-class Examination:
-    """What was found, and the command that would mend it."""
-
-    findings: tuple[Finding, ...]
-    case: Case
-    given: RunConfig
-
-    @property
-    def status(self) -> Status:
-        return worst(self.findings)
-
-    @property
-    def command(self) -> str:
-        """The run with all flags of remedies in it, as it is typed."""
-        config = self.given
-        for one in self.findings:
-            config = amended(config, one.flags) if one.status in ("warn", "fail") and one.flags else config
-        return redacted(shlex.join(["vlatune", "train", *flags_of(config)]))
-
-    def counts(self) -> dict[str, int]:
-        found = [one.status for one in self.findings]
-        return {status: found.count(status) for status in ("fail", "warn", "skipped", "pass")}
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "counts": self.counts(),
-            "findings": [one.to_json() for one in self.findings],
-            "command": self.command,
-        }
+    found = {one.status for one in findings}
+    return next((status for status in reversed(STATUSES) if status in found), "pass")

@@ -431,20 +431,18 @@ def check_pictures(case: Case) -> Iterator[Finding]:
             )
         elif float((pixels >= WHITE).mean()) > NEARLY_ALL:
             yield Finding("warn", f"camera '{own}': its pictures are nearly white", "look at the recording")
+    said = list(_sizes(case))
     if case.seen_range is not None:
         low, high = case.seen_range
-        said = f"pictures reach the model's first layer from {low:.3g} to {high:.3g}"
+        said.append(f"pictures reach the model's first layer from {low:.3g} to {high:.3g}")
         if max(abs(low), abs(high)) > MAX_SCALE:
-            yield Finding(
-                "fail", f"{said}: 0 to 255 where about -1 to 1 is expected", "the policy's adapter must scale them"
-            )
+            remedy = "the policy's adapter must scale them"
+            yield Finding("fail", f"{said[-1]}: 0 to 255 where about -1 to 1 is expected", remedy)
             return
         if high - low < MIN_SPREAD:
-            yield Finding("fail", f"{said}: all of them look alike", "correct the statistics of the cameras")
+            yield Finding("fail", f"{said[-1]}: all of them look alike", "correct the statistics of the cameras")
             return
-    yield Finding(
-        "pass", "; ".join([*_sizes(case), *([said] if case.seen_range else [])]), figures={"range": case.seen_range}
-    )
+    yield Finding("pass", "; ".join(said), figures={"range": case.seen_range})
 
 
 def _sizes(case: Case) -> Iterator[str]:
