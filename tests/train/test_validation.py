@@ -11,7 +11,7 @@ from vlatune.checkpoint.local_store import read_manifest
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import DatasetConfig, EvalConfig, PolicyConfig, RunConfig
 from vlatune.evaluate.held_out import choose_held_out, cut_batches, read_chosen, read_held_out
-from vlatune.evaluate.predictions import join_results, predict, predict_batches, without_pictures
+from vlatune.evaluate.predictions import join_results, predict, predict_batches, prepare, without_pictures
 from vlatune.pipeline.plan import Share
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.sinks import read_jsonl
@@ -111,7 +111,8 @@ def test_the_figures_are_those_of_one_worker_to_the_bit(small_setup, num_workers
     batches = cut_batches(setup, choose_held_out(setup, 10), 4)
     rows = {number: read_chosen(setup, one.frames) for number, one in batches.items()}
     shares = [{n: rows[n] for n in rows if n % num_workers == rank} for rank in range(num_workers)]
-    results = [predict_batches(setup, module, s, options, blanks=("none",), on_batch=lambda *_: None) for s in shares]
+    prepared = [{n: prepare(setup, one, options, blanks=("none",)) for n, one in share.items()} for share in shares]
+    results = [predict_batches(module, share.items(), options) for share in prepared]
     truth = {number: without_pictures(one) for number, one in rows.items()}
     merged = {number: one for result in results for number, one in result.items()}
     joined = join_results(setup, options, truth, merged, blanks=("none",))["none"]

@@ -3,7 +3,7 @@
 A function of weights, rows and seed: noise and times are fixed by them. No checkpoint, no report, no Ray.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, STATE, TASK, Columns, num_rows
+from vlatune.batch import ACTION, ACTION_IS_PAD, STATE, TASK, TOKEN_MASK, Columns, num_rows
 from vlatune.config import EvalConfig
-from vlatune.pipeline.transforms import Normalise, RelativeActions, Transform, apply_all
+from vlatune.pipeline.transforms import Normalise, RelativeActions, Transform, apply_all, cut_prompts
 from vlatune.run_setup import Setup
 
 BLANKS = ("none", "images", "sentence")
@@ -55,7 +55,8 @@ def predict_all(
     those of one `dataset`.
     """
     batches = dict(enumerate(_batches(rows, options.batch_size)))
-    results = predict_batches(setup, module, batches, options, blanks=blanks, on_batch=on_batch)
+    prepared = ((number, prepare(setup, batch, options, blanks=blanks)) for number, batch in batches.items())
+    results = predict_batches(module, prepared, options, on_batch=lambda done: on_batch(done, len(batches)))
     truth = {number: without_pictures(batch) for number, batch in batches.items()}
     return join_results(setup, options, truth, results, blanks=blanks, dataset=dataset)
 
@@ -73,31 +74,36 @@ class BatchResult:
     chunk_KNTA: np.ndarray
 
 
+def prepare(setup: Setup, rows: Columns, options: EvalConfig, *, blanks: Sequence[str]) -> tuple[Columns, ...]:
+    """Rows as the module takes them, once for every blank; padding that no prompt of them uses is cut, as in training."""
+    transforms = setup.eval_transforms(options.seed)
+    made = (apply_all(transforms, _blank(rows, setup, blank)) for blank in blanks)
+    return tuple(cut_prompts(columns) if TOKEN_MASK in columns else columns for columns in made)
+
+
 def predict_batches(
-    setup: Setup,
     module: Any,
-    batches: Mapping[int, Columns],
+    batches: Iterable[tuple[int, Sequence[Columns]]],
     options: EvalConfig,
     *,
-    blanks: Sequence[str],
-    on_batch: OnBatch,
+    on_batch: Callable[[int], None] = lambda done: None,
 ) -> dict[int, BatchResult]:
     """Number of a batch -> its result. What a batch gives depends on no other, so workers can share them out.
 
     The host reads nothing of what is computed before the end, so it prepares a batch while the one before computes.
     """
-    transforms = setup.eval_transforms(options.seed)
     device = next(module.parameters()).device
-    losses, chunks = [], []
-    for done, rows in enumerate(batches.values(), start=1):
-        of_blanks = [_run(module, apply_all(transforms, _blank(rows, setup, b)), device, options) for b in blanks]
+    numbers, losses, chunks = [], [], []
+    for number, prepared in batches:
+        of_blanks = [_run(module, columns, device, options) for columns in prepared]
+        numbers.append(number)
         losses.append(torch.stack([loss for loss, _ in of_blanks]))
         chunks.append(torch.stack([chunk for _, chunk in of_blanks]))
-        on_batch(done, len(batches))
+        on_batch(len(numbers))
     losses_BK = torch.stack(losses).cpu().double().numpy() if losses else []  # device sync, after all batches
     return {
         number: BatchResult(loss_K, chunk.cpu().numpy())  # already waited for
-        for number, loss_K, chunk in zip(batches, losses_BK, chunks, strict=True)
+        for number, loss_K, chunk in zip(numbers, losses_BK, chunks, strict=True)
     }
 
 

@@ -11,8 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, DATASET, STATE, Columns
+from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, DATASET, STATE, TOKEN_MASK, TOKENS, Columns
 
+PROMPT_MULTIPLE = 8
+"""Prompts are cut to a multiple of this: few different shapes for the allocator and for torch.compile."""
 NORMALISE_EPS = np.float32(1e-8)
 """LeRobot's `NormalizerProcessorStep.eps`."""
 
@@ -123,3 +125,15 @@ class Select:
 
     def __call__(self, columns: Columns) -> Columns:
         return {key: columns[key] for key in self.keys}
+
+
+def cut_prompts(columns: Columns) -> Columns:
+    """Tokens and their mask cut behind the batch's longest prompt, rounded up; what is cut off is padding in every row.
+
+    mask_BL   1 1 1 0 0 0 0 0 0 0 ... 0        longest 3 -> 8 of 200 columns stay
+              1 1 0 0 0 0 0 0 0 0 ... 0
+    """
+    used = np.flatnonzero(columns[TOKEN_MASK].any(axis=0))
+    longest = int(used[-1]) + 1 if len(used) else 1  # a policy is never given prompts of no columns at all
+    kept = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE  # beyond the last column a slice ends by itself
+    return columns | {key: columns[key][:, :kept] for key in (TOKENS, TOKEN_MASK)}

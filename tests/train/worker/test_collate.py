@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.batch import ACTION, STATE, TOKEN_MASK, TOKENS, Columns
-from vlatune.train.worker.transfer import PROMPT_MULTIPLE, collate, cut_prompts
+from vlatune.pipeline.transforms import PROMPT_MULTIPLE, cut_prompts
+from vlatune.train.worker.transfer import collate
 
 
 def prompts(*lengths: int, width: int = 20) -> Columns:

@@ -238,7 +238,7 @@ class Worker:
         begin = time.perf_counter()
         with self.ema.in_place() if self.ema else nullcontext():
             found = validator.validate(
-                done, self.module, self.consensus.gather, on_batch=lambda *_: self.heartbeat.moved()
+                done, self.module, self.consensus.gather, on_batch=lambda _: self.heartbeat.moved()
             )
         self.meter.validated(time.perf_counter() - begin)
         if self.logger:

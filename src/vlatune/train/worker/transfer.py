@@ -31,12 +31,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlatune.batch import IDS, SLOT, TOKEN_MASK, TOKENS, Columns
+from vlatune.batch import IDS, SLOT, TOKEN_MASK, Columns
 from vlatune.bounded_queue import ReadAhead
 from vlatune.pipeline.reorder_buffer import Empty
-
-PROMPT_MULTIPLE = 8
-"""Prompts are cut to a multiple of this: few different shapes for the allocator and for torch.compile."""
+from vlatune.pipeline.transforms import cut_prompts
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,6 @@ def collate(columns: Columns) -> HostBatch:
     if TOKEN_MASK in columns:
         columns = cut_prompts(columns)
     return HostBatch({key: values for key, values in columns.items() if key not in (*IDS, SLOT)}, samples)
-
-
-def cut_prompts(columns: Columns) -> Columns:
-    """Tokens and their mask cut behind the batch's longest prompt, rounded up; what is cut off is padding in every row.
-
-    mask_BL   1 1 1 0 0 0 0 0 0 0 ... 0        longest 3 -> 8 of 200 columns stay
-              1 1 0 0 0 0 0 0 0 0 ... 0
-    """
-    used = np.flatnonzero(columns[TOKEN_MASK].any(axis=0))
-    longest = int(used[-1]) + 1 if len(used) else 1  # a policy is never given prompts of no columns at all
-    kept = -(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE  # beyond the last column a slice ends by itself
-    return columns | {key: columns[key][:, :kept] for key in (TOKENS, TOKEN_MASK)}
 
 
 MOST_UNDER_WAY = 2

@@ -20,10 +20,10 @@ from vlatune.config import EvalConfig
 from vlatune.evaluate.held_out import choose_held_out, cut_batches, read_chosen
 from vlatune.evaluate.predictions import (
     BatchResult,
-    OnBatch,
     Predictions,
     join_results,
     predict_batches,
+    prepare,
     without_pictures,
 )
 from vlatune.pipeline.plan import Share
@@ -44,7 +44,7 @@ class Validator:
         self._ahead: ReadAhead | None = ReadAhead(
             _read_batches(setup, mine), depth=max(1, len(mine)), name="held-out rows"
         )
-        self._rows: dict[int, Columns] = {}
+        self._prepared: dict[int, tuple[Columns, ...]] = {}
         self._truth: dict[int, Columns] = {}
         self.errors: dict[int, float] = {}
         """Optimizer step -> action error, of every validation so far."""
@@ -53,18 +53,20 @@ class Validator:
         return optimizer_step % self._every == 0
 
     def validate(
-        self, optimizer_step: int, module: nn.Module, gather: Callable[[Any], list[Any]], on_batch: OnBatch
+        self,
+        optimizer_step: int,
+        module: nn.Module,
+        gather: Callable[[Any], list[Any]],
+        on_batch: Callable[[int], None],
     ) -> Validation:
         """All workers call it after the same step. The host waits for the device: nothing else is under way."""
         if self._ahead is not None:
-            self._rows = dict(self._ahead)
+            rows: dict[int, Columns] = dict(self._ahead)
             self._ahead = None
-            mine = {number: without_pictures(rows) for number, rows in self._rows.items()}
-            self._truth = _merge(gather(mine))
+            self._truth = _merge(gather({number: without_pictures(one) for number, one in rows.items()}))
+            self._prepared = {n: prepare(self._setup, one, self._options, blanks=("none",)) for n, one in rows.items()}
         module.eval()
-        results: dict[int, BatchResult] = predict_batches(
-            self._setup, module, self._rows, self._options, blanks=("none",), on_batch=on_batch
-        )
+        results = predict_batches(module, self._prepared.items(), self._options, on_batch=on_batch)
         module.train()
         found = self._join(_merge(gather(results)))
         self.errors[optimizer_step] = found.action_error
