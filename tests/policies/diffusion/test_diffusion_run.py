@@ -16,6 +16,7 @@ from small_run import make_finished, running
 
 from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.export import export_run
+from vlatune.checkpoint.local_store import folder_name
 from vlatune.checkpoint.state import load_result
 from vlatune.config import EvalConfig, ExportConfig, OptimizerConfig
 from vlatune.evaluate.held_out import read_held_out
@@ -78,7 +79,7 @@ def test_lerobots_factory_loads_the_export_and_gives_the_same_actions(base, data
     module: Any = setup.adapter.load_module(
         setup.policy, setup.binding, ModuleOptions(train="full"), stats=setup.stats
     ).eval()
-    load_result(run_dir / "checkpoints" / "000002", trained_tensors(module))
+    load_result(run_dir / "checkpoints" / folder_name(2), trained_tensors(module))
     rows = read_held_out(setup, 3)
     recorded = read_held_out(as_recorded(setup), 3)
     columns = apply_all(setup.eval_transforms(0), rows)

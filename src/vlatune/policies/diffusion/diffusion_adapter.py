@@ -33,7 +33,6 @@ from vlatune.policies.base import (
     make_normalisers,
 )
 from vlatune.policies.base_folder import read_config, read_steps
-from vlatune.policies.diffusion import OVERRIDES
 from vlatune.policies.processors import (
     CONFIG,
     Schema,
@@ -45,6 +44,7 @@ from vlatune.policies.processors import (
     is_size,
     is_text,
 )
+from vlatune.policies.registry import get_policy
 from vlatune.random_streams import Stream, make_generator
 
 if TYPE_CHECKING:
@@ -243,7 +243,8 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A checked config.json with what LeRobot takes where it leaves a field out; lists as tuples, as flags have them."""
-    defaults = {name: one.default for name, one in OVERRIDES.items()} | {"normalization_mapping": NORMALISATION}
+    settings = get_policy(SCHEMA.type).overrides
+    defaults = {name: one.default for name, one in settings.items()} | {"normalization_mapping": NORMALISATION}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     return defaults | {name: value for name, value in given.items() if value is not None or name not in defaults}
 
@@ -342,10 +343,11 @@ def _crop_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
     """Refuse what LeRobot could not build, or would build into something else than is trained here."""
+    settings = get_policy(SCHEMA.type).overrides
     for name in CHOICES:
-        known = get_args(OVERRIDES[name].kind)
+        known = get_args(settings[name].kind)
         _require(config[name] in known, f"{where}: {name} is '{config[name]}', expected {', '.join(known)}")
-    for name, override in OVERRIDES.items():
+    for name, override in settings.items():
         expected = override.check(config[name])
         _require(expected is None, f"{where}: {name} is {config[name]}: {expected}")
     stages, horizon = [int(width) for width in config["down_dims"]], config["horizon"]

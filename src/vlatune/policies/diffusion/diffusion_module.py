@@ -78,9 +78,8 @@ class DiffusionModule(nn.Module):
         super().__init__()
         self.policy = policy
         self.spec = spec
-        self._encoders: list[Any] = (
-            [policy.diffusion.rgb_encoder] if spec.one_encoder else [*policy.diffusion.rgb_encoder]
-        )
+        found: Any = policy.diffusion.rgb_encoder
+        self._encoders: list[Any] = [found] if spec.one_encoder else [*found]
         for encoder in self._encoders:  # pictures come resized and cropped: it would make them large again
             encoder.resize, encoder.do_crop = None, False
         self._steps = schedule.steps
@@ -153,7 +152,8 @@ class DiffusionModule(nn.Module):
 
     def _step_back(self, step: DenoisingStep, output: Tensor, sample: Tensor, new_noise_TA: Tensor) -> Tensor:
         """`DDPMScheduler.step` in the same order of operations, with given noise; DDIM's own takes none."""
-        config, scheduler = self.policy.config, self.policy.diffusion.noise_scheduler
+        config: Any = self.policy.config
+        scheduler: Any = self.policy.diffusion.noise_scheduler
         if config.noise_scheduler_type == "DDIM":
             return scheduler.step(output, step.time, sample).prev_sample
         actions = output
