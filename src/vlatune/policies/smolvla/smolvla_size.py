@@ -309,7 +309,8 @@ def vlm_config(size: SmolVLMSize) -> Any:
         "layer_norm_eps": VISION_EPS,
     }
     values: dict[str, Any] = {"text_config": text, "vision_config": vision, "scale_factor": size.shuffle}
-    return SmolVLMConfig(**values | {"pad_token_id": 0})
+    values["pad_token_id"] = 0
+    return SmolVLMConfig(**values)
 
 
 class _Answer:
