@@ -1,12 +1,13 @@
 """`vlatune bench step` at a tiny size: every figure is there, and the two ways compute the same."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vlatune.bench.base_models import scaled_size
-from vlatune.bench.options import StepBench
+from vlatune.bench.options import PolicyBench, StepBench
 from vlatune.bench.step.step_bench import WayFigures, run
 from vlatune.bench.step.step_meter import StepTime, Stopwatch, hidden_share, peak_bytes
 from vlatune.cli import main
@@ -35,6 +36,16 @@ def test_the_last_line_holds_every_figure(capsys):
     for train in ("heads", "expert"):  # the frozen prefix keeps nothing for the backward pass
         assert figures["by_train"][train]["activation_share"] < 1
     assert sum(line.startswith(("heads", "expert", "lora", "full")) for line in lines) == 11
+
+
+def test_another_policys_step_is_measured_by_its_type(capsys):
+    run(replace(TINY, policy=PolicyBench("pi0"), train=("expert",)))
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["settings"]["policy"] == {"type": "pi0"}
+    assert figures["host_syncs_per_micro_step"] == 0
+    assert figures["lerobot_host_syncs_per_micro_step"] >= 1
+    assert figures["by_train"]["expert"]["loss_difference"] < 1e-6
+    assert figures["by_train"]["expert"]["draws_cost"] > 0
 
 
 @pytest.mark.parametrize(

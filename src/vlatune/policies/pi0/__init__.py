@@ -38,7 +38,7 @@ POLICY = Policy(
         ),
         "pi0-tiny": Recipe(
             "a small PI0 on the CPU, in minutes; what `vlatune demo --policy=pi0` trains",
-            PI05.recipes["tiny"].values | {"policy": {"type": "pi0", "train": "full", "dtype": "float32"}},
+            {**PI05.recipes["tiny"].values, "policy": {"type": "pi0", "train": "full", "dtype": "float32"}},
             small=True,
         ),
     },
