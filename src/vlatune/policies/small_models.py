@@ -5,10 +5,13 @@ from a hub for it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.processor import TokenizerProcessorStep
 from lerobot.utils.constants import OBS_STATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
@@ -48,6 +51,32 @@ def prompt_length(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) ->
 def input_features(cameras: Sequence[str], state_dim: int, image_size: int) -> dict[str, PolicyFeature]:
     images = {camera: PolicyFeature(FeatureType.VISUAL, (3, image_size, image_size)) for camera in cameras}
     return images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (state_dim,))}
+
+
+def tokenizer_step(folder: Path, place: Path, *, max_length: int, padding: str) -> TokenizerProcessorStep:
+    """LeRobot's, which names its tokenizer by a path: `place` is where `folder` will lie in the end."""
+    step = TokenizerProcessorStep(
+        tokenizer_name=str(folder), max_length=max_length, padding_side="right", padding=padding
+    )
+    step.tokenizer_name = str(place)
+    return step
+
+
+def init_layers(layers: Iterable[Any]) -> None:
+    """Of a decoder: each adds at the scale of what is there; attention tells tokens apart at once."""
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            init_gain(linear)
+        for linear in (attention.q_proj, attention.k_proj):
+            init_gain(linear, gain=ATTENTION_GAIN)
+
+
+def init_patches(embeddings: Any) -> None:
+    """Of a vision tower: filters that see where colours lie, and image tokens that know their place."""
+    patches, places = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
+    patches.data.copy_(smooth_filters(*patches.shape))
+    places.data.copy_(place_code(*places.shape))
 
 
 def init_gain(linear: nn.Linear, gain: float = 1.0) -> None:

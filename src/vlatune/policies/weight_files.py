@@ -82,3 +82,11 @@ def linear_shapes(name: str, outputs: int, inputs: int) -> Shapes:
 def norm_shapes(name: str, width: int) -> Shapes:
     """Of a LayerNorm."""
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def tower_layer_shapes(layer: str, width: int, mlp_dim: int) -> Shapes:
+    """Of one layer of a SigLIP tower."""
+    shapes = norm_shapes(f"{layer}layer_norm1", width) | norm_shapes(f"{layer}layer_norm2", width)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        shapes |= linear_shapes(f"{layer}self_attn.{name}", width, width)
+    return shapes | linear_shapes(f"{layer}mlp.fc1", mlp_dim, width) | linear_shapes(f"{layer}mlp.fc2", width, mlp_dim)

@@ -17,7 +17,6 @@ from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProces
 from lerobot.processor import (
     AbsoluteActionsProcessorStep,
     RelativeActionsProcessorStep,
-    TokenizerProcessorStep,
     make_default_policy_processor_steps,
     make_policy_processor_pipelines,
 )
@@ -31,14 +30,14 @@ from vlatune.policies.pi05.prompt import NUM_STATE_BINS, make_prompt
 from vlatune.policies.pi05.size import Pi05Size, building_at, write_size
 from vlatune.policies.pi05.weights import PI05, Kind
 from vlatune.policies.small_models import (
-    ATTENTION_GAIN,
     TOKENIZER_FOLDER,
     init_gain,
+    init_layers,
+    init_patches,
     input_features,
-    place_code,
     prompt_length,
     round_up,
-    smooth_filters,
+    tokenizer_step,
     train_tokenizer,
 )
 from vlatune.policies.tokenizer import end_with_newline
@@ -140,16 +139,8 @@ def init_for_scratch(policy: PiPolicy) -> None:
     init_gain(paligemma.multi_modal_projector.linear)
     tokens = paligemma.language_model.embed_tokens.weight
     nn.init.normal_(tokens, std=tokens.shape[1] ** -0.5)  # Gemma multiplies an embedding by sqrt(width)
-    for layer in (*paligemma.language_model.layers, *expert.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear in (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            init_gain(linear)
-        for linear in (attention.q_proj, attention.k_proj):
-            init_gain(linear, gain=ATTENTION_GAIN)
-    embeddings = paligemma.vision_tower.vision_model.embeddings
-    patches, places = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
-    patches.data.copy_(smooth_filters(*patches.shape))
-    places.data.copy_(place_code(*places.shape))
+    init_layers((*paligemma.language_model.layers, *expert.layers))
+    init_patches(paligemma.vision_tower.vision_model.embeddings)
     for layer in expert.layers:
         init_gain(layer.self_attn.o_proj, gain=EXPERT_GAIN)
         init_gain(layer.mlp.down_proj, gain=EXPERT_GAIN)
@@ -203,13 +194,9 @@ def _make_processors(config: Any, tokenizer_folder: Path, its_last_place: Path):
     """LeRobot's pipelines for the policy, step by step, with this tokenizer in place of the hub's."""
     steps = make_default_policy_processor_steps(config)
     relative = RelativeActionsProcessorStep(enabled=False)
-    tokenize = TokenizerProcessorStep(
-        tokenizer_name=str(tokenizer_folder),
-        max_length=config.tokenizer_max_length,
-        padding_side="right",
-        padding="max_length",
+    tokenize = tokenizer_step(
+        tokenizer_folder, its_last_place, max_length=config.tokenizer_max_length, padding="max_length"
     )
-    tokenize.tokenizer_name = str(its_last_place)
     first, last = [steps.rename_observations, steps.add_batch_dim], [relative, steps.normalize]
     if config.type == "pi05":
         prompt = Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim)

@@ -17,6 +17,7 @@ from vlatune.policies.weight_files import (
     linear_shapes,
     norm_shapes,
     stored_tensors,
+    tower_layer_shapes,
 )
 
 PALIGEMMA = "model.paligemma_with_expert.paligemma."
@@ -153,12 +154,7 @@ def _vision(size: Pi05Size, image_size: int) -> Shapes:
         **linear_shapes(f"{PALIGEMMA}model.multi_modal_projector.linear", size.width, width),
     }
     for number in range(size.vision_depth):
-        layer = f"{tower}encoder.layers.{number}."
-        shapes |= norm_shapes(f"{layer}layer_norm1", width) | norm_shapes(f"{layer}layer_norm2", width)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= linear_shapes(f"{layer}self_attn.{name}", width, width)
-        shapes |= linear_shapes(f"{layer}mlp.fc1", size.vision_mlp_dim, width)
-        shapes |= linear_shapes(f"{layer}mlp.fc2", width, size.vision_mlp_dim)
+        shapes |= tower_layer_shapes(f"{tower}encoder.layers.{number}.", width, size.vision_mlp_dim)
     return shapes
 
 

@@ -26,6 +26,7 @@ from vlatune.policies.weight_files import (
     linear_shapes,
     norm_shapes,
     stored_tensors,
+    tower_layer_shapes,
 )
 
 SIZE_FILE = "vlatune_size.json"
@@ -309,7 +310,8 @@ def vlm_config(size: SmolVLMSize) -> Any:
         "layer_norm_eps": VISION_EPS,
     }
     values: dict[str, Any] = {"text_config": text, "vision_config": vision, "scale_factor": size.shuffle}
-    return SmolVLMConfig(**values | {"pad_token_id": 0})
+    values["pad_token_id"] = 0
+    return SmolVLMConfig(**values)
 
 
 class _Answer:
@@ -362,12 +364,7 @@ def _vision(size: SmolVLMSize) -> Shapes:
         **norm_shapes(f"{tower}post_layernorm", width),
     }
     for number in range(size.vision_depth):
-        layer = f"{tower}encoder.layers.{number}."
-        shapes |= norm_shapes(f"{layer}layer_norm1", width) | norm_shapes(f"{layer}layer_norm2", width)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= linear_shapes(f"{layer}self_attn.{name}", width, width)
-        shapes |= linear_shapes(f"{layer}mlp.fc1", size.vision_mlp_dim, width)
-        shapes |= linear_shapes(f"{layer}mlp.fc2", width, size.vision_mlp_dim)
+        shapes |= tower_layer_shapes(f"{tower}encoder.layers.{number}.", width, size.vision_mlp_dim)
     return shapes
 
 

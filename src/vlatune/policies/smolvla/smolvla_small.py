@@ -14,7 +14,6 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy
 from lerobot.processor import (
     NewLineTaskProcessorStep,
-    TokenizerProcessorStep,
     make_default_policy_processor_steps,
     make_policy_processor_pipelines,
 )
@@ -24,14 +23,14 @@ from torch import nn
 from vlatune.files import whole_folder
 from vlatune.policies.base import Fit
 from vlatune.policies.small_models import (
-    ATTENTION_GAIN,
     TOKENIZER_FOLDER,
     init_gain,
+    init_layers,
+    init_patches,
     input_features,
-    place_code,
     prompt_length,
     round_up,
-    smooth_filters,
+    tokenizer_step,
     train_tokenizer,
 )
 from vlatune.policies.smolvla.smolvla_size import SmolVLMSize, building_at, write_size
@@ -128,16 +127,8 @@ def init_for_scratch(policy: SmolVLAPolicy) -> None:
     nn.init.normal_(tokens, std=unit)
     init_gain(vlm.connector.modality_projection.proj, gain=unit)
     nn.init.normal_(model.state_proj.weight)
-    for layer in (*vlm.text_model.layers, *expert.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        for linear in (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            init_gain(linear)
-        for linear in (attention.q_proj, attention.k_proj):
-            init_gain(linear, gain=ATTENTION_GAIN)
-    embeddings = vlm.vision_model.embeddings
-    patches, places = embeddings.patch_embedding.weight, embeddings.position_embedding.weight
-    patches.data.copy_(smooth_filters(*patches.shape))
-    places.data.copy_(place_code(*places.shape))
+    init_layers((*vlm.text_model.layers, *expert.layers))
+    init_patches(vlm.vision_model.embeddings)
     for layer in expert.layers:
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -170,13 +161,9 @@ def _pass_noise(model: Any) -> None:
 def make_processors(config: SmolVLAConfig, tokenizer_folder: Path, its_last_place: Path):
     """LeRobot's pipelines for SmolVLA, step by step, with this tokenizer in place of the hub's."""
     steps = make_default_policy_processor_steps(config)
-    tokenize = TokenizerProcessorStep(
-        tokenizer_name=str(tokenizer_folder),
-        max_length=config.tokenizer_max_length,
-        padding_side="right",
-        padding=config.pad_language_to,
+    tokenize = tokenizer_step(
+        tokenizer_folder, its_last_place, max_length=config.tokenizer_max_length, padding=config.pad_language_to
     )
-    tokenize.tokenizer_name = str(its_last_place)
     return make_policy_processor_pipelines(
         input_steps=[
             steps.rename_observations,
