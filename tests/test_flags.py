@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal
 
 import pytest
@@ -252,17 +253,19 @@ def test_every_config_can_be_written_as_flags(config: RunConfig) -> None:
         if name == "dataset.root":
             words += [f"--{name}={root}" for root in value]
         else:
-            words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+            words.append(
+                f"--{name}={value if isinstance(value, str) else json.dumps(value, default=dataclasses.asdict)}"
+            )
     assert parse_flags(words, RunConfig) == config
 
 
 def test_every_flag_of_a_run_has_a_sentence_and_is_in_the_help() -> None:
     text = help_text(RunConfig, width=100)
-    nested = {one.name: type(getattr(RunConfig(), one.name)) for one in dataclasses.fields(RunConfig)}
     for name in leaf_types(RunConfig):
         assert f"  --{name}=" in text
-        group, _, leaf = name.rpartition(".")
-        assert field_sentences(nested[group] if group else RunConfig).get(leaf), f"no sentence under {name}"
+        *groups, leaf = name.split(".")
+        holder = type(reduce(getattr, groups, RunConfig()))
+        assert field_sentences(holder).get(leaf), f"no sentence under {name}"
     assert max(map(len, text.splitlines())) <= 100
 
 

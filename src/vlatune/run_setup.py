@@ -315,7 +315,7 @@ def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSa
     pieces = [piece for piece in plan_steps(setup.order, share, 0, 1) if piece.slots.min() < count]
     for unit in make_units(setup.data_plan, share, pieces):
         rows = read_unit(setup.specs[unit.dataset_index], unit)
-        own = [(name, target) for name, target in cameras if name in rows]
+        own = [(name, target) for name, target in cameras if (unit.dataset_index, name) in setup.augment.boxes]
         plain = {target: _newest(rows[name]).copy() for name, target in own}
         rows = setup.augment(rows)
         found += [

@@ -66,6 +66,8 @@ class Exported:
     """The robot's camera names -> the policy's."""
     has_tokenizer: bool
     """The folder carries its own, and README.md says what that asks for."""
+    dataset: int | None = None
+    """Of several robots: whose folder it is."""
 
 
 def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
@@ -81,7 +83,7 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
             weights = write_weights(plan, aside)
             has_tokenizer = write_rest(plan, aside, folder.resolve())
             _keep(aside)
-    return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer)
+    return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer, options.dataset)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,10 @@ def _chosen_dataset(options: ExportConfig, binding: Binding, roots: Sequence[str
 def export_text(done: Exported) -> str:
     """What the person must know to use the folder."""
     lines = [f"{done.folder}: optimizer step {done.optimizer_step}, {done.weights} weights"]
+    if done.dataset is not None:
+        lines.append(
+            f"it has the dims, cameras and statistics of dataset {done.dataset}; the run's other robots need a folder each"
+        )
     if done.rename_map:
         lines.append(
             f"observations are renamed by its preprocessor; LeRobot's own programs put their flag in that place: --rename_map='{json.dumps(done.rename_map)}'"

@@ -71,7 +71,7 @@ def parse_state(data: bytes, where: str) -> TrainState:
             f"checkpoint {where}: {STATE} has not the expected fields ({odd}); use the version that wrote it"
         )
     _check_kinds(raw, where)
-    raw["loss_sums"] = tuple(raw["loss_sums"])
+    raw |= {name: tuple(raw[name]) for name in ("loss_sums", "losses_by_dataset")}
     return TrainState(**raw)
 
 

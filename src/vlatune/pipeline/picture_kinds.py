@@ -338,9 +338,11 @@ class MotionBlur:
 
     def apply(self, image_HWC: np.ndarray, size: int, angle: float) -> np.ndarray:
         radius = size // 2
-        along = np.arange(-radius, radius + 1)
+        along = np.arange(-radius, radius + 1, dtype=np.float32)
         kernel = np.zeros((size, size), np.float32)
-        across, down = (np.rint(along * one(math.radians(angle))).astype(int) for one in (math.cos, math.sin))
+        across, down = (
+            np.rint(along * np.float32(one(math.radians(angle)))).astype(int) for one in (math.cos, math.sin)
+        )
         kernel[down + radius, across + radius] = 1
         return cv2.filter2D(image_HWC, -1, kernel / kernel.sum(), borderType=cv2.BORDER_REPLICATE)
 

@@ -52,8 +52,8 @@ class Normalise:
 
     def __call__(self, columns: Columns) -> Columns:
         values = columns[self.key]
-        of_rows = self if self.low.ndim == 1 else self.of_rows(columns["dataset_index"], values.ndim)
-        return columns | {self.key: of_rows.forward(values)}
+        own = self.of_rows(columns["dataset_index"], values.ndim) if self.low.ndim == 2 else self
+        return columns | {self.key: own.forward(values)}
 
     def of_rows(self, dataset_N: np.ndarray, ndim: int) -> "Normalise":
         """Out of the tables, ready for values of so many axes."""

@@ -218,7 +218,7 @@ def _augmented(run: Run) -> Html:
     for sample in run.first_batch[:MAX_SAMPLES]:
         place = f"episode {sample.episode_index}, frame {sample.frame_index}"
         pairs = [
-            _picture(image, f"{camera.split('.')[-1]}{what}", place)
+            _picture(image, camera, place, what)
             for camera in sample.images
             for image, what in ((sample.images[camera], ""), (sample.trained[camera], ", augmented"))
         ]
@@ -227,9 +227,9 @@ def _augmented(run: Run) -> Html:
     return _section("Augmented pictures", tag("p", text), *cards)
 
 
-def _picture(image: Any, name: str, place: str) -> Html:
-    name = shorten(name, 60)
-    return tag("figure", plots.picture(image, alt=f"{name}, {place}"), tag("figcaption", name))
+def _picture(image: Any, camera: str, place: str, what: str = "") -> Html:
+    caption = tag("figcaption", shorten(camera.split(".")[-1], 60) + what)
+    return tag("figure", plots.picture(image, alt=f"{shorten(camera, 60)}{what}, {place}"), caption)
 
 
 def _seen(run: Run) -> Html:
@@ -252,7 +252,7 @@ def _seen(run: Run) -> Html:
 
 def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
     place = f"episode {sample.episode_index}, frame {sample.frame_index}"
-    cameras = (_picture(image, camera.split(".")[-1], place) for camera, image in sample.images.items())
+    cameras = (_picture(image, camera, place) for camera, image in sample.images.items())
     sentence = tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")
     saw = tag("div", tag("div", *cameras, class_="cameras"), sentence, tag("p", place, class_="muted"), class_="saw")
     return tag("article", saw, plots.action_charts(sample, scales, names), class_="card")

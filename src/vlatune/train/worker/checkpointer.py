@@ -121,14 +121,14 @@ class Checkpointer:
     ) -> None:
         """Copy now, write meanwhile and later; all ranks call it at the same step. `val_error` is the newest validation's."""
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
-        by_dataset = by_dataset_2D.tolist() if self._binding.parts and by_dataset_2D is not None else None  # the same
-        everyone = gather((*sums, get_rng(self._device), by_dataset))
+        tables = [by_dataset_2D.tolist()] if self._binding.parts and by_dataset_2D is not None else []  # the same
+        everyone = gather((*sums, get_rng(self._device), *tables))
         if self._writer:
             self._writer.wait()  # the buffer is for one save at a time
             tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
             snapshot = self._staging.begin(tensors)
             state = self._state(done, tuple(one[0] for one in everyone), loss_count)
-            state = replace(state, losses_by_dataset=tuple(one[3] for one in everyone if one[3]))
+            state = replace(state, losses_by_dataset=tuple(table for one in everyone for table in one[3:]))
             mean_loss = sum(one[1] for one in everyone) / len(everyone) / max(1, self._loss_count)
             files = self._files(snapshot, state, stack_rng([one[2] for one in everyone]))
             self._writer.save(done, files, score=Score(mean_loss, val_error), on_failure=snapshot.break_off)
