@@ -227,12 +227,17 @@ JSONS = [
 ]
 
 WRITES = [
-    Case("a dataset over a project", replaced("outside", "notes", text("x")), "make-dataset {outside}", "not an empty"),
+    Case(
+        "a dataset over a project",
+        replaced("outside", "notes", text("x")),
+        "make-dataset {outside}",
+        "exists and is not empty",
+    ),
     Case(
         "a dataset through a link",
         lambda place: (place.folder / "out-link").symlink_to(place.outside),
         "make-dataset {outside}/../out-link",
-        "out-link",
+        "exists and is not empty",
     ),
     Case(
         "a dataset with a name of escapes",
