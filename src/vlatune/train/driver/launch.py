@@ -150,8 +150,7 @@ def _fit(
     supervisor: "Supervisor",
     job: "WorkerJob",
 ) -> None:
-    from vlatune.train.driver.trainer import make_trainer
-    from vlatune.train.worker.loop import run_worker
+    from vlatune.train.driver.trainer import make_trainer, run_worker
     from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
 
     trainer = make_trainer(

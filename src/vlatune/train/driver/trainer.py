@@ -52,6 +52,13 @@ def make_trainer(
     )
 
 
+def run_worker(settings: dict[str, Any]) -> None:
+    """What every rank runs. The driver names it, and would import torch, seconds of CPU, with the worker's own module."""
+    from vlatune.train.worker import loop
+
+    loop.run_worker(settings)
+
+
 @dataclass
 class TorchGroup(BackendConfig):
     """The workers form a torch process group."""
