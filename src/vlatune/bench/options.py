@@ -147,6 +147,8 @@ class TrainBench:
     """Share of the episodes that are held out."""
     rounds: int = 3
     """How often every way is run."""
+    alone_s: float = 8.0
+    """How long the step and reading are each measured alone, after a warm-up of a quarter of it."""
     peers: tuple[str, ...] = ("lerobot", "template")
     """The others' ways that are run: lerobot, template; give the flag again for several, [] for ours alone."""
     num_workers: int = 2

@@ -1,7 +1,7 @@
-"""What a sample costs alone: `python -m vlatune.bench.train.parts_alone step|reading CONFIG`; prints one JSON object.
+"""What a sample costs alone: `python -m vlatune.bench.train.parts_alone step|reading CONFIG SECONDS`; prints one JSON object.
 
 The step is the worker's own on one batch that is kept, reading is what a read task runs, in one process without Ray.
-Both on the data of the run that CONFIG, a file, describes. Seconds are per sample, after a warm-up.
+Both on the data of the run that CONFIG, a file, describes, for SECONDS. What is printed is per sample, after a warm-up.
 """
 
 import itertools
@@ -27,22 +27,21 @@ from vlatune.train.worker.collate import collate
 from vlatune.train.worker.device import set_performance_flags
 from vlatune.train.worker.optimizer import Updater, make_optimizer
 
-MEASURE_S = 8.0
-WARM_UP_S = 2.0
+WARM_UP_SHARE = 0.25
 
 
-def main(what: str, config: RunConfig) -> None:
+def main(what: str, config: RunConfig, measure_s: float) -> None:
     setup = make_setup(config)
     plan = setup.data_plan
     work = step_alone(config, setup, plan) if what == "step" else read_alone(config, plan)
-    sys.stdout.write(json.dumps(measure(work)) + "\n")
+    sys.stdout.write(json.dumps(measure(work, measure_s)) + "\n")
 
 
-def measure(work: Callable[[], int]) -> dict[str, float]:
+def measure(work: Callable[[], int], measure_s: float) -> dict[str, float]:
     """Seconds per sample of something that does some samples and says how many: by the clock, and of all threads."""
-    _repeat(work, WARM_UP_S)
+    _repeat(work, WARM_UP_SHARE * measure_s)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    samples = _repeat(work, MEASURE_S)
+    samples = _repeat(work, measure_s)
     cpu_s, wall_s = time.process_time() - begin_cpu_s, time.perf_counter() - begin_s
     return {"wall_s": wall_s / samples, "cpu_s": cpu_s / samples}
 
@@ -105,4 +104,4 @@ def _repeat(work: Callable[[], int], at_least_s: float) -> int:
 
 if __name__ == "__main__":
     file = Path(sys.argv[2])
-    main(sys.argv[1], config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file)))
+    main(sys.argv[1], config_from_dict(RunConfig, json.loads(file.read_bytes()), str(file)), float(sys.argv[3]))

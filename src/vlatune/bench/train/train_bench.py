@@ -131,7 +131,7 @@ class Rounds:
         return folder
 
     def _measure_alone(self, name: str, what: str, unit: str) -> float:
-        command, env = ways.alone(self.job, self.clean_folder("alone"), what)
+        command, env = ways.alone(self.job, self.clean_folder("alone"), what, self.options.alone_s)
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
         seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         self.alone.setdefault(name, []).append(seconds)
@@ -185,6 +185,8 @@ def _check(options: TrainBench) -> None:
         least = 0 if name in ("seed", "num_workers") else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise ValueError(f"--{name}={value}: must be {least} or more")
+    if options.alone_s <= 0:
+        raise ValueError(f"--alone_s={options.alone_s:g}: must be above 0")
     if not 0 < options.eval_split < 1:
         raise ValueError(
             f"--eval_split={options.eval_split}: must be above 0 and below 1, an error needs held-out episodes"

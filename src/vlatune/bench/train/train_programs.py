@@ -237,11 +237,11 @@ def template(job: TrainJob, folder: Path) -> Program:
     )
 
 
-def alone(job: TrainJob, folder: Path, what: str) -> tuple[list[str], dict[str, str]]:
+def alone(job: TrainJob, folder: Path, what: str, measure_s: float) -> tuple[list[str], dict[str, str]]:
     """Command and environment of `parts_alone`; threads wait as a training worker's do."""
     config = write_config(folder, job.config)
     env = _env(folder) | {"OMP_WAIT_POLICY": "PASSIVE"}
-    return _python("vlatune.bench.train.parts_alone", what, str(config)), env
+    return _python("vlatune.bench.train.parts_alone", what, str(config), str(measure_s)), env
 
 
 def is_lerobot_line(line: bytes) -> bool:
