@@ -358,7 +358,7 @@ WATCHED = """
 import gc, hashlib, inspect, logging, os, pickle, random, resource, signal, socket, sys, threading, warnings
 import numpy, ray, ray.data, torch
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=150 << 20)
+ray.init(log_to_driver=False, logging_level="ERROR")
 ray.data.DataContext.get_current().enable_progress_bars = False
 ray.data.range(4).materialize()  # what Ray itself does at its first reading
 import vlatune
@@ -422,9 +422,11 @@ print("as it was")
 """
 
 
-def test_a_users_process_is_as_it_was_after_read_lerobot(dataset_v3):
-    """All of it, in a process that nothing else has touched."""
-    done = subprocess.run([sys.executable, "-c", WATCHED, str(dataset_v3)], capture_output=True, text=True, check=False)
+def test_a_users_process_is_as_it_was_after_read_lerobot(dataset_v3, ray_local):
+    """All of it, in a process that nothing else has touched; the cluster is the session's."""
+    env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-c", WATCHED, str(dataset_v3)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["as it was"], done.stderr[-2000:]
 
 

@@ -1,5 +1,6 @@
-"""Two processes with half of the data each learn what one learns with all of it, and stop together."""
+"""Two processes with half of the data each learn what one learns with all of it, stop together, and do the same."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,18 +12,18 @@ from regression import join, make_batches, make_model, make_updater
 from safetensors.torch import load_file
 from two_workers import MICRO_STEPS, ROWS, UPDATES, WORKERS
 
+from vlatune.train.heartbeat import Request
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    command = [sys.executable, str(Path(__file__).parent / "two_workers.py")]
+    program = Path(__file__).with_name("two_workers.py")
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    workers = [subprocess.Popen([*command, str(rank), str(folder)], env=env) for rank in range(WORKERS)]
-    try:
-        assert [worker.wait(timeout=400) for worker in workers] == [0] * WORKERS
-    finally:
-        for worker in workers:
-            worker.kill()
+    done = subprocess.run(
+        [sys.executable, program, folder], env=env, stderr=subprocess.PIPE, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -50,3 +51,10 @@ def test_all_workers_stop_with_the_same_message(folder):
     assert first == second
     assert f"optimizer step {UPDATES + 1}: the loss is nan (rank 1, micro-step 0)" in first
     assert "samples (dataset_index, index): (1, 0);" in first
+
+
+def test_two_workers_do_what_one_of_them_asked_for(folder):
+    for rank in range(WORKERS):
+        written = json.loads((folder / str(rank) / "agreed.json").read_text())
+        assert written["told"] == [0, 0, 0, Request.SAVE, 0, 0, Request.STOP]
+        assert written["everyone"] == [{"rank": 0}, {"rank": 1}]
