@@ -130,8 +130,12 @@ def hears_ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_local() -> Iterator[None]:
-    """One local cluster for the whole session, with a small object store."""
+    """One local cluster for the whole session, with a small object store. Only readers give way, as in a run's own: with
+    Ray's niceness of 15 for all its workers they would hardly run beside the other half of the tests.
+    """
     import ray
+
+    from vlatune.ray_internals import init_options
 
     ray.init(
         address="local",
@@ -141,6 +145,7 @@ def ray_local() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
+        **init_options(niceness=0),
     )
     yield
     assert ray.is_initialized(), "a test has ended the session's cluster, and those after it ran on others"
