@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +18,14 @@ PATIENCE_S = 400
 
 
 @contextmanager
-def started(run_dir: Path, *flags: str, reap: bool = True) -> Iterator[subprocess.Popen[str]]:
+def started(
+    run_dir: Path, *flags: str, reap: bool = True, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A run in a session of its own; whatever is left of it is gone afterwards, or may end by itself."""
     command = [sys.executable, "-m", "vlatune.cli", "train", f"--output_dir={run_dir}", *flags]
     with (run_dir.parent / "output.txt").open("a") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, text=True, start_new_session=True)
+        env = os.environ | (environment or {})
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, text=True, start_new_session=True)
         try:
             yield process
         finally:

@@ -1,8 +1,8 @@
-"""Runs of two workers without Ray, restarted until they are done: `python forked_runs.py CONFIG_JSON RUNS_JSON`.
+"""Runs of two workers without Ray, restarted until they are done: `python forked_runs.py RUNS_JSON`.
 
 The workers are the real ones, over gloo, each in a process that is forked from this one, so that a start costs a
 second. Only what Ray would bring is stood in for: the feed hands out ready batches, the object store is not metered.
-A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"run_dir", "faults"}, ...].
+A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"config", "faults"}, ...].
 """
 
 import json
@@ -10,8 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from faults import Fault, Faults, arm
+from tensorboard.summary.writer import event_file_writer
 
 from vlatune.batch import Columns
 from vlatune.config import RunConfig
@@ -29,14 +28,15 @@ from vlatune.pipeline.plan import Share
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.pi05 import load as pi05_load
 from vlatune.policies.pi05 import module as pi05_module
+from vlatune.train.driver.folder_checks import open_run
 from vlatune.train.driver.resume_rules import find_resume_point
 from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob
 
-WORKERS, MOST_STARTS = 2, 4
-BEFORE_FORKING = (pi05_load, pi05_module)
-"""Imported once here; a worker would import them when it loads the model, ten seconds each time."""
+WORKERS = 2
+BEFORE_FORKING = (pi05_load, pi05_module, event_file_writer)
+"""Imported once here; a worker would import them when it loads the model and opens its log, ten seconds each time."""
 
 
 class ReadyBatches:
@@ -82,8 +82,9 @@ class NoDriver:
 
 def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
     """Until the run is done; how many groups were lost on the way."""
-    config.run_dir.mkdir(parents=True)
-    for restarts in range(MOST_STARTS):
+    open_run(config)
+    most = len(faults) + 2
+    for restarts in range(most):
         pids = [fork_rank(config, faults, rank, restarts) for rank in range(WORKERS)]
         ended, status = os.wait()
         if status:  # the driver ends what is left of a group
@@ -91,7 +92,7 @@ def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
         status |= os.wait()[1]
         if status == 0:
             return restarts
-    raise RuntimeError(f"{config.run_dir}: not done after {MOST_STARTS} starts")
+    raise RuntimeError(f"{config.run_dir}: not done after {most} starts")
 
 
 def fork_rank(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int) -> int:
@@ -123,17 +124,16 @@ def work(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int)
     loop.work(loop.Worker(job, Share(rank, WORKERS), NoDriver()))
 
 
-def main(config: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+def main(runs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     loop.get_device = lambda: torch.device("cpu")
     loop.Feed = ReadyBatches
     metrics_logger.SpillMeter = NoSpills
-    base = config_from_dict(RunConfig, config, "the test")
     for one in runs:
-        faults = tuple(Fault(**fault) for fault in one["faults"])
-        restarts = run(replace(base, output_dir=one["run_dir"]), faults)
-        (Path(one["run_dir"]) / "restarts").write_text(str(restarts))
+        config = config_from_dict(RunConfig, one["config"], "the test")
+        restarts = run(config, tuple(Fault(**fault) for fault in one["faults"]))
+        (config.run_dir / "restarts").write_text(str(restarts))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+    main(json.loads(sys.argv[1]))

@@ -1,21 +1,25 @@
 """The driver's own life, as a person's shell sees it: SIGTERM, SIGKILL, a raylet or a reader that dies, the same command again.
 
 A run that is to be killed is given more steps than it could ever make, so that the signal finds it at work on any
-machine; a last start takes it to an end that is near, and the undisturbed run is made as long.
+machine; it is then taken to an end that is near, and the undisturbed run is made as long.
 """
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from driving import PATIENCE_S, end_of, left_behind, named, output, started, step_of, until
+from without_ray import run_without_ray
 
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.pipeline.feed import MAX_QUEUED
+from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
 
@@ -24,6 +28,7 @@ pytestmark = [pytest.mark.early, pytest.mark.usefixtures("temporary")]
 ENDLESS = 100_000
 SAVE_FREQ, DECAY = 50, 80
 COORDINATOR = "ray::Coordinator"
+OPEN = "RAY_AUTH_MODE switches Ray's token authentication off"
 
 
 @pytest.fixture(scope="module")
@@ -97,26 +102,55 @@ def assert_undisturbed(run_dir: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_asked_to_end_then_killed_then_the_same_command(flags, tmp_path):
-    """And the process that runs its reading dies on the way, which nobody notices."""
+def test_killed_then_the_same_command_then_asked_to_end_then_on(flags, tmp_path):
+    """And the process that runs its reading dies on the way, which nobody notices. The second start is told that
+    authentication is switched off.
+
+    What SIGTERM leaves is continued as the driver would, but without Ray in this process, and so is the undisturbed run
+    made: both are fed with the rows that the order names.
+    """
     run_dir = tmp_path / "run"
     with started(run_dir, *flags) as process:
         kill_coordinator(process, run_dir)
-        until(lambda: step_of(run_dir) > SAVE_FREQ, process, run_dir)
+        until(lambda: SAVE_FREQ in saved_in(run_dir) and step_of(run_dir) >= SAVE_FREQ + 20, process, run_dir)
+        process.kill()
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    reached = step_of(run_dir)
+    assert left_behind()
+    assert OPEN not in output(run_dir)
+    with started(run_dir, *flags, environment={"RAY_AUTH_MODE": "disabled"}) as process:
+        until(lambda: step_of(run_dir) >= reached + 20, process, run_dir)
         process.terminate()
         assert end_of(process, run_dir) == 143, output(run_dir)
-    asked = [int(path.name) for path in list_checkpoints(run_dir)]
-    assert asked[0] == SAVE_FREQ
-    assert asked[-1] == step_of(run_dir) > SAVE_FREQ  # where it stopped, not where the plan had it save
+    assert output(run_dir).count("continuing from ") == 1
+    assert OPEN in output(run_dir)
     assert "saving a checkpoint" in output(run_dir)
-    assert left_behind() == []
-    assert kill_at(asked[-1] + 20, None, run_dir, flags) == -signal.SIGKILL
-    assert left_behind()
-    finish_soon(run_dir, flags)
-    assert output(run_dir).count("continuing from ") == 2
     assert "broken off" not in output(run_dir)
-    assert left_behind() == []  # what the killed one left is removed by the next
-    assert_undisturbed(run_dir, flags)
+    assert left_behind() == []  # also what the killed one left is removed by the next
+    asked = saved_in(run_dir)
+    assert asked[0] == SAVE_FREQ
+    assert asked[-1] == step_of(run_dir) > reached  # where it stopped, not where the plan had it save
+    threads = int(re.findall(r"\bthreads (\d+)", (run_dir / "logs" / "worker.log").read_text())[-1])
+    config = replace(read_config(run_dir), output_dir=str(run_dir), steps=asked[-1] + 20)
+    run_without_ray(config, threads)
+    assert (saved_in(run_dir)[-1], step_of(run_dir)) == (config.steps, config.steps)
+    clean = tmp_path / "clean"
+    run_without_ray(replace(config, output_dir=str(clean)), threads)
+    assert_same(run_dir, clean)
+    assert_none_twice_an_epoch(run_dir)
+
+
+def saved_in(run_dir: Path) -> list[int]:
+    return [int(path.name) for path in list_checkpoints(run_dir)]
+
+
+def assert_none_twice_an_epoch(run_dir: Path) -> None:
+    used: dict[int, list[tuple[int, int]]] = {}
+    lines = zip(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "samples.jsonl"), strict=True)
+    for line, record in lines:
+        used.setdefault(line["epoch"], []).extend(map(tuple, record["samples"]))
+    assert len(used) > 1
+    assert [epoch for epoch, samples in used.items() if len(set(samples)) < len(samples)] == []
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,20 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from without_ray import worker_here
 
 from vlatune import cli
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import DatasetConfig, EvalConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
+from vlatune.config import EvalConfig, RunConfig, to_json
 from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.pipeline import feed
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
@@ -24,7 +27,6 @@ from vlatune.report.summary import read_summary
 from vlatune.report.verdict import CONTENTION_FINE
 from vlatune.run_setup import make_setup
 from vlatune.train.driver.launch import train
-from vlatune.train.worker import loop
 
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
@@ -34,29 +36,9 @@ SUMMARY = {"optimizer_steps", "final_loss", "samples_per_s", "wait_share", "time
 SUMMARY |= {"fallback_bytes", "peak_object_store_bytes", "restarts", "verdict"}
 
 
-@pytest.fixture(scope="module")
-def base_config(ray_local, dataset_v3, small_base) -> RunConfig:
-    return RunConfig(
-        dataset=DatasetConfig(root=(str(dataset_v3),), eval_split=0.2, run_length=4, window_rows=8),
-        policy=PolicyConfig(path=str(small_base), train="full"),
-        optimizer=OptimizerConfig(lr=1e-3),
-        steps=STEPS,
-        batch_size=8,
-        log_freq=1,
-        save_freq=5,
-        log_samples=True,
-        max_restarts=0,
-    )
-
-
 def run(config: RunConfig, folder: Path) -> Path:
     train(replace(config, output_dir=str(folder)))
     return folder
-
-
-@pytest.fixture(scope="module")
-def first_run(base_config, tmp_path_factory) -> Path:
-    return run(base_config, tmp_path_factory.mktemp("runs") / "first")
 
 
 @pytest.fixture(scope="module")
@@ -66,29 +48,18 @@ def other_run(base_config, tmp_path_factory) -> Path:
     policy = replace(base_config.policy, train="expert", flow_samples=4)
     averaged = replace(base_config.optimizer, ema_decay=0.5)
     config = replace(base_config, policy=policy, optimizer=averaged, steps=3, save_freq=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "run_worker", worker_whose_reading_dies())
-        return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
-
-
-def worker_whose_reading_dies():
-    """A worker whose first coordinator is a living process, and then a dead one, before it is asked for anything."""
-
-    def run_worker(settings: dict) -> None:  # made here, so that Ray carries it over by its code
-        from vlatune.pipeline import feed
-        from vlatune.train.worker.loop import run_worker
-
-        start = feed.start_coordinator
+    start = feed.start_coordinator
+    with pytest.MonkeyPatch.context() as patch, worker_here():
 
         def start_and_kill(*args, **steps):
-            feed.start_coordinator, actor = start, start(*args, **steps)
+            """The first is a living process, and then a dead one, before it is asked for anything."""
+            patch.setattr(feed, "start_coordinator", start)
+            actor = start(*args, **steps)
             os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
             return actor
 
-        feed.start_coordinator = start_and_kill
-        run_worker(settings)
-
-    return run_worker
+        patch.setattr(feed, "start_coordinator", start_and_kill)
+        return run(replace(config, storage_path=str(folder.parent / "elsewhere")), folder)
 
 
 def losses(folder: Path) -> list[float]:
@@ -146,11 +117,14 @@ def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
 
 
 def test_samples_are_each_used_once_an_epoch(first_run):
+    """All of them; its last batch is filled up with some of those that it began with."""
     per_step = [record["samples"] for record in read_jsonl(first_run / "samples.jsonl")]
     assert [len(samples) for samples in per_step] == [8] * STEPS
     epochs = [line["epoch"] for line in read_jsonl(first_run / "metrics.jsonl")]
-    first_epoch = [tuple(s) for samples, epoch in zip(per_step, epochs, strict=True) if epoch == 0 for s in samples]
-    assert len(first_epoch) == len(set(first_epoch))
+    times = Counter(tuple(s) for samples, epoch in zip(per_step, epochs, strict=True) if epoch == 0 for s in samples)
+    assert len(times) == make_setup(read_config(first_run)).order.num_samples
+    assert set(times.values()) == {1, 2}
+    assert 0 < list(times.values()).count(2) < 8
 
 
 def test_the_shuffle_in_the_summary_is_that_of_the_samples_that_were_used(first_run, dataset_v3):
@@ -165,6 +139,15 @@ def test_the_shuffle_in_the_summary_is_that_of_the_samples_that_were_used(first_
     assert 0 <= shuffle["distance"] <= 1
 
 
+TOLD_OF_TORCH = """
+import sys
+from vlatune import cli
+code = cli.main(sys.argv[1:])
+print("torch in the driver:", "torch" in sys.modules)
+sys.exit(code)
+"""
+
+
 def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others(base_config, first_run, tmp_path):
     """As a process of its own, which RAY_ADDRESS leads to a cluster that it has not started and must not end.
 
@@ -173,9 +156,10 @@ def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others
     second, file = tmp_path / "second", tmp_path / "run.json"
     file.write_text(json.dumps(to_json(replace(base_config, output_dir=str(second)))))
     env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-m", "vlatune.cli", "train", f"--config_path={file}", "--deterministic=true"]
+    command = [sys.executable, "-c", TOLD_OF_TORCH, "train", f"--config_path={file}", "--deterministic=true"]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout
+    assert "torch in the driver: False" in done.stdout  # seconds before the first step
     assert losses(second) == losses(first_run)
     assert json.loads((second / "config.json").read_text())["deterministic"] is True
     by_run = [json.loads((one / "summary.json").read_text())["performance_flags"] for one in (first_run, second)]
@@ -184,10 +168,9 @@ def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others
     assert (second / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
 
 
-def test_two_workers_take_the_same_samples_and_learn_the_same(base_config, first_run, tmp_path):
-    two = run(replace(base_config, num_workers=2, batch_size=4), tmp_path / "two")
-    assert (two / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
-    assert losses(two) == pytest.approx(losses(first_run), rel=1e-3)
+def test_two_workers_take_the_same_samples_and_learn_the_same(first_run, two_workers_run):
+    assert (two_workers_run / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
+    assert losses(two_workers_run) == pytest.approx(losses(first_run), rel=1e-3)
 
 
 def test_evaluation_is_deterministic_and_renews_the_report(first_run):

@@ -1,34 +1,46 @@
 """SIGKILL of either worker at every named point: losses, samples and weights are to the last bit the undisturbed run's.
 
-Without Ray (forked_runs.py), so that all points are met in a minute; test_faults.py meets some of them with it.
+Without Ray (forked_runs.py), so that all points are met in a minute, several of them by a run; test_faults.py meets some
+with it.
 """
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from faults import POINTS, SAVE_POINTS, Fault
+from test_matrix import check
 
 from vlatune.checkpoint.local_store import ASIDE, REMOVING
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
+from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig, to_json
 from vlatune.report.sinks import read_jsonl
 
 pytestmark = pytest.mark.early
 STEPS, SAVE_FREQ, STEP, LOGGED_STEP, SAVED_STEP = 8, 3, 5, 4, 6
-FAULTS = [
-    *(Fault(point, STEP, rank) for point in POINTS for rank in (0, 1) if point != "report"),
-    Fault("report", LOGGED_STEP),
-    *(Fault(point, SAVED_STEP) for point in SAVE_POINTS),
-    *(Fault(point, STEPS) for point in ("after step", "save: begun", "save: committed")),  # at the very end
-    *(Fault(point, 1, rank=1) for point in ("data wait", "optimizer")),  # before the first checkpoint
-]
-CASES = {f"{fault.point}, step {fault.optimizer_step}, rank {fault.rank}": (fault,) for fault in FAULTS}
-CASES["twice"] = (Fault("backward", 4, rank=1), Fault("save: synced", SAVED_STEP))
+WORK = tuple(point for point in POINTS if point != "report")
+CASES = {
+    "rank 0, in a step": (Fault("report", LOGGED_STEP), *(Fault(point, STEP) for point in WORK)),
+    "rank 1, before the first checkpoint and in a step": (
+        *(Fault(point, 1, rank=1) for point in ("data wait", "optimizer")),
+        *(Fault(point, STEP, rank=1) for point in WORK),
+    ),
+    "in a save, and at the very end": (
+        *(Fault(point, SAVED_STEP) for point in SAVE_POINTS[: SAVE_POINTS.index("save: committed") + 1]),
+        *(Fault(point, STEPS) for point in ("after step", "save: begun", "save: committed")),
+    ),
+    **{  # a save that is committed is not made again
+        f"in a save, {point}": (Fault(point, SAVED_STEP),)
+        for point in SAVE_POINTS[SAVE_POINTS.index("save: committed") + 1 :]
+    },
+    "either rank": (Fault("backward", 4, rank=1), Fault("save: synced", SAVED_STEP)),
+}
+"""Run -> the faults that it meets, in this order, each of which ends an attempt: what was met is not met again."""
+TO_THE_ROBOT = "to the robot"
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +60,22 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
         keep_checkpoints=1,
         log_samples=True,
     )
-    found = {name: folder / str(number) / "run" for number, name in enumerate(["clean", *CASES])}
+    found = {name: folder / str(number) / "run" for number, name in enumerate(["clean", *CASES, TO_THE_ROBOT])}
     for run_dir in found.values():
         run_dir.parent.mkdir()
+    configs = {name: replace(config, output_dir=str(run_dir)) for name, run_dir in found.items()}
+    several = PolicyConfig(path=str(small_base), train="expert", dtype="bfloat16", flow_samples=4)
+    held_out, at_once = replace(config.dataset, eval_split=0.2), SchedulerConfig(num_warmup_steps=0)
+    configs[TO_THE_ROBOT] = replace(
+        configs[TO_THE_ROBOT], policy=several, dataset=held_out, optimizer=OptimizerConfig(lr=1e-2), scheduler=at_once
+    )
+    faults = CASES | {"clean": (), TO_THE_ROBOT: (Fault("backward", STEP, rank=1),)}
     jobs = [
-        {"run_dir": str(run_dir), "faults": [asdict(fault) for fault in CASES.get(name, ())]}
-        for name, run_dir in found.items()
+        {"config": to_json(config), "faults": [asdict(fault) for fault in faults[name]]}
+        for name, config in configs.items()
     ]
     program = Path(__file__).with_name("forked_runs.py")
-    command = [sys.executable, str(program), json.dumps(to_json(config)), json.dumps(jobs)]
+    command = [sys.executable, str(program), json.dumps(jobs)]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, check=False
     )
@@ -74,6 +93,11 @@ def test_the_undisturbed_run_is_done_in_one_start(runs):
     assert [line["optimizer_step"] for line in read_jsonl(runs["clean"] / "samples.jsonl")] == list(range(1, STEPS + 1))
 
 
+def test_every_point_is_met():
+    met = {(fault.point, fault.rank) for faults in CASES.values() for fault in faults}
+    assert met >= {(point, rank) for point in WORK for rank in (0, 1)} | {(one, 0) for one in ("report", *SAVE_POINTS)}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_killed_run_is_the_undisturbed_one(runs, case):
     run_dir, clean = runs[case], runs["clean"]
@@ -84,3 +108,9 @@ def test_the_killed_run_is_the_undisturbed_one(runs, case):
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
     assert weights(run_dir) == weights(clean)
     assert [path for prefix in (ASIDE, REMOVING) for path in (run_dir / "checkpoints").glob(f"{prefix}*")] == []
+
+
+def test_two_workers_with_several_draws_in_bfloat16_to_the_robot_and_back(runs, small_base, tmp_path):
+    """As those of one worker in test_matrix.py, over a restart."""
+    assert (runs[TO_THE_ROBOT] / "restarts").read_text() == "1"
+    check(runs[TO_THE_ROBOT], small_base, tmp_path / "exported", step=STEPS)

@@ -13,6 +13,7 @@ import pytest
 from messy import rows_of, write_recording
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
+from without_ray import worker_here
 
 from vlatune import cli
 from vlatune.batch import Columns
@@ -67,7 +68,8 @@ def finished(ray_local, roots, tmp_path_factory) -> Path:
     with redirect_stdout(StringIO()) as said:
         assert cli.main(["inspect", *map(str, roots)]) == cli.FAILED  # without the map there is no action
     run_dir = tmp_path_factory.mktemp("runs") / "messy"
-    assert cli.main([*command_in(said.getvalue()), f"--output_dir={run_dir}", *FEW]) == 0
+    with worker_here():
+        assert cli.main([*command_in(said.getvalue()), f"--output_dir={run_dir}", *FEW]) == 0
     return run_dir
 
 
@@ -95,7 +97,8 @@ def test_the_base_model_was_made_once_and_stays(finished, capsys):
     (tokenizer,) = [one["config"]["tokenizer_name"] for one in steps if one["registry_name"] == "tokenizer_processor"]
     assert tokenizer == str(base / "tokenizer")
     longer = replace(stored, policy=replace(stored.policy, path=None), steps=3, resume=True)
-    train(longer)
+    with worker_here():
+        train(longer)
     assert json.loads((finished / "summary.json").read_text())["optimizer_steps"] == 3
     assert (base / "model.safetensors").stat().st_mtime_ns == made.st_mtime_ns
     assert "making a small PI0.5" not in capsys.readouterr().out
