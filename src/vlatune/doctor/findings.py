@@ -63,7 +63,7 @@ class Finding:
             "status": self.status,
             "text": self.text,
             "remedy": self.remedy,
-            "flags": shlex.join(self.flags),
+            "flags": typed(self.flags),
             "command": self.command,
             "figures": dict(self.figures),
         }
@@ -130,6 +130,12 @@ def amended(config: RunConfig, flags: Sequence[str]) -> RunConfig:
     """As the same command with these flags more would be understood."""
     names = {_flag_name(word) for word in flags}
     return parse_flags([*(word for word in flags_of(config) if _flag_name(word) not in names), *flags], RunConfig)
+
+
+def typed(words: Iterable[str]) -> str:
+    """Words of a command as a person types them: --rename_map='{"a": "b"}'."""
+    parts = [word.partition("=") for word in words]
+    return " ".join(f"{name}={shlex.quote(value)}" if equals else shlex.quote(name) for name, equals, value in parts)
 
 
 def _flag_name(word: str) -> str:
