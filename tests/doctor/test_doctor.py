@@ -99,7 +99,7 @@ MISTAKES = [
         seeds.one_nan,
         "episodes",
         "fail",
-        r"1 of 12 episodes cannot be used: .*episode 10.*nan",
+        r"1 of 12 episodes cannot be used: .*has nan in dim 1",
         r"--dataset.on_bad_episode=skip",
     ),
     Mistake(

@@ -4,6 +4,7 @@ What `vlatune inspect` finds in files is taken from it; what a run would refuse 
 """
 
 import difflib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -44,7 +45,7 @@ CLOSE_NAME = 0.6
 MANY_SKIPPED = 0.2
 LOOKED_AT = 24
 """Frames of a root whose cameras are compared with another root's."""
-SIDE = 12
+SIDE, CHANNELS = 12, 3
 SWAP_GAIN = 0.5
 """How much nearer the cameras of two datasets must be to each other, crosswise, before they are called swapped."""
 
@@ -69,7 +70,7 @@ def check_datasets(case: Case) -> Iterator[Finding]:
             meta = load_meta(Root(url, options), argument="--dataset.root")
             check_complete(meta)
         except (ValueError, RuntimeError) as error:
-            yield refused(error, command=f"vlatune inspect {url}")
+            yield refused(error, command=f"vlatune inspect {shlex.quote(url)}")
             continue
         metas.append(meta)
         episodes, cameras = len(meta.episodes), len(meta.cameras)
@@ -160,7 +161,7 @@ def check_files(case: Case) -> Iterator[Finding]:
                 "fail" if problem.severity == "error" else "warn",
                 f"{meta.root.url}: {problem.place}: {problem.found}{examples}; expected {problem.expected}",
                 problem.fix,
-                command=f"vlatune inspect {meta.root.url}",
+                command=f"vlatune inspect {shlex.quote(meta.root.url)}",
                 figures={"count": problem.count},
             )
         if not problems:
@@ -169,7 +170,7 @@ def check_files(case: Case) -> Iterator[Finding]:
 
 def is_of_files(problem: Problem) -> bool:
     """Names, widths and statistics have checks of their own here, which know the policy."""
-    told = ("statistics", f"{INFO}, feature", "data files, feature")
+    told = ("statistics", "meta/stats.json", "meta/episodes_stats", f"{INFO}, feature", "data files, feature")
     return not problem.flag and not problem.place.startswith(told) and not problem.found.startswith("no ")
 
 
@@ -519,11 +520,24 @@ def _small(picture_CHW: np.ndarray) -> np.ndarray:
     return np.stack(planes).reshape(-1).astype(np.float64)
 
 
+def _colours(looks_KND: np.ndarray) -> np.ndarray:
+    """Of each camera, how often each of 16 levels of a channel comes, (cameras, 3 * 16)."""
+    of_channel = looks_KND.reshape(*looks_KND.shape[:2], CHANNELS, -1)
+    return np.array(
+        [
+            np.concatenate([np.histogram(one[:, c], 16, (0, 256))[0] / one[:, c].size for c in range(CHANNELS)])
+            for one in of_channel
+        ]
+    )
+
+
 def best_match(first_KND: np.ndarray, other_KND: np.ndarray) -> tuple[int, ...]:
     """For each camera of the first dataset the one of the other that looks like it; each itself unless another order is
-    nearer by far. Means over frames are compared, so that what moves counts for little."""
-    first_KD, other_KD = first_KND.mean(axis=1), other_KND.mean(axis=1)
-    apart_KK = np.abs(first_KD[:, None] - other_KD[None]).mean(axis=2)
+    nearer by far. Mean pictures are compared, so that what moves counts for little, and the shares of colours."""
+    means = [looks.mean(axis=1) / 255 for looks in (first_KND, other_KND)]
+    colours = [_colours(looks) for looks in (first_KND, other_KND)]
+    apart_KK = np.abs(means[0][:, None] - means[1][None]).mean(axis=2)
+    apart_KK += np.abs(colours[0][:, None] - colours[1][None]).sum(axis=2) / (2 * CHANNELS)
     same = tuple(range(len(apart_KK)))
     if len(same) > 6:  # too many orders to try
         return same

@@ -4,7 +4,6 @@ The page is in the report's style and needs nothing else. All text goes through 
 is printed through `outgoing.say`: names and sentences come from datasets of strangers.
 """
 
-import shlex
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
 from vlatune.config import DoctorConfig
 from vlatune.doctor.device_memory import GPU_SIZES
 from vlatune.doctor.examine import Examination, examine
-from vlatune.doctor.findings import Case, Finding, FirstBatch
+from vlatune.doctor.findings import Case, Finding, FirstBatch, typed
 from vlatune.files import write_text
 from vlatune.outgoing import printable
 from vlatune.report import plots
@@ -85,7 +84,7 @@ def _finding_lines(one: Finding, width: int) -> Iterator[str]:
         return
     if one.remedy:
         yield from _wrapped(f"{one.remedy}{':' if one.flags or one.command else ''}", width, first=indent, rest=indent)
-    for text in (one.command, shlex.join(one.flags)):
+    for text in (one.command, typed(one.flags)):
         if text:  # in one line, to be copied
             yield f"{indent}  {printable(text)}"
 
@@ -156,7 +155,7 @@ def _checks(findings: Sequence[Finding]) -> Html:
         parts: list[str] = [tag("p", shorten(one.text, MAX_TEXT))]
         if one.status in ("warn", "fail"):
             parts += [tag("p", shorten(one.remedy, MAX_TEXT), class_="todo")] if one.remedy else []
-            parts += [tag("pre", text) for text in (one.command, shlex.join(one.flags)) if text]
+            parts += [tag("pre", text) for text in (one.command, typed(one.flags)) if text]
         badge = tag(
             "span", "not checked" if one.status == "skipped" else one.status, class_=f"badge {TONES[one.status]}"
         )

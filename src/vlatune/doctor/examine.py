@@ -5,7 +5,6 @@ what it was to find out say so, and where its own flags mend it they go on with 
 folder of its own: the run's is left as it is, so that `train` finds nothing there.
 """
 
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from vlatune.config import RunConfig
 from vlatune.doctor import data_checks, machine_checks, model_checks
-from vlatune.doctor.findings import Case, Finding, Status, amended, refused, worst
+from vlatune.doctor.findings import Case, Finding, Status, amended, refused, typed, worst
 from vlatune.flags import flags_of
 from vlatune.outgoing import redacted
 
@@ -75,7 +74,7 @@ class Examination:
         config = self.given
         for one in self.findings:
             config = amended(config, one.flags) if one.status in ("warn", "fail") and one.flags else config
-        return redacted(shlex.join(["vlatune", "train", *flags_of(config)]))
+        return redacted(f"vlatune train {typed(flags_of(config))}")
 
     def counts(self) -> dict[str, int]:
         found = [one.status for one in self.findings]

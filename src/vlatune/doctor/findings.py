@@ -33,6 +33,10 @@ EDIT_JSON = (
     '[t.reduce(lambda o,k:o[k],p,d).__setitem__(k,v) for *p,k,v in map(json.loads,e)]; json.dump(d,open(f,"w"),indent=4)'
 )
 """Sets values in a JSON file, by any Python 3: python3 -c ... FILE '["key", "inner key", value]' ..."""
+DIVIDE = (
+    "import json,sys; f,*k=sys.argv[1:]; d=json.load(open(f)); g=lambda v:[g(x) for x in v] if isinstance(v,list) else v/255; "
+    '[d[c].update({n:g(v) for n,v in d[c].items() if n!="count"}) for c in k]; json.dump(d,open(f,"w"),indent=4)'
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Finding:
             "status": self.status,
             "text": self.text,
             "remedy": self.remedy,
-            "flags": shlex.join(self.flags),
+            "flags": typed(self.flags),
             "command": self.command,
             "figures": dict(self.figures),
         }
@@ -128,6 +132,12 @@ def amended(config: RunConfig, flags: Sequence[str]) -> RunConfig:
     return parse_flags([*(word for word in flags_of(config) if _flag_name(word) not in names), *flags], RunConfig)
 
 
+def typed(words: Iterable[str]) -> str:
+    """Words of a command as a person types them: --rename_map='{"a": "b"}'."""
+    parts = [word.partition("=") for word in words]
+    return " ".join(f"{name}={shlex.quote(value)}" if equals else shlex.quote(name) for name, equals, value in parts)
+
+
 def _flag_name(word: str) -> str:
     return word.partition("=")[0]
 
@@ -141,6 +151,11 @@ def edit_json_command(file: Path | str, edits: Iterable[Sequence[Any]]) -> str:
     """A shell command that sets values in a JSON file; an edit is the way to a value, and the value."""
     words = ["python3", "-c", EDIT_JSON, str(file), *(json.dumps(list(edit)) for edit in edits)]
     return shlex.join(words)
+
+
+def divide_stats_command(file: Path | str, features: Iterable[str]) -> str:
+    """A shell command that brings statistics of pictures from 0..255 to 0..1."""
+    return shlex.join(["python3", "-c", DIVIDE, str(file), *features])
 
 
 def refused(error: Exception, *, flags: Sequence[str] = (), command: str = "") -> Finding:

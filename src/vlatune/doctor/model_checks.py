@@ -5,7 +5,7 @@ loaded, which happens where there is room for them.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,12 @@ from vlatune.config import RunConfig, makes_base
 from vlatune.dataset.reader import allocate, read_into
 from vlatune.dataset.video.resize import letterbox_box
 from vlatune.doctor.device_memory import weight_bytes
+<<<<<<< HEAD
 from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, edit_json_command, refused
+=======
+from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, divide_stats_command, edit_json_command, refused
+from vlatune.pipeline.sizing import usable_cpus, usable_ram_bytes
+>>>>>>> wt-doctor
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.sizing import CORE_FLOPS, usable_cpus, usable_ram_bytes
 from vlatune.pipeline.transforms import Transform, apply_all
@@ -459,23 +464,19 @@ def _picture_statistics(case: Case) -> Iterator[Finding]:
     """Statistics of pictures belong to 0..1; some writers leave them in 0..255, and a picture is then nearly one value."""
     used = case.policy.normalisation.get("VISUAL", "IDENTITY") != "IDENTITY"
     for meta in case.metas:
-        wrong = {}
-        for own in meta.cameras:
-            stats = {name: values for name, values in meta.stats.get(own, {}).items() if name != "count"}
-            if stats and max(float(np.max(values)) for values in stats.values() if values.size) > 2.0:
-                wrong[own] = stats
+        wrong = [own for own in meta.cameras if _in_255(meta.stats.get(own, {}))]
         if not wrong:
             continue
-        edits = [
-            [own, name, (values / 255.0).reshape(-1, 1, 1).tolist()]
-            for own, stats in wrong.items()
-            for name, values in stats.items()
-        ]
         local = meta.root.is_local and meta.version == "v3.0"
         yield Finding(
             "fail" if used else "warn",
             f"dataset '{meta.root.url}': statistics of {', '.join(wrong)} are of pictures in 0..255, expected 0..1"
             + ("" if used else "; this policy does not use them, LeRobot and others do"),
             "divide them by 255",
-            command=edit_json_command(meta.root.join("meta/stats.json"), edits) if local else "",
+            command=divide_stats_command(meta.root.join("meta/stats.json"), wrong) if local else "",
         )
+
+
+def _in_255(stats: Mapping[str, np.ndarray]) -> bool:
+    values = [float(np.max(one)) for name, one in stats.items() if name != "count" and one.size]
+    return bool(values) and max(values) > 2.0
