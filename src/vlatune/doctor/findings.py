@@ -168,5 +168,4 @@ def refused(error: Exception, *, flags: Sequence[str] = (), command: str = "") -
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    found = {one.status for one in findings}
-    return next((status for status in reversed(STATUSES) if status in found), "pass")
+    return STATUSES[max((STATUSES.index(one.status) for one in findings), default=0)]

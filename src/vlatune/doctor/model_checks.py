@@ -18,12 +18,7 @@ from vlatune.config import RunConfig, makes_base
 from vlatune.dataset.reader import allocate, read_into
 from vlatune.dataset.video.resize import letterbox_box
 from vlatune.doctor.device_memory import weight_bytes
-<<<<<<< HEAD
-from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, edit_json_command, refused
-=======
 from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, divide_stats_command, edit_json_command, refused
-from vlatune.pipeline.sizing import usable_cpus, usable_ram_bytes
->>>>>>> wt-doctor
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.sizing import CORE_FLOPS, usable_cpus, usable_ram_bytes
 from vlatune.pipeline.transforms import Transform, apply_all

@@ -34,7 +34,10 @@ class Kind(Protocol):
     """One kind of augmentation: what it draws, and what it does with that."""
 
     def draw(self, rng: np.random.Generator, hw: tuple[int, int]) -> tuple[Any, ...]: ...
-    def apply(self, image_HWC: np.ndarray, *drawn: Any) -> np.ndarray: ...
+    @property
+    def apply(self) -> Callable[..., np.ndarray]:
+        """(image_HWC, *drawn) -> the picture, augmented."""
+        ...
 
 
 class Settings:
@@ -236,7 +239,7 @@ class RandomAffine:
         most = (self.translate[0] * hw[1], self.translate[1] * hw[0])
         moved = (round(rng.uniform(-most[0], most[0])), round(rng.uniform(-most[1], most[1])))
         scale = rng.uniform(*self.scale)
-        shear = [rng.uniform(*self.shear[at : at + 2]) for at in range(0, len(self.shear), 2)]
+        shear = [rng.uniform(self.shear[at], self.shear[at + 1]) for at in range(0, len(self.shear), 2)]
         return angle, moved, scale, (shear[0], shear[1] if len(shear) > 1 else 0.0)
 
     def apply(
@@ -361,7 +364,9 @@ class JPEGCompression:
     def apply(self, image_HWC: np.ndarray, quality: int) -> np.ndarray:
         bgr = cv2.cvtColor(image_HWC, cv2.COLOR_RGB2BGR)
         packed = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-        return cv2.cvtColor(cv2.imdecode(packed, cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+        unpacked = cv2.imdecode(packed, cv2.IMREAD_COLOR)
+        assert unpacked is not None  # packed a line above
+        return cv2.cvtColor(unpacked, cv2.COLOR_BGR2RGB)
 
 
 @dataclass(frozen=True)

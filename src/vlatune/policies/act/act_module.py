@@ -90,8 +90,10 @@ class ActModule(nn.Module):
         summary_B1D = model.vae_encoder_cls_embed.weight.expand(len(state_BD), 1, -1)
         tokens = torch.cat([summary_B1D, state_BD[:, None], actions_BTD], dim=1)
         padded = F.pad(batch[ACTION_IS_PAD], (2, 0), value=False)  # the summary and the state are always there
+        positions = model.vae_encoder_pos_enc
+        assert isinstance(positions, Tensor)  # a buffer
         encoded = model.vae_encoder(
-            tokens.transpose(0, 1), pos_embed=model.vae_encoder_pos_enc.transpose(0, 1), key_padding_mask=padded
+            tokens.transpose(0, 1), pos_embed=positions.transpose(0, 1), key_padding_mask=padded
         )
         return model.vae_encoder_latent_output_proj(encoded[0]).tensor_split(2, dim=1)
 
@@ -216,7 +218,9 @@ def _quieten_branches(policy: ACTPolicy) -> None:
         if isinstance(block, BasicBlock):
             norm = block.bn2
             assert isinstance(norm, FrozenBatchNorm2d)
-            norm.weight.fill_(BRANCH_GAIN)
+            gain = norm.weight
+            assert isinstance(gain, Tensor)
+            gain.fill_(BRANCH_GAIN)
 
 
 def read_pretrained(name: str, *, fetch: bool) -> dict[str, Tensor]:

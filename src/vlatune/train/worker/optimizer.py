@@ -34,9 +34,8 @@ def make_optimizer(
 
     `rate_factors`, as `PolicyAdapter.rate_factors` gives them, take parameters by name.
     """
-    groups = [{"params": list(parameters)}]
-    if isinstance(parameters, Mapping):
-        groups = make_groups(parameters, config.lr, rate_factors or {})
+    named = dict(parameters) if isinstance(parameters, Mapping) else {str(n): one for n, one in enumerate(parameters)}
+    groups = make_groups(named, config.lr, rate_factors or {})
     kind = torch.optim.AdamW if config.type == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
