@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, Columns
 from vlatune.files import real_path, whole_folder
 from vlatune.pipeline.transforms import Rename, Select, Transform
-from vlatune.policies.act import BACKBONES, OVERRIDES, PRETRAINED
+from vlatune.policies.act.act_options import BACKBONES, OVERRIDES, PRETRAINED
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,10 @@ def make_optimizer(
 
     `rate_factors`, as `PolicyAdapter.rate_factors` gives them, take parameters by name.
     """
-    named = dict(parameters) if isinstance(parameters, Mapping) else {str(n): one for n, one in enumerate(parameters)}
+    if isinstance(parameters, Mapping):
+        named = cast("Mapping[str, Tensor]", parameters)
+    else:
+        named = {str(number): one for number, one in enumerate(parameters)}
     groups = make_groups(named, config.lr, rate_factors or {})
     kind = torch.optim.AdamW if config.type == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
