@@ -95,9 +95,9 @@ def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
 
 def _is_table(values: Any) -> bool:
     """Two lines of as many numbers."""
-    lines = values if isinstance(values, list) and len(values) == 2 else [None]
-    numbers = all(isinstance(line, list) and all(type(one) in (int, float) for one in line) for line in lines)
-    return numbers and len(lines[0]) == len(lines[1])
+    if not (isinstance(values, list) and len(values) == 2 and all(isinstance(line, list) for line in values)):
+        return False
+    return len(values[0]) == len(values[1]) and all(type(one) in (int, float) for line in values for one in line)
 
 
 def read_state(folder: Path) -> TrainState:
