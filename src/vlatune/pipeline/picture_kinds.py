@@ -7,6 +7,7 @@ cuts off: hence CUT. Pictures are (H, W, 3), RGB.
 Measured on one core, 168 x 224: 65 us for the affine, 115 for the hue, 20 to 45 for the other defaults.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +35,16 @@ class Kind(Protocol):
     """One kind of augmentation: what it draws, and what it does with that."""
 
     def draw(self, rng: np.random.Generator, hw: tuple[int, int]) -> tuple[Any, ...]: ...
+<<<<<<< HEAD
     @property
     def apply(self) -> Callable[..., np.ndarray]:
         """(image_HWC, *drawn) -> the picture, augmented."""
+=======
+
+    @property
+    def apply(self) -> Callable[..., np.ndarray]:
+        """Picture and what was drawn -> picture."""
+>>>>>>> wt-augment
         ...
 
 
@@ -239,7 +247,11 @@ class RandomAffine:
         most = (self.translate[0] * hw[1], self.translate[1] * hw[0])
         moved = (round(rng.uniform(-most[0], most[0])), round(rng.uniform(-most[1], most[1])))
         scale = rng.uniform(*self.scale)
+<<<<<<< HEAD
         shear = [rng.uniform(self.shear[at], self.shear[at + 1]) for at in range(0, len(self.shear), 2)]
+=======
+        shear = [rng.uniform(low, high) for low, high in itertools.batched(self.shear, 2)]
+>>>>>>> wt-augment
         return angle, moved, scale, (shear[0], shear[1] if len(shear) > 1 else 0.0)
 
     def apply(
@@ -251,9 +263,11 @@ class RandomAffine:
 def inverse_affine(angle: float, scale: float = 1.0, shear: Span = (0.0, 0.0)) -> np.ndarray:
     """(2, 2): place in the new picture -> place in the old one, both seen from the middle."""
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-    along_x, along_y = (-math.tan(math.radians(one)) for one in shear)
-    turned = np.array([[cos, -sin], [sin, cos]]) @ [[1.0, 0.0], [along_y, 1.0]] @ [[1.0, along_x], [0.0, 1.0]]
-    return np.linalg.inv(scale * turned)
+    along_x, along_y = (math.tan(math.radians(one)) for one in shear)
+    # Turned after sheared along y after sheared along x, [[a, b], [c, d]], whose determinant is 1.
+    a, c = cos + sin * along_y, sin - cos * along_y
+    b, d = -sin - a * along_x, cos - c * along_x
+    return np.array([[d, -b], [-c, a]]) / scale
 
 
 def warp(
@@ -262,7 +276,8 @@ def warp(
     """The picture under an affine map about its middle, then moved by (right, down)."""
     height, width = image_HWC.shape[:2]
     middle = np.array([(width - 1) / 2, (height - 1) / 2])
-    matrix = np.column_stack([inverse_22, middle - inverse_22 @ (middle + moved)])
+    matrix = np.empty((2, 3))
+    matrix[:, :2], matrix[:, 2] = inverse_22, middle - inverse_22 @ (middle + moved)
     flags = (cv2.INTER_LINEAR if linear else cv2.INTER_NEAREST) | cv2.WARP_INVERSE_MAP
     return cv2.warpAffine(image_HWC, matrix, (width, height), flags=flags, borderValue=(round(255 * fill),) * 3)
 
@@ -365,7 +380,11 @@ class JPEGCompression:
         bgr = cv2.cvtColor(image_HWC, cv2.COLOR_RGB2BGR)
         packed = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
         unpacked = cv2.imdecode(packed, cv2.IMREAD_COLOR)
+<<<<<<< HEAD
         assert unpacked is not None  # packed a line above
+=======
+        assert unpacked is not None  # it has just been packed
+>>>>>>> wt-augment
         return cv2.cvtColor(unpacked, cv2.COLOR_BGR2RGB)
 
 
