@@ -46,6 +46,10 @@ spawned = multiprocessing.get_context("spawn")
 GOOD = ("refused", "fine", "changed")
 
 
+SPEC = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}
+"""Of the honest datasets."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     case: int
@@ -63,6 +67,7 @@ class Outcome:
         return self.result not in GOOD
 
 
+<<<<<<< HEAD
 def make_honest(folder: Path) -> None:
     """What the cases are copies of, and what comes out of it."""
     maker = spawned.Process(target=_make_honest, args=(folder,))
@@ -70,27 +75,44 @@ def make_honest(folder: Path) -> None:
     maker.join()
     if maker.exitcode != 0:
         raise RuntimeError("the honest files could not be made; see above")
+=======
+def make_honest(folder: Path, base: Path | None) -> None:
+    """What the cases are copies of, and what comes out of it; in a child, so that this process stays small."""
+    _in_child(lambda: _make_honest(folder, base))
+>>>>>>> wt-tests
 
 
-def _make_honest(folder: Path) -> None:
+def make_base(base: Path, dataset: Path) -> None:
+    """Most of what making the honest files costs: torch and LeRobot are imported for it."""
+    from vlatune.dataset.meta.dataset_meta import load_meta
+    from vlatune.policies.pi05.small import make_small_pi05
+
+    meta = load_meta(str(dataset))
+    state, action = (meta.features[key].shape[0] for key in ("observation.state", "action"))
+    sizes = {"state_dim": state, "action_dim": action, "horizon": 5, "image_size": 32}
+    make_small_pi05(base, cameras=meta.cameras, tasks=meta.tasks, **sizes)
+
+
+def _make_honest(folder: Path, base: Path | None) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "hostile"))
     from honest_run import make_run
 
     from vlatune import cli
-    from vlatune.dataset.meta.dataset_meta import load_meta
     from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
-    from vlatune.policies.pi05.small import make_small_pi05
 
+<<<<<<< HEAD
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     spec = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}
+=======
+>>>>>>> wt-tests
     for name, version in (("dataset", "v3.0"), ("older", "v2.1")):
-        make_dataset(folder / name, SyntheticSpec(**spec, version=version))
+        make_dataset(folder / name, SyntheticSpec(**SPEC, version=version))
         shutil.copytree(folder / name, folder / f"{name} with checksums")
         assert cli.main(["inspect", str(folder / f"{name} with checksums"), "--write_checksums=true"]) == 0
-    meta = load_meta(str(folder / "dataset"))
-    state, action = (meta.features[key].shape[0] for key in ("observation.state", "action"))
-    sizes = {"state_dim": state, "action_dim": action, "horizon": 5, "image_size": 32}
-    make_small_pi05(folder / "base", cameras=meta.cameras, tasks=meta.tasks, **sizes)
+    if base is None:
+        make_base(folder / "base", folder / "dataset")
+    else:
+        shutil.copytree(base, folder / "base")
     make_run(folder / "dataset", folder / "base", folder / "run")
     digests = {name: read_rows(str(folder / name), folder / "base", folder) for name in ("dataset", "older")}
     (folder / "digests.json").write_text(json.dumps(digests))
@@ -442,13 +464,19 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="so many from the seed on, however long they take")
     parser.add_argument("--also", type=int, nargs="*", default=[], help="further cases")
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="after which a case hangs")
+    parser.add_argument("--base", type=Path, help="the honest base, if it was made before")
     parser.add_argument("--case", type=int, help="run one case here, with its traceback")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="vlatune-fuzz-") as made:
         folder, work = Path(made) / "honest", Path(made) / "work"
         folder.mkdir()
         work.mkdir()
+<<<<<<< HEAD
         make_honest(folder)
+=======
+        make_honest(folder, options.base)
+        import_all(folder)
+>>>>>>> wt-tests
         if options.case is not None:
             print(json.dumps(run_case(folder, options.case, work), indent=2))
             return 0
