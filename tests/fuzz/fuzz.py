@@ -67,19 +67,13 @@ class Outcome:
         return self.result not in GOOD
 
 
-<<<<<<< HEAD
-def make_honest(folder: Path) -> None:
+def make_honest(folder: Path, base: Path | None) -> None:
     """What the cases are copies of, and what comes out of it."""
-    maker = spawned.Process(target=_make_honest, args=(folder,))
+    maker = spawned.Process(target=_make_honest, args=(folder, base))
     maker.start()
     maker.join()
     if maker.exitcode != 0:
         raise RuntimeError("the honest files could not be made; see above")
-=======
-def make_honest(folder: Path, base: Path | None) -> None:
-    """What the cases are copies of, and what comes out of it; in a child, so that this process stays small."""
-    _in_child(lambda: _make_honest(folder, base))
->>>>>>> wt-tests
 
 
 def make_base(base: Path, dataset: Path) -> None:
@@ -100,11 +94,7 @@ def _make_honest(folder: Path, base: Path | None) -> None:
     from vlatune import cli
     from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 
-<<<<<<< HEAD
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    spec = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}
-=======
->>>>>>> wt-tests
     for name, version in (("dataset", "v3.0"), ("older", "v2.1")):
         make_dataset(folder / name, SyntheticSpec(**SPEC, version=version))
         shutil.copytree(folder / name, folder / f"{name} with checksums")
@@ -471,12 +461,7 @@ def main() -> int:
         folder, work = Path(made) / "honest", Path(made) / "work"
         folder.mkdir()
         work.mkdir()
-<<<<<<< HEAD
-        make_honest(folder)
-=======
         make_honest(folder, options.base)
-        import_all(folder)
->>>>>>> wt-tests
         if options.case is not None:
             print(json.dumps(run_case(folder, options.case, work), indent=2))
             return 0

@@ -8,13 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-from fuzz import LIMIT_BYTES, BareError, Subject, run_cases
-=======
-from fuzz import SPEC, make_base
+from fuzz import LIMIT_BYTES, SPEC, BareError, Subject, make_base, run_cases
 
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
->>>>>>> wt-tests
 
 CASES = 60
 ONCE_BAD: tuple[int, ...] = ()
@@ -22,15 +18,10 @@ ONCE_BAD: tuple[int, ...] = ()
 
 
 @pytest.mark.timeout(280)
-<<<<<<< HEAD
-def test_no_change_of_a_file_comes_through_as_a_crash() -> None:
-    """In a process of its own, as `make fuzz` runs it."""
-=======
 def test_no_change_of_a_file_comes_through_as_a_crash(tmp_path: Path) -> None:
-    """In a process of its own: its children are forked, which a process that has computed with torch does not bear."""
+    """In a process of its own, as `make fuzz` runs it; the base is made here, where torch is imported already."""
     make_dataset(tmp_path / "dataset", SyntheticSpec(**SPEC))
     make_base(tmp_path / "base", tmp_path / "dataset")
->>>>>>> wt-tests
     words = [sys.executable, str(Path(__file__).parent / "fuzz.py"), f"--cases={CASES}", "--limit_s=60"]
     words += [f"--base={tmp_path / 'base'}"]
     words += ["--also", *map(str, ONCE_BAD)]

@@ -95,11 +95,7 @@ def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
 
 def _is_table(values: Any) -> bool:
     """Two lines of as many numbers."""
-<<<<<<< HEAD
-    if not isinstance(values, list) or len(values) != 2 or not all(isinstance(line, list) for line in values):
-=======
     if not (isinstance(values, list) and len(values) == 2 and all(isinstance(line, list) for line in values)):
->>>>>>> wt-augment
         return False
     return len(values[0]) == len(values[1]) and all(type(one) in (int, float) for line in values for one in line)
 

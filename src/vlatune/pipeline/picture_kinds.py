@@ -35,16 +35,10 @@ class Kind(Protocol):
     """One kind of augmentation: what it draws, and what it does with that."""
 
     def draw(self, rng: np.random.Generator, hw: tuple[int, int]) -> tuple[Any, ...]: ...
-<<<<<<< HEAD
-    @property
-    def apply(self) -> Callable[..., np.ndarray]:
-        """(image_HWC, *drawn) -> the picture, augmented."""
-=======
 
     @property
     def apply(self) -> Callable[..., np.ndarray]:
         """Picture and what was drawn -> picture."""
->>>>>>> wt-augment
         ...
 
 
@@ -247,11 +241,7 @@ class RandomAffine:
         most = (self.translate[0] * hw[1], self.translate[1] * hw[0])
         moved = (round(rng.uniform(-most[0], most[0])), round(rng.uniform(-most[1], most[1])))
         scale = rng.uniform(*self.scale)
-<<<<<<< HEAD
-        shear = [rng.uniform(self.shear[at], self.shear[at + 1]) for at in range(0, len(self.shear), 2)]
-=======
         shear = [rng.uniform(low, high) for low, high in itertools.batched(self.shear, 2)]
->>>>>>> wt-augment
         return angle, moved, scale, (shear[0], shear[1] if len(shear) > 1 else 0.0)
 
     def apply(
@@ -380,11 +370,7 @@ class JPEGCompression:
         bgr = cv2.cvtColor(image_HWC, cv2.COLOR_RGB2BGR)
         packed = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
         unpacked = cv2.imdecode(packed, cv2.IMREAD_COLOR)
-<<<<<<< HEAD
-        assert unpacked is not None  # packed a line above
-=======
         assert unpacked is not None  # it has just been packed
->>>>>>> wt-augment
         return cv2.cvtColor(unpacked, cv2.COLOR_BGR2RGB)
 
 
