@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, Columns
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE
 from vlatune.files import real_path, whole_folder
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.act.act_options import BACKBONES, OVERRIDES, PRETRAINED
+from vlatune.policies.act.act_spec import WEIGHTS, ActSpec, DrawLatent
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
@@ -28,7 +27,6 @@ from vlatune.policies.base import (
     Fit,
     ModuleOptions,
     PolicyAdapter,
-    PolicySpec,
     Stats,
     check_action_steps,
     make_normalisers,
@@ -43,12 +41,10 @@ from vlatune.policies.processors import (
     is_text,
     plain_processors,
 )
-from vlatune.random_streams import Stream, make_generator
 
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "model.safetensors"
 SCHEMA = Schema(
     type="act",
     config={
@@ -75,34 +71,6 @@ SMALL: Mapping[str, Any] = {
 """The twin of demo and tests, where it differs from LeRobot's defaults; the backbone is the smallest there is."""
 USES_PER_POSITION = 3.3
 """How often a weight of a ResNet is used per position of its last feature map, on average."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActSpec(PolicySpec):
-    fixed_inputs: bool = True
-    latent_dim: int
-    """0 where it learns without a latent."""
-    lr_backbone: float
-    config: Mapping[str, Any] = field(repr=False)
-    """All of config.json, LeRobot's defaults and a run's own values in place."""
-
-
-@dataclass(frozen=True)
-class DrawLatent:
-    """Noise of the latent: N(0, 1), in training a pure function of (seed, place in the run's order), else of (seed, frame)."""
-
-    seed: int
-    dims: int
-    by_frame: bool = False
-
-    def __call__(self, columns: Columns) -> Columns:
-        stream = Stream.EVAL_NOISE if self.by_frame else Stream.NOISE
-        keys = ("dataset_index", "index") if self.by_frame else (SLOT,)
-        numbers = np.stack([columns[key] for key in keys], axis=1).tolist()
-        noise_NL = np.empty((len(numbers), self.dims), dtype=np.float32)
-        for row, key in enumerate(numbers):
-            make_generator(stream, self.seed, *key).standard_normal(out=noise_NL[row], dtype=np.float32)
-        return columns | {NOISE: noise_NL}
 
 
 class ActAdapter(PolicyAdapter[ActSpec]):

@@ -26,8 +26,8 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE
 from vlatune.dataset.storage.hub import fetch as fetch_from_hub
 from vlatune.files import real_path
 from vlatune.pipeline.transforms import NORMALISE_EPS
-from vlatune.policies.act.act_adapter import WEIGHTS, ActSpec
 from vlatune.policies.act.act_options import PRETRAINED
+from vlatune.policies.act.act_spec import WEIGHTS, ActSpec
 from vlatune.policies.base import STATS_OF_MODE, Stats
 
 BACKBONE = "model.backbone."
