@@ -44,6 +44,7 @@ KEPT = {
     "ray_internals.py: @cache": "what the installed Ray has",
     "remote_fs.py: _instances": "by the options and the variables that it was made of",
     "tables.py: _cache": "by the file's version",
+    "watchdog.py: _of_parent": "threads of the process that forked this one: kept from being let go, never asked",
     "tokenizer.py: @lru_cache": "by the versions of the files",
 }
 """What a process keeps -> why a second run in it sees nothing of the first."""
@@ -65,7 +66,7 @@ def kept_by(name: str, tree: ast.Module) -> Iterator[str]:
             yield f"{short}: {ast.unparse(target)}"
 
 
-CONSTANTS = {"base.py: NO_STATS"}
+CONSTANTS = {"base.py: NO_STATS", "base.py: NO_OVERRIDES"}
 """Empty, and nobody fills them."""
 
 

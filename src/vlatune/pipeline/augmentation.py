@@ -5,7 +5,7 @@ Pictures have the policy's size already, a fifth of the pixels: what a letterbox
 inside it is touched. And what is drawn is a pure function of (seed, place in the run's order, camera): neither the number
 of workers nor a resume changes it. Frames of one sample and camera (a history of observations) are treated alike.
 
-`openpi` is the augmentation that PI0 and PI0.5 were trained with, as openpi publishes it: crop to 95 % and back, rotation by
+`openpi` is the augmentation that openpi trains its policies with, as it publishes it: crop to 95 % and back, rotation by
 up to 5 degrees, both in one interpolation, brightness 0.3, contrast 0.4, saturation 0.5; wrist cameras get the colours only.
 It acts on the whole delivered picture. The colour draws are those of openpi's PyTorch code: factors, always applied.
 """

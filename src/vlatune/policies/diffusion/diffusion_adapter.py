@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, Columns
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME
 from vlatune.files import real_path
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
@@ -28,11 +27,11 @@ from vlatune.policies.base import (
     Fit,
     ModuleOptions,
     PolicyAdapter,
-    PolicySpec,
     Stats,
     make_normalisers,
 )
 from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, CentreCrop, DiffusionSpec, DrawDiffusion, RandomCrop
 from vlatune.policies.processors import (
     CONFIG,
     Schema,
@@ -45,12 +44,10 @@ from vlatune.policies.processors import (
     is_text,
 )
 from vlatune.policies.registry import get_policy
-from vlatune.random_streams import Stream, make_generator
 
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS = "model.safetensors"
 NORMALISATION = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
 SMALL: Mapping[str, Any] = {
     "use_separate_rgb_encoder_per_camera": False,
@@ -89,90 +86,6 @@ SCHEMA = Schema(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffusionSpec(PolicySpec):
-    crop_hw: tuple[int, int] | None
-    """Of the delivered picture; None leaves it whole."""
-    crop_is_random: bool
-    """In training; a place of its own for every camera that has an encoder of its own, as LeRobot has it."""
-    one_encoder: bool
-    """One for all cameras."""
-    num_train_timesteps: int
-
-
-@dataclass(frozen=True)
-class DrawDiffusion:
-    """Noise (N, T, A) and time step (N,): in training pure in (seed, place in the run's order), for validation in (seed, frame).
-
-    Distribution as LeRobot's: N(0, 1), and a step out of `num_steps`, each as likely.
-    """
-
-    seed: int
-    num_steps: int
-    by_frame: bool = False
-
-    def __call__(self, columns: Columns) -> Columns:
-        stream = Stream.EVAL_NOISE if self.by_frame else Stream.NOISE
-        keys = ("dataset_index", "index") if self.by_frame else (SLOT,)
-        numbers = np.stack([columns[key] for key in keys], axis=1).tolist()
-        noise = np.empty(columns[ACTION].shape, dtype=np.float32)
-        time = np.empty(len(numbers), dtype=np.int64)
-        for row, key in enumerate(numbers):
-            rng = make_generator(stream, self.seed, *key)
-            rng.standard_normal(out=noise[row], dtype=np.float32)
-            time[row] = rng.integers(self.num_steps)
-        return columns | {NOISE: noise, TIME: time}
-
-
-@dataclass(frozen=True)
-class RandomCrop:
-    """A part of every picture, where (seed, place in the run's order) say: the same for all observations of a sample."""
-
-    cameras: tuple[str, ...]
-    size_hw: tuple[int, int]
-    seed: int
-    same_for_all: bool = False
-    """One place for all cameras."""
-
-    def __call__(self, columns: Columns) -> Columns:
-        slots = columns[SLOT].tolist()
-        drawn = np.stack([self._draw(slot) for slot in slots])  # (N, cameras, 2) in [0, 1)
-        cropped = {}
-        for number, name in enumerate(self.cameras):
-            pictures = columns[name]
-            room = np.array(pictures.shape[-2:]) - self.size_hw + 1
-            corners = np.floor(drawn[:, 0 if self.same_for_all else number] * room).astype(int)
-            cropped[name] = np.stack(
-                [_part(one, corner, self.size_hw) for one, corner in zip(pictures, corners, strict=True)]
-            )
-        return columns | cropped
-
-    def _draw(self, slot: int) -> np.ndarray:
-        return make_generator(Stream.CROP, self.seed, slot).random((len(self.cameras), 2))
-
-
-@dataclass(frozen=True)
-class CentreCrop:
-    """The middle of every picture; one that has the size already stays as it is."""
-
-    cameras: tuple[str, ...]
-    size_hw: tuple[int, int]
-
-    def __call__(self, columns: Columns) -> Columns:
-        return columns | {name: self._crop(columns[name]) for name in self.cameras}
-
-    def _crop(self, pictures: np.ndarray) -> np.ndarray:
-        """Rounded as torchvision's CenterCrop does it."""
-        height, width = self.size_hw
-        corner = round((pictures.shape[-2] - height) / 2.0), round((pictures.shape[-1] - width) / 2.0)
-        return np.ascontiguousarray(_part(pictures, corner, self.size_hw))
-
-
-def _part(pictures: np.ndarray, corner: Any, size_hw: tuple[int, int]) -> np.ndarray:
-    (top, left), (height, width) = corner, size_hw
-    return pictures[..., top : top + height, left : left + width]
-
-
 class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
     schema = SCHEMA
 
@@ -192,7 +105,7 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
         from vlatune.policies.diffusion.diffusion_module import save_random
 
-        save_random(folder, fit, small=small)
+        save_random(folder, new_settings(fit, small=small), fit.seed)
 
     def make_transforms(self, spec: DiffusionSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, crop, normalise, draw; pictures are normalised on the device."""

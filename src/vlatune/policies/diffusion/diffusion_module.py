@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
 from vlatune.files import read_file, real_path, whole_folder
-from vlatune.policies.base import Fit, ModuleOptions, Stats
-from vlatune.policies.diffusion.diffusion_adapter import WEIGHTS, DiffusionSpec, new_settings
+from vlatune.policies.base import ModuleOptions, Stats
+from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, DiffusionSpec
 from vlatune.policies.processors import CONFIG, plain_processors
 
 NORMALISE_EPS = 1e-8
@@ -258,13 +258,12 @@ def fill(policy: DiffusionPolicy, folder: Path, device: torch.device) -> None:
                 module.register_buffer(leaf, tensor)
 
 
-def save_random(folder: Path, fit: Fit, *, small: bool) -> None:
-    """A folder with LeRobot's own policy for some datasets, with random weights."""
-    settings = new_settings(fit, small=small)
+def save_random(folder: Path, settings: dict[str, Any], seed: int) -> None:
+    """A folder with LeRobot's own policy of these settings, with random weights."""
     features = {key: {name: _feature(one) for name, one in settings.pop(key).items()} for key in FEATURES}
     config = DiffusionConfig(**features, device="cpu", push_to_hub=False, **settings)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(fit.seed)
+        torch.manual_seed(seed)
         policy = DiffusionPolicy(config)
     with whole_folder(folder) as aside:
         policy.save_pretrained(aside)
