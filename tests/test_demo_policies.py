@@ -44,4 +44,6 @@ def test_its_small_twin_learns(name, tmp_path):
     figures = json.loads((tmp_path / "demo/eval.json").read_text())
     assert figures["action_error"] <= 0.5 * figures["mean_action_error"], figures
     assert figures["blank_images_error"] > 1.5 * figures["action_error"], figures
+    if get_policy(name).has_prompt:
+        assert figures["blank_sentence_error"] > 1.5 * figures["action_error"], figures
     assert read_config(tmp_path / "demo").policy.type == name

@@ -98,7 +98,7 @@ def kept_bytes(folder: Path, train: str, *, again: bool) -> int:
     """What autograd keeps of the forward of one sample beside the weights, on the meta device."""
     options = ModuleOptions(train=train, dtype="bfloat16", gradient_checkpointing=again)
     binding = Binding(tuple((camera, camera) for camera in CAMERAS), (), 14, 14, ())
-    spec: Any = SimpleNamespace(folder=str(folder), cameras=CAMERAS)
+    spec: Any = SimpleNamespace(folder=str(folder), cameras=CAMERAS, overrides={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pi05_module, "load_policy", lambda folder, device, **wanted: plan_policy(folder, **wanted))
         module = load_pi05(spec, binding, options).to("meta").train()
