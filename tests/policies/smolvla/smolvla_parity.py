@@ -76,7 +76,7 @@ def observation(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return images | {key: batch[key] for key in OBSERVED}
 
 
-def lerobot_loss(policy: Any, batch: Mapping[str, Tensor], draw: int = 0) -> Tensor:
+def lerobot_loss(policy: Any, batch: Mapping[str, Tensor], draw: int = 0, reduction: str = "mean") -> Tensor:
     dims = policy.config.output_features[ACTION].shape[0]
     given = observation(batch) | {ACTION: batch[ACTION][..., :dims], ACTION_IS_PAD: batch[ACTION_IS_PAD]}
-    return policy.forward(given, noise=batch[NOISE][:, draw], time=batch[TIME][:, draw])[0]
+    return policy.forward(given, noise=batch[NOISE][:, draw], time=batch[TIME][:, draw], reduction=reduction)[0]

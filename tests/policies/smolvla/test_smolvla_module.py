@@ -92,6 +92,15 @@ def test_many_draws_are_the_mean_of_single_ones(setup, draws, lerobot_policy, tr
     check_parity(module, lerobot_policy, module(draws), their_loss)
 
 
+def test_the_loss_of_an_evaluation_is_that_of_its_samples_whatever_the_batch(setup, batch, lerobot_policy):
+    module = load(setup, "expert").eval()
+    single = [module({key: value[row : row + 1] for key, value in batch.items()}) for row in range(4)]
+    assert distance(torch.stack(single).mean(), module(batch)) <= LOSS_RTOL
+    theirs = lerobot_loss(lerobot_policy, batch, reduction="none")
+    assert distance(torch.stack(single), theirs) <= LOSS_RTOL
+    assert abs(float(theirs.mean()) / float(lerobot_loss(lerobot_policy, batch)) - 1) > 1e-3  # rows of other lengths
+
+
 def test_another_number_of_draws_than_announced_is_refused(setup, draws):
     with pytest.raises(ValueError, match=r"3 draws of noise and 3 of time .* --policy.flow_samples=1"):
         load(setup, "heads")(draws)

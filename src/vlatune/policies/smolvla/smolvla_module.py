@@ -90,9 +90,17 @@ class SmolVLAModule(nn.Module):
         self._cross_layer = how_to_run(cross_layer, compiled=options.compile, checkpointed=again)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+<<<<<<< HEAD
         """Mean over samples, draws, the dataset's action dims, and the time steps that lie inside their episode."""
         if self.training:  # evaluation takes one, however many training does
             check_draws(batch[NOISE], batch[TIME], self.flow_samples)
+=======
+        """Mean over the dataset's action dims and all time steps that lie inside their episode, of samples and draws.
+
+        In evaluation, as LeRobot has it for single samples, the mean of the samples' own: it is the same for every batch size.
+        """
+        check_draws(batch[NOISE], batch[TIME], self.flow_samples)
+>>>>>>> wt-smolvla
         noisy, wanted = noisy_and_wanted(batch[ACTION], batch[NOISE], batch[TIME])
         guessed = velocity(
             self.policy.model,
@@ -106,7 +114,10 @@ class SmolVLAModule(nn.Module):
         )
         losses = functional.mse_loss(wanted, guessed, reduction="none")[:, :, : self.action_dim]
         inside = ~repeat_each(batch[ACTION_IS_PAD], self.flow_samples)
-        return (losses * inside[:, :, None]).sum() / (inside.sum() * self.action_dim).clamp_min(1)
+        sums, counts = (losses * inside[:, :, None]).sum(dim=(1, 2)), inside.sum(dim=1) * self.action_dim
+        if self.training:
+            return sums.sum() / counts.sum().clamp_min(1)
+        return (sums / counts.clamp_min(1)).mean()
 
     @torch.no_grad()
     def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
