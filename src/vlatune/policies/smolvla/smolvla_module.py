@@ -90,17 +90,12 @@ class SmolVLAModule(nn.Module):
         self._cross_layer = how_to_run(cross_layer, compiled=options.compile, checkpointed=again)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-<<<<<<< HEAD
-        """Mean over samples, draws, the dataset's action dims, and the time steps that lie inside their episode."""
-        if self.training:  # evaluation takes one, however many training does
-            check_draws(batch[NOISE], batch[TIME], self.flow_samples)
-=======
         """Mean over the dataset's action dims and all time steps that lie inside their episode, of samples and draws.
 
         In evaluation, as LeRobot has it for single samples, the mean of the samples' own: it is the same for every batch size.
         """
-        check_draws(batch[NOISE], batch[TIME], self.flow_samples)
->>>>>>> wt-smolvla
+        if self.training:  # evaluation takes one, however many training does
+            check_draws(batch[NOISE], batch[TIME], self.flow_samples)
         noisy, wanted = noisy_and_wanted(batch[ACTION], batch[NOISE], batch[TIME])
         guessed = velocity(
             self.policy.model,
