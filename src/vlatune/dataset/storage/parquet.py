@@ -213,7 +213,7 @@ class ColumnPages:
         while self._at < min(self.end, end):
             header, at = _page_header(file, self._at, self.end)
             values = [header[field].get(1) for field in DATA_PAGES if isinstance(header.get(field), dict)]
-            unpacked, packed = header.get(2), header.get(3)
+            unpacked, packed = header.get(2, -1), header.get(3, -1)
             if not all(isinstance(number, int) and number >= 0 for number in (unpacked, packed, *values)):
                 raise pa.ArrowInvalid(f"column '{self._chunk.path_in_schema[:80]}': a page has no size")
             self._at, self._bytes = at + packed, self._bytes + unpacked
