@@ -84,7 +84,8 @@ def starters(site: Path) -> Iterator[str]:
 def look_up(lock: Path) -> tuple[str, bool]:
     """What pip-audit says, and whether that is good news; it asks the package index for advisories."""
     if shutil.which("pip-audit") is None:
-        return "known weaknesses were NOT looked up: install pip-audit (it needs a network) and run this again", True
+        told = "known weaknesses were NOT looked up: put pip-audit on PATH (not into .venv, which holds what is pinned), and run this again with a network"
+        return told, True
     command = ["pip-audit", "--requirement", str(lock), "--require-hashes", "--disable-pip"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return (done.stdout + done.stderr).strip()[-4000:], done.returncode == 0
