@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.config import OptimizerConfig, RunConfig, to_json
+from vlatune.config import DoctorConfig, OptimizerConfig, RunConfig, to_json
 from vlatune.errors import did_you_mean
 from vlatune.flag_values import NULLS
-from vlatune.flags import config_from_dict, field_sentences, help_text, leaf_types, parse_command, parse_flags
+from vlatune.flags import config_from_dict, field_sentences, flags_of, help_text, leaf_types, parse_command, parse_flags
+from vlatune.policies.registry import all_recipes
 
 
 @dataclass(frozen=True)
@@ -288,3 +289,34 @@ def test_help_shows_type_sentence_and_default() -> None:
 def test_did_you_mean_needs_a_close_name() -> None:
     assert did_you_mean("trian", ["train", "eval"]) == "; did you mean train?"
     assert did_you_mean("xyz", ["train", "eval"]) == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        *([f"--recipe={name}"] for name in all_recipes()),
+        [
+            "--recipe=tiny",
+            "--dataset.root=a b",
+            "--dataset.root=c",
+            "--dataset.episodes=0:3",
+            "--policy.path=x",
+            "--steps=7",
+        ],
+        [
+            '--rename_map={"it\'s": "\\u00e9"}',
+            '--dataset.rename_map={"a": "b"}',
+            "--optimizer.betas=[0.5,0.75]",
+            "--resume",
+        ],
+        ["--recipe=pi05-full", "--policy.gradient_checkpointing=false", "--policy.path=null", "--dataset.weight=0.5"],
+    ],
+)
+def test_flags_of_a_config_give_it_again(argv: list[str]) -> None:
+    config = parse_flags(argv, RunConfig)
+    assert parse_flags(flags_of(config), RunConfig) == config
+
+
+def test_sentences_of_fields_come_along_from_the_class_above() -> None:
+    assert field_sentences(DoctorConfig).keys() == field_sentences(RunConfig).keys() | {"json", "html"}

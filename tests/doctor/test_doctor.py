@@ -8,17 +8,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import seeds
 
 from vlatune import cli
+from vlatune.batch import TOKEN_MASK
 from vlatune.config import RunConfig
+from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
-from vlatune.doctor import examine
+from vlatune.doctor import examine, model_checks
 from vlatune.doctor.findings import Case, Finding, amended, refused
 from vlatune.flags import parse_flags
 
@@ -143,8 +146,6 @@ def clean(tmp_path_factory) -> Path:
             episodes=EPISODES, frames=FRAMES, fps=10, height=64, width=64, cameras=2, seed=seed, episodes_per_file=4
         )
         make_dataset(folder / name, spec)
-    from vlatune.dataset.meta.dataset_meta import load_meta
-
     meta = load_meta(str(folder / "first"))
     tasks = sorted({*meta.tasks, *load_meta(str(folder / "second")).tasks})
     make_small_pi05(
@@ -308,3 +309,54 @@ def test_flags_of_a_remedy_take_the_place_of_those_given():
     assert other.rename_map == {"x": "z"}
     assert (other.dataset.root, other.keep_checkpoints, other.policy.path) == (("a", "b"), 2, None)
     assert other.batch_size == config.batch_size, "what the recipe says stays"
+
+
+@pytest.fixture
+def read_case(place, tmp_path) -> Case:
+    """As far as the first batch, without torch."""
+    case, lost = Case(parse_flags(command(place), RunConfig), tmp_path), {}
+    for check in examine.CHECKS:
+        examine.run_check(check, case, lost)
+        if check.name == "first batch":
+            break
+    assert lost == {}
+    return case
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "says"),
+    [
+        ((-1.0, 1.0), "pass", "64x64 as 48x48; pictures reach the model's first layer from -1 to 1"),
+        ((0.0, 255.0), "fail", "0 to 255 where about -1 to 1 is expected"),
+        ((-2.13, -2.11), "fail", "all of them look alike"),
+    ],
+)
+def test_pictures_as_the_model_gets_them(seen, status, says, read_case):
+    read_case.seen_range = seen
+    (found,) = model_checks.check_pictures(read_case)
+    assert found.status == status
+    assert says in found.text
+
+
+def test_statistics_in_255_fail_a_policy_that_uses_them(place, read_case):
+    seeds.pictures_to_255(place / "first", place / "base")
+    read_case.metas = (replace(read_case.metas[0], stats=load_meta(str(place / "first")).stats),)
+    read_case.policy = replace(read_case.policy, normalisation={"VISUAL": "MEAN_STD"})
+    found = list(model_checks.check_pictures(read_case))
+    assert [one.status for one in found] == ["fail", "pass"]
+
+
+def test_a_first_batch_is_what_the_run_begins_with(read_case):
+    """The samples of the first optimizer step, in their order, as the plan has them."""
+    from vlatune.dataset.order.sample_order import all_batches, epoch_order
+
+    order = read_case.setup.order
+    wanted = all_batches(order, epoch_order(order, 0))[0]
+    starts = np.cumsum(order.lengths) - order.lengths
+    episodes = np.searchsorted(starts, wanted, side="right") - 1
+    rows = read_case.batch.rows
+    np.testing.assert_array_equal(rows["frame_index"], wanted - starts[episodes])
+    np.testing.assert_array_equal(rows["episode_index"], read_case.setup.training.position[episodes])
+    assert [prompt.tokens for prompt in read_case.batch.prompts] == read_case.batch.seen[TOKEN_MASK].sum(
+        axis=1
+    ).tolist()

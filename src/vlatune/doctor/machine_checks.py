@@ -159,7 +159,7 @@ def check_reading(case: Case) -> Iterator[Finding]:
         "readers": readers,
         "rows": rows,
     }
-    said = f"a sample costs {format_seconds(row_s)} of a core to read and prepare, and {format_seconds(step_s)} of a step ({source})"
+    said = f"a sample costs {_short(row_s)} of a core to read and prepare, and {_short(step_s)} of a step ({source})"
     if on_cpu and case.step_s is not None:
         share = row_s / (row_s + step_s * sizing.torch_threads)
         yield Finding(
@@ -175,6 +175,10 @@ def check_reading(case: Case) -> Iterator[Finding]:
         )
         return
     yield Finding("pass", said, figures=figures)
+
+
+def _short(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 0.01 else f"{format_number(1000 * seconds, digits=2)} ms"
 
 
 def _longer_runs(case: Case) -> tuple[str, ...]:

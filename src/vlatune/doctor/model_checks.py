@@ -19,6 +19,7 @@ from vlatune.dataset.reader import allocate, read_into
 from vlatune.dataset.video.resize import letterbox_box
 from vlatune.doctor.device_memory import weight_bytes
 from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, divide_stats_command, edit_json_command, refused
+from vlatune.files import real_path
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.sizing import CORE_FLOPS, usable_cpus, usable_ram_bytes
 from vlatune.pipeline.transforms import Transform, apply_all
@@ -93,12 +94,13 @@ def check_horizon(case: Case) -> Iterator[Finding]:
     stored, horizon, fps = read_object(case.folder, CONFIG), case.policy.horizon, case.metas[0].fps
     fields = case.adapter.horizon_fields
     if not any(stored.get(name) for name in fields):
-        taken = stored.get("n_action_steps") or horizon
+        taken, (folder, flags, fetch) = stored.get("n_action_steps") or horizon, _editable(case)
         yield Finding(
             "fail",
             f"{case.folder / CONFIG} does not say how many actions a chunk has; {horizon} would be taken, {horizon / fps:.3g} s",
             f"set {fields[0]} to what the base was trained with",
-            command=edit_json_command(case.folder / CONFIG, [[fields[0], int(taken)]]),
+            flags,
+            f"{fetch}{edit_json_command(folder / CONFIG, [[fields[0], int(taken)]])}",
         )
         return
     lengths = np.concatenate([meta.episodes.length for meta in case.metas])
@@ -212,12 +214,16 @@ def _all_prompts(case: Case, tasks: Sequence[str]) -> Iterator[Prompt]:
         yield from make_prompts(transforms, columns | {TASK: np.array(part, dtype=object)})
 
 
+def _editable(case: Case) -> tuple[Path, tuple[str, ...], str]:
+    """A folder of the base that may be changed, with the flags and the command that give it: the hub's cache may not."""
+    if Path(case.base_path).expanduser().is_dir():
+        return case.folder, (), ""
+    copy = Path("bases") / Path(case.base_path).name
+    return copy, (f"--policy.path={copy}",), f"hf download {case.base_path} --local-dir {copy} && "
+
+
 def _longer_prompts(case: Case, tokens: int) -> tuple[tuple[str, ...], str]:
-    """A base of the hub's is copied first: its cache is not to be changed."""
-    folder, flags, fetch = case.folder, (), ""
-    if not Path(case.base_path).expanduser().is_dir():
-        folder, name = Path("bases") / Path(case.base_path).name, case.base_path
-        flags, fetch = (f"--policy.path={folder}",), f"hf download {name} --local-dir {folder} && "
+    folder, flags, fetch = _editable(case)
     steps = read_object(case.folder, PREPROCESSOR).get("steps", [])
     at = [number for number, step in enumerate(steps) if step.get("registry_name") == "tokenizer_processor"]
     if not at:
@@ -277,7 +283,7 @@ def compare_weights(case: Case) -> dict[str, Any]:
     by_end = {_end(name): name for name in held}
     stored, equal, different = 0, 0, []
     for file in sorted(case.folder.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(real_path(case.folder, file.name), framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  (it is no dict)
                 stored += 1
                 names = [
