@@ -26,7 +26,8 @@ JOB_NAME = "demo"
 LEFT = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 RECORDED_SIDE = 64
-"""Pixels on a side of the world without sentences: policies without a prompt look at pictures as they were recorded."""
+"""Pixels on a side of the world with one task, and it has one camera: policies without a prompt look at pictures as they were
+recorded, and the smallest of their backbones is a whole ResNet."""
 
 
 def run_demo(options: DemoConfig) -> None:
@@ -93,7 +94,7 @@ def ensure_dataset(folder: Path, seed: int, *, sentences: bool = True) -> Path:
         _say(f"making a dataset of {EPISODES} episodes in {folder}")
         spec = SyntheticSpec(episodes=EPISODES, frames=FRAMES, seed=seed)
         if not sentences:
-            spec = replace(spec, one_task=True, height=RECORDED_SIDE, width=RECORDED_SIDE)
+            spec = replace(spec, one_task=True, cameras=1, height=RECORDED_SIDE, width=RECORDED_SIDE)
         with progress_bar("episodes") as show:
             make_dataset(folder, spec, on_episode=lambda index: show(index + 1, EPISODES))
     elif (len(load_meta(str(folder)).tasks) > 1) != sentences:

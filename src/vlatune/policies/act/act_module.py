@@ -82,7 +82,7 @@ class ActModule(nn.Module):
 
     def _encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The latent's mean and log variance, of state and actions; actions past the episode's end are not looked at."""
-        model = self.policy.model
+        model: Any = self.policy.model
         state_BD, actions_BTD = (
             model.vae_encoder_robot_state_input_proj(batch[STATE]),
             model.vae_encoder_action_input_proj(batch[ACTION]),
@@ -99,7 +99,7 @@ class ActModule(nn.Module):
 
     def _decode(self, batch: Mapping[str, Tensor], latent_BL: Tensor) -> Tensor:
         """Action chunks (B, T, A) of a latent and an observation."""
-        model = self.policy.model
+        model: Any = self.policy.model
         image_tokens, image_places = self._look(batch)
         state_BD = model.encoder_robot_state_input_proj(batch[STATE])
         tokens = torch.cat([model.encoder_latent_input_proj(latent_BL)[None], state_BD[None], image_tokens])
@@ -119,7 +119,8 @@ class ActModule(nn.Module):
 
     def _look(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Image tokens (V * H * W, B, D) and their places (V * H * W, 1, D), camera by camera, row by row."""
-        model, num_cameras = self.policy.model, len(self.cameras)
+        model: Any = self.policy.model
+        num_cameras = len(self.cameras)
         pictures_VB3HW = torch.stack([batch[camera] for camera in self.cameras]).to(torch.float32) / 255.0
         scaled = (pictures_VB3HW - self.picture_low_V311[:, None]) / self.picture_span_V311[:, None]
         features = model.backbone(scaled.flatten(0, 1))["feature_map"]
