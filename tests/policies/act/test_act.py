@@ -31,7 +31,7 @@ from vlatune.run_setup import load_metas, make_setup
 from vlatune.train.driver.tiny_base import fit_datasets, with_base
 from vlatune.train.worker.optimizer import make_optimizer
 
-LOSS_RTOL, GRADIENT_RTOL = 1e-6, 1e-5
+LOSS_RTOL, GRADIENT_RTOL, SILENT = 1e-6, 1e-5, 1e-6
 OPTIONS = ModuleOptions(train="full")
 HORIZON = 5
 DEEPER = {"n_encoder_layers": 2, "n_decoder_layers": 2, "n_vae_encoder_layers": 2, "chunk_size": HORIZON}
@@ -133,9 +133,12 @@ def test_loss_and_every_gradient_are_lerobots(setup, rows, batch, theirs, same_n
     reference, ours = gradients(policy, wanted), gradients(module, loss, "policy.")
     assert ours.keys() == reference.keys() == {name for name, _ in policy.named_parameters()}
     whole = torch.stack([one.norm() for one in reference.values()]).norm()
-    for name, gradient in reference.items():
-        error = (ours[name] - gradient).norm() / max(gradient.norm(), 1e-6 * whole)
-        assert error <= GRADIENT_RTOL, (name, float(error), float(gradient.norm() / whole))
+    silent = {name for name, one in reference.items() if one.norm() < SILENT * whole}
+    assert silent == {"model.decoder.layers.0.self_attn.in_proj_weight"}  # its input is 0: what is left is rounding
+    assert all(ours[name].norm() < SILENT * whole for name in silent)
+    for name in reference.keys() - silent:
+        error = (ours[name] - reference[name]).norm() / reference[name].norm()
+        assert error <= GRADIENT_RTOL, (name, float(error), float(reference[name].norm() / whole))
 
 
 def test_with_dropout_the_loss_is_of_the_same_kind(setup, batch):
@@ -248,7 +251,7 @@ def test_the_real_one_has_as_many_parameters_as_lerobots():
     config = new_config(with_none, small=False)
     policy = build_policy(config)
     assert {parameter.device.type for parameter in policy.parameters()} == {"meta"}
-    assert sum(parameter.numel() for parameter in policy.parameters()) == 51_587_142 + 0
+    assert sum(parameter.numel() for parameter in policy.parameters()) == 51_597_190
     from lerobot.policies.act import ACTConfig
 
     defaults = ACTConfig(device="cpu")
@@ -283,8 +286,9 @@ def test_the_backbone_has_a_rate_of_its_own(dataset_v3, base):
     factors = setup.adapter.rate_factors(setup.policy, 1e-5)
     groups = make_optimizer(named, replace(config.optimizer, lr=1e-5), factors).param_groups
     backbone = {id(parameter) for name, parameter in named.items() if ".backbone." in name}
-    by_rate = {group["lr"]: {id(parameter) for parameter in group["params"]} for group in groups}
-    assert by_rate == {1e-5: {id(one) for one in named.values()} - backbone, pytest.approx(2e-6): backbone}
+    assert [group["lr"] for group in groups] == pytest.approx([1e-5, 2e-6])
+    assert {id(parameter) for parameter in groups[1]["params"]} == backbone
+    assert sum(len(group["params"]) for group in groups) == len(named)
 
 
 def test_a_run_makes_its_own_with_the_flags_in_place(dataset_v3, tmp_path):
