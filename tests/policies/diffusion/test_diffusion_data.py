@@ -12,17 +12,23 @@ from lerobot.policies.diffusion import DiffusionConfig
 from safetensors.numpy import load_file, save_file
 
 from vlatune.batch import ACTION, IMAGE_PREFIX, NOISE, SLOT, TIME
+from vlatune.config import RunConfig
 from vlatune.dataset.order.sample_order import epoch_order
+from vlatune.flags import parse_flags
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.source import read_units
 from vlatune.pipeline.transforms import apply_all
+from vlatune.policies.base import Fit, ModuleOptions, read_policy
 from vlatune.policies.diffusion.diffusion_adapter import (
     CentreCrop,
     DiffusionAdapter,
     DrawDiffusion,
     RandomCrop,
+    new_settings,
     with_defaults,
 )
+from vlatune.policies.diffusion.diffusion_module import read_lerobot_config
+from vlatune.policies.registry import get_policy
 from vlatune.run_setup import make_setup
 
 TOP = "observation.images.top"
@@ -234,8 +240,6 @@ def test_a_tensor_that_does_not_fit_is_named_when_it_is_loaded(dataset_v3, group
     del tensors["diffusion.unet.mid_modules.0.conv1.block.0.weight"]
     save_file(tensors, base / "model.safetensors")
     setup = setup_of(dataset_v3, base)
-    from vlatune.policies.base import ModuleOptions
-
     with pytest.raises(ValueError, match=r"'diffusion\.unet\.mid_modules\.0\.conv1\.block\.0\.weight' and 0 more"):
         setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions(train="full"))
 
@@ -270,3 +274,64 @@ def test_a_dataset_that_the_policy_does_not_fit_is_refused(change: Callable, why
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=why):
         setup_of(dataset_v3, base)
+
+
+# Settings
+
+
+def fit(**overrides) -> Fit:
+    return Fit(("observation.images.top",), 3, 3, 8, 48, (), 0, recorded_hw=((96, 128),), overrides=overrides)
+
+
+def test_the_recipe_has_lerobots_presets():
+    preset, config = DiffusionConfig(), parse_flags(["--policy.type=diffusion"], RunConfig)
+    assert config.optimizer.type == "adam"
+    assert config.optimizer.lr == preset.optimizer_lr
+    assert config.optimizer.betas == tuple(preset.optimizer_betas)
+    assert config.optimizer.eps == preset.optimizer_eps
+    assert config.optimizer.weight_decay == preset.optimizer_weight_decay
+    assert config.optimizer.grad_clip_norm == preset.get_optimizer_preset().grad_clip_norm
+    assert config.scheduler.type == preset.get_scheduler_preset().type
+    assert config.scheduler.num_warmup_steps == preset.scheduler_warmup_steps
+    assert config.policy.train == "full"
+
+
+def test_settings_are_flags_by_lerobots_names():
+    flags = [
+        "--policy.type=diffusion",
+        "--policy.crop_shape=[84,72]",
+        "--policy.down_dims=[64,128]",
+        "--policy.horizon=16",
+    ]
+    config = parse_flags([*flags, "--policy.n_obs_steps=3"], RunConfig)
+    made = new_settings(fit(**config.policy.overrides), small=False)
+    assert made["crop_shape"] == (84, 72)
+    assert made["down_dims"] == (64, 128)
+    assert made["n_action_steps"] == 14  # as many as there are from the newest observation on
+    assert made["input_features"]["observation.images.top"]["shape"] == [3, 96, 128]
+    assert made["use_group_norm"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ({"horizon": 12}, "horizon is 12, expected a multiple of 8"),
+        ({"crop_shape": (100, 100)}, r"crop_shape \[100, 100\] does not fit into pictures of 96 x 128"),
+        ({"horizon": 16, "n_action_steps": 16}, "give --policy.n_action_steps=15 or less"),
+        ({"num_inference_steps": 200}, "num_inference_steps is 200, more than num_train_timesteps=100"),
+        ({"n_groups": 7}, "must be multiples of n_groups=7"),
+    ],
+)
+def test_settings_that_cannot_be_built_are_refused(overrides, why):
+    with pytest.raises(ValueError, match=why):
+        new_settings(fit(**overrides), small=False)
+
+
+def test_a_base_allows_what_its_weights_do(grouped):
+    card, adapter = get_policy("diffusion"), DiffusionAdapter()
+    spec = read_policy(adapter, grouped, card, {"drop_n_last_frames": 0, "noise_scheduler_type": "DDIM"})
+    assert spec.drop_last_frames == 0
+    assert spec.overrides["noise_scheduler_type"] == "DDIM"
+    assert read_lerobot_config(grouped, spec.overrides).noise_scheduler_type == "DDIM"
+    with pytest.raises(ValueError, match=r"--policy.horizon=16: the weights of the base model .* are made for 8"):
+        read_policy(adapter, grouped, card, {"horizon": 16})

@@ -119,7 +119,7 @@ POLICY = Policy(
                 "optimizer": {"type": "adam", "lr": 1e-3, "betas": [0.95, 0.999], "weight_decay": 1e-6},
                 "scheduler": {"type": "diffuser", "num_warmup_steps": 20, "num_decay_steps": 300, "decay_lr": 0.0},
                 "steps": 300,
-                "batch_size": 16,
+                "batch_size": 8,
             },
             small=True,
         ),
