@@ -41,6 +41,7 @@ from vlatune.train.worker.optimizer import (
     StepResult,
     Updater,
     learning_rate,
+    make_groups,
     make_optimizer,
     make_parallel,
     set_learning_rate,
@@ -109,7 +110,8 @@ class Worker:
         module.train()
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         factors = job.setup.adapter.rate_factors(job.setup.policy, self.config.optimizer.lr)
-        self.optimizer = make_optimizer(self.trainable, self.config.optimizer, factors)
+        groups = make_groups(self.trainable, self.config.optimizer.lr, factors)
+        self.optimizer = make_optimizer(groups, self.config.optimizer)
         decay = self.config.optimizer.ema_decay
         self.ema = Ema(self.trainable, decay) if decay else None
         self.checkpointer = self._make_checkpointer()
