@@ -15,7 +15,7 @@ from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point, open_run
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
-from vlatune.train.worker.optimizer import Ema, make_optimizer
+from vlatune.train.worker.optimizer import Ema, make_groups, make_optimizer
 
 
 def small_config(dataset: Path, base: Path, run_dir: Path, **changes: Any) -> RunConfig:
@@ -45,7 +45,8 @@ class SmallRun:
         self.trainable = trained_tensors(self.module)
         trained = {name: one for name, one in self.trainable.items() if one.requires_grad}
         factors = setup.adapter.rate_factors(setup.policy, config.optimizer.lr)
-        self.optimizer = make_optimizer(trained, config.optimizer, factors)
+        groups = make_groups(trained, config.optimizer.lr, factors)
+        self.optimizer = make_optimizer(groups, config.optimizer)
         self.ema = Ema(self.trainable, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.checkpointer = self._make_checkpointer()
         self.done, self.loss_sum, self.loss_count = self.checkpointer.restore()

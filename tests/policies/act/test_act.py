@@ -29,7 +29,7 @@ from vlatune.policies.act.act_module import build_policy, read_pretrained
 from vlatune.policies.base import Draw, Fit, ModuleOptions
 from vlatune.run_setup import load_metas, make_setup
 from vlatune.train.driver.tiny_base import fit_datasets, with_base
-from vlatune.train.worker.optimizer import make_optimizer
+from vlatune.train.worker.optimizer import make_groups, make_optimizer
 
 LOSS_RTOL, GRADIENT_RTOL, SILENT = 1e-6, 1e-5, 1e-6
 OPTIONS = ModuleOptions(train="full")
@@ -284,7 +284,7 @@ def test_the_backbone_has_a_rate_of_its_own(dataset_v3, base):
     module = load(setup)
     named = dict(module.named_parameters())
     factors = setup.adapter.rate_factors(setup.policy, 1e-5)
-    groups = make_optimizer(named, replace(config.optimizer, lr=1e-5), factors).param_groups
+    groups = make_optimizer(make_groups(named, 1e-5, factors), config.optimizer).param_groups
     backbone = {id(parameter) for name, parameter in named.items() if ".backbone." in name}
     assert [group["lr"] for group in groups] == pytest.approx([1e-5, 2e-6])
     assert {id(parameter) for parameter in groups[1]["params"]} == backbone

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from vlatune.checkpoint.state import load_optimizer, load_trainable, tensors_to_save
 from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig, validate
-from vlatune.train.worker.optimizer import learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer import learning_rate, make_groups, make_optimizer, set_learning_rate
 
 CONFIG = SchedulerConfig(num_warmup_steps=10, num_decay_steps=100, decay_lr=2.5e-6)
 
@@ -97,7 +97,7 @@ def rates_of(theirs, optimizer: torch.optim.Optimizer, steps: int) -> list[list[
 def test_other_schedules_are_lerobots_for_every_group(theirs, total_steps):
     config = SchedulerConfig(num_warmup_steps=10, type=theirs.type)
     weights = {"head.w": torch.nn.Parameter(torch.zeros(1)), "backbone.w": torch.nn.Parameter(torch.zeros(1))}
-    ours = make_optimizer(weights, OptimizerConfig(lr=1e-4), {"backbone": 0.1})
+    ours = make_optimizer(make_groups(weights, 1e-4, {"backbone": 0.1}), OptimizerConfig(lr=1e-4))
     peer = torch.optim.AdamW(
         [{"params": [weights["head.w"]]}, {"params": [weights["backbone.w"]], "lr": 1e-5}], lr=1e-4
     )
@@ -113,7 +113,8 @@ def test_without_a_scheduler_the_rate_stays():
 
 def test_groups_have_their_part_of_the_rate_and_no_parameter_is_lost():
     weights = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("a.x", "back.x", "b.x", "back.y", "neck.x")}
-    optimizer = make_optimizer(weights, OptimizerConfig(lr=0.5), {"back.y": 2.0, "back": 0.1, "absent": 3.0})
+    groups = make_groups(weights, 0.5, {"back.y": 2.0, "back": 0.1, "absent": 3.0})
+    optimizer = make_optimizer(groups, OptimizerConfig(lr=0.5))
     by_rate = {
         group["lr"]: [name for name in weights if any(weights[name] is p for p in group["params"])]
         for group in optimizer.param_groups
@@ -137,7 +138,7 @@ def test_groups_go_on_to_the_bit(tmp_path):
         generator = torch.Generator().manual_seed(3)
         names = ("neck.w", "backbone.w", "head.w")
         weights = {name: torch.nn.Parameter(torch.randn(4, generator=generator)) for name in names}
-        return weights, make_optimizer(weights, OptimizerConfig(lr=0.1), {"backbone": 0.01})
+        return weights, make_optimizer(make_groups(weights, 0.1, {"backbone": 0.01}), OptimizerConfig(lr=0.1))
 
     def stepped(weights, optimizer, steps) -> None:
         for step in steps:

@@ -42,7 +42,7 @@ POLICY = Policy(
             },
         ),
         "act-tiny": Recipe(
-            "a small ACT on the CPU, in minutes; what `vlatune demo --policy=act` trains",
+            "a small ACT on the CPU; what `vlatune demo --policy=act` trains",
             {
                 "policy": {"type": "act", "train": "full", "optimizer_lr_backbone": 5e-4},
                 "optimizer": {"lr": 5e-4, "betas": [0.9, 0.999], "weight_decay": 1e-4, "grad_clip_norm": 10.0},

@@ -20,7 +20,6 @@ from lerobot.policies.act.modeling_act import ACTPolicy
 from safetensors import safe_open
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
-from torchvision.ops.misc import FrozenBatchNorm2d
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE
 from vlatune.dataset.storage.hub import fetch as fetch_from_hub
@@ -217,11 +216,8 @@ def save_new(folder: Path, config: Mapping[str, Any], seed: int, *, small: bool,
 def _quieten_branches(policy: ACTPolicy) -> None:
     for block in policy.model.backbone.modules():
         if isinstance(block, BasicBlock):
-            norm = block.bn2
-            assert isinstance(norm, FrozenBatchNorm2d)
-            gain = norm.weight
-            assert isinstance(gain, Tensor)
-            gain.fill_(BRANCH_GAIN)
+            norm: Any = block.bn2  # a FrozenBatchNorm2d: its weight is a buffer
+            norm.weight.fill_(BRANCH_GAIN)
 
 
 def read_pretrained(name: str, *, fetch: bool) -> dict[str, Tensor]:

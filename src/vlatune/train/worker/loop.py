@@ -42,6 +42,7 @@ from vlatune.train.worker.optimizer import (
     StepResult,
     Updater,
     learning_rate,
+    make_groups,
     make_optimizer,
     make_parallel,
     set_learning_rate,
@@ -120,7 +121,8 @@ class Worker:
         self.trainable = trained_tensors(module)
         trained = {name: one for name, one in self.trainable.items() if isinstance(one, nn.Parameter)}
         factors = job.setup.adapter.rate_factors(job.setup.policy, self.config.optimizer.lr)
-        self.optimizer = make_optimizer(trained, self.config.optimizer, factors)
+        groups = make_groups(trained, self.config.optimizer.lr, factors)
+        self.optimizer = make_optimizer(groups, self.config.optimizer)
         decay = self.config.optimizer.ema_decay
         self.ema = Ema(self.trainable, decay) if decay else None
         self.checkpointer = self._make_checkpointer()

@@ -26,25 +26,20 @@ RATE_FACTOR = "rate_factor"
 
 
 def make_optimizer(
-    parameters: Iterable[Tensor] | Mapping[str, Tensor],
-    config: OptimizerConfig,
-    rate_factors: Mapping[str, float] | None = None,
+    parameters: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Fused AdamW or Adam over the trainable parameters: one kernel for all of a rate.
-
-    `rate_factors`, as `PolicyAdapter.rate_factors` gives them, take parameters by name.
-    """
-    if isinstance(parameters, Mapping):
-        named = cast("Mapping[str, Tensor]", parameters)
-    else:
-        named = {str(number): one for number, one in enumerate(parameters)}
-    groups = make_groups(named, config.lr, rate_factors or {})
+    """Fused AdamW or Adam over the trainable parameters, or groups of them: one kernel for all of a rate."""
     kind = torch.optim.AdamW if config.type == "adamw" else torch.optim.Adam
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+    return kind(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
 
 
 def make_groups(parameters: Mapping[str, Tensor], lr: float, rate_factors: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A group for what has the run's own rate and one for each beginning of a name in `rate_factors`; none is empty."""
+    """A group for what has the run's own rate and one for each beginning of a name in `rate_factors`; none is empty.
+
+    The factors are those of `PolicyAdapter.rate_factors`.
+    """
     by_start: dict[str, list[Tensor]] = {start: [] for start in ("", *rate_factors)}
     for name, parameter in parameters.items():
         by_start[next((start for start in rate_factors if name.startswith(start)), "")].append(parameter)
