@@ -478,6 +478,7 @@ def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
     for one in run_cases(folder, cases, jobs=options.jobs, work=work, limit_s=options.limit_s):
         results[one.result] += 1
         if one.result == "changed":
+            print(f"case {one.case}, {one.kind}, {one.what}: other rows, which only a checksum tells", flush=True)
             kinds[one.what.split("/")[0] + " " + one.what.rpartition(", ")[2].partition(":")[0]] += 1
         slowest_s = max(slowest_s, one.seconds)
         if one.is_bad:

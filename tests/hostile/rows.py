@@ -810,6 +810,11 @@ BASE_MORE = [
             updated("base", "tokenizer/tokenizer.json", added_tokens=[{"content": "x"}]),
             "tokenizer.json: added_tokens is not a list of tokens with",
         ),
+        (
+            "tokens that are a number",
+            updated("base", "tokenizer/tokenizer.json", added_tokens=1),
+            "tokenizer.json: added_tokens is not a list of tokens with",
+        ),
         ("no weights", removed("base", "model.safetensors"), "model.safetensors is missing; fetch the base model anew"),
         ("weights that broke off", cut("base", "model.safetensors", 0.5), "model.safetensors is damaged"),
         (

@@ -172,15 +172,19 @@ def _load_tokenizer(file: str, max_length: int, _versions: tuple[tuple[int, ...]
 
 def check_tokenizer(content: Mapping[str, Any], where: str) -> None:
     """Refuse, before the library sees it, a tokenizer.json that would let a prompt grow without end, which aborts the process."""
-    for entry in content.get("added_tokens") or []:
-        if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int):
-            raise ValueError(f"{where}: added_tokens is not a list of tokens with content and id; take the file anew")
+    tokens = content.get("added_tokens") or []
+    if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
+        raise ValueError(f"{where}: added_tokens is not a list of tokens with content and id; take the file anew")
     normalisers = _steps(content.get("normalizer"), "normalizers")
     others = _steps(content.get("pre_tokenizer"), "pretokenizers") + _steps(content.get("post_processor"), "processors")
     pieces = [piece for step in others for name in ("single", "pair") for piece in _list(step.get(name))]
     check_limit("tokenizer_steps", len(normalisers) + len(others) + len(pieces), f"{where} has steps:")
     growth = math.ceil(min(math.prod(map(_growth, normalisers)), 1e18))
     check_limit("tokenizer_growth", growth, f"{where}: its normalisers make a prompt longer, times:")
+
+
+def _is_token(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int
 
 
 def _steps(part: Any, name: str) -> list[dict[str, Any]]:

@@ -145,13 +145,16 @@ def test_what_is_said_after_sigterm_is_what_happened():
     assert "from the checkpoint before" in failed
 
 
-def test_the_first_ctrl_c_asks_and_the_second_ends():
+def test_the_first_ctrl_c_asks_the_second_ends_soon_and_the_third_at_once():
     before, terminated = signal.signal(signal.SIGINT, signal.default_int_handler), Ending()
     try:
         with signals_set(terminated):
             os.kill(os.getpid(), signal.SIGINT)
             assert terminated.wait(60)
             os.kill(os.getpid(), signal.SIGTERM)  # it is asked already
+            assert not terminated.is_urgent
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: terminated.is_urgent)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -43,6 +43,8 @@ class Ending(threading.Event):
 
     number = signal.SIGTERM
     """The signal that asked first."""
+    is_urgent = False
+    """A Ctrl-C came after that."""
 
     @property
     def asked(self) -> str:
@@ -86,6 +88,8 @@ class Supervisor:
         looked_s, stop_by_s, asked = 0.0, float("inf"), None
         while (error := _poll(outcome)) is RUNNING:
             now_s = time.monotonic()
+            if self._terminated.is_urgent:
+                raise KeyboardInterrupt
             if now_s > stop_by_s:
                 raise self._terminated.error(
                     f"; no checkpoint within --grace_s={self._config.grace_s:g}; the same command goes on from the one before"
@@ -209,7 +213,8 @@ def _wait(outcome: BoundedQueue, timeout_s: float) -> None:
 
 @contextmanager
 def signals_set(terminated: Ending) -> Iterator[None]:
-    """The event instead of the end of the process; a Ctrl-C after that is the end. Ray has put its own handler for SIGTERM
+    """The event instead of the end of the process; a Ctrl-C after that is the end, at the next look, and one more wherever
+    this thread is: inside of a call of Ray's that may end the process without a word. Ray has put its own handler for SIGTERM
     there; it returns afterwards.
     """
     if threading.current_thread() is not threading.main_thread():  # python allows handlers there only
@@ -217,10 +222,12 @@ def signals_set(terminated: Ending) -> Iterator[None]:
         return
 
     def asked(number: int, _: object) -> None:
-        if terminated.is_set() and number == signal.SIGINT:
+        if terminated.is_urgent:
             raise KeyboardInterrupt
         if not terminated.is_set():
             terminated.number = signal.Signals(number)
+        elif number == signal.SIGINT:
+            terminated.is_urgent = True
         terminated.set()
 
     # A shell without job control starts `vlatune train &` with Ctrl-C ignored: it is meant for others then.
