@@ -193,7 +193,8 @@ def _card(case: Case, batch: FirstBatch, row: int) -> Html:
     for own, name in case.binding.cameras:
         image = batch.rows[own][row]
         image = image[-1] if image.ndim == 4 else image
-        caption = name if own == name else f"{own} as {name}"
+        ours, theirs = (one.split(".")[-1] for one in (own, name))
+        caption = ours if own == name else f"{ours} as {theirs}"
         pictures.append(
             tag(
                 "figure",
