@@ -20,6 +20,7 @@ from vlatune.dataset.reader import allocate, read_into
 from vlatune.dataset.video.resize import letterbox_box
 from vlatune.doctor.device_memory import weight_bytes
 from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, divide_stats_command, edit_json_command, refused
+from vlatune.doctor.machine_checks import sizing_of
 from vlatune.files import real_path
 from vlatune.pipeline.host import usable_cpus, usable_ram_bytes
 from vlatune.pipeline.plan import Share, make_units, plan_steps
@@ -247,6 +248,9 @@ def check_weights(case: Case) -> Iterator[Finding]:
             f"{format_bytes(size)} of weights are not loaded here, as they take more than {where}; that every tensor is in the files, in its shape, was checked",
         )
         return
+    import torch
+
+    torch.set_num_threads(sizing_of(case).torch_threads)  # as the run's: more would wait for each other
     options = replace(ModuleOptions.of(case.config.policy), compile=False)
     case.module = case.adapter.load_module(case.policy, case.binding, options, device, stats=case.setup.stats)
     found = compare_weights(case)
