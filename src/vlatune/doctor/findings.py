@@ -169,4 +169,7 @@ def refused(error: Exception, *, flags: Sequence[str] = (), command: str = "") -
 
 def worst(findings: Iterable[Finding]) -> Status:
     found = {one.status for one in findings}
-    return next((status for status in reversed(STATUSES) if status in found), "pass")
+    for status in reversed(STATUSES):
+        if status in found:
+            return status
+    return "pass"
