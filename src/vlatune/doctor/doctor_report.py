@@ -4,6 +4,7 @@ The page is in the report's style and needs nothing else. All text goes through 
 is printed through `outgoing.say`: names and sentences come from datasets of strangers.
 """
 
+import os
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +52,7 @@ def run_doctor(
     options: DoctorConfig, *, on_check: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[Examination, Path | None]:
     """The examination, and the page where it could be written."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as a run has it, before torch is loaded
     with tempfile.TemporaryDirectory(prefix="vlatune-doctor-") as scratch:
         found = examine(options.run(), Path(scratch), on_check=on_check)
         try:
@@ -193,7 +195,8 @@ def _card(case: Case, batch: FirstBatch, row: int) -> Html:
     for own, name in case.binding.cameras:
         image = batch.rows[own][row]
         image = image[-1] if image.ndim == 4 else image
-        caption = name if own == name else f"{own} as {name}"
+        ours, theirs = (one.split(".")[-1] for one in (own, name))
+        caption = ours if own == name else f"{ours} as {theirs}"
         pictures.append(
             tag(
                 "figure",

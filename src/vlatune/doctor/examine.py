@@ -5,7 +5,9 @@ what it was to find out say so, and where its own flags mend it they go on with 
 folder of its own: the run's is left as it is, so that `train` finds nothing there.
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,10 +98,21 @@ def examine(
     case = Case(config=config, scratch=scratch)
     findings: list[Finding] = []
     lost: dict[str, str] = {}
-    for number, check in enumerate(CHECKS):
-        findings += [_named(one, check.name) for one in run_check(check, case, lost)]
-        on_check(number + 1, len(CHECKS))
+    with _kept_threads():
+        for number, check in enumerate(CHECKS):
+            findings += [_named(one, check.name) for one in run_check(check, case, lost)]
+            on_check(number + 1, len(CHECKS))
     return Examination(tuple(findings), case, config)
+
+
+@contextmanager
+def _kept_threads() -> Iterator[None]:
+    """A caller that uses torch finds it as it was."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    yield
+    if torch and before:
+        torch.set_num_threads(before)
 
 
 def _named(one: Finding, name: str) -> Finding:

@@ -147,7 +147,7 @@ def _is_mixed_order(order: OrderSpec) -> bool:
 def check_reading(case: Case) -> Iterator[Finding]:
     """CPU time that a row costs to read and prepare, against what the step takes, and the readers that this makes."""
     row_s, rows = read_cost(case)
-    sizing = _sizing(case)
+    sizing = sizing_of(case)
     step_s, source = _sample_step_s(case)
     on_cpu = not any(node.gpus for node in sizing.nodes)
     needed = int(np.ceil(HEAD_ROOM * row_s / step_s))
@@ -216,7 +216,8 @@ def _sample_step_s(case: Case) -> tuple[float, str]:
     return max(flops, CORE_FLOPS * 1e-6) / GPU_FLOPS, f"estimated for a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s"
 
 
-def _sizing(case: Case) -> Sizing:
+def sizing_of(case: Case) -> Sizing:
+    """Cores, readers and store as the run would get them."""
     run = run_shape(case.run_config(), case.setup)
     return plan_on_nodes(ask_nodes(), run) if os.environ.get("RAY_ADDRESS") else size_for_this_host(case.config, run)
 
@@ -307,7 +308,7 @@ def check_credentials(case: Case) -> Iterator[Finding]:
 
 def check_cluster(case: Case) -> Iterator[Finding]:
     """Workers, readers and object store on this machine, or on the cluster that RAY_ADDRESS names."""
-    sizing = _sizing(case)
+    sizing = sizing_of(case)
     for text in sizing.warnings:
         found, _, remedy = text.partition("; ")
         yield Finding("warn", found, remedy)

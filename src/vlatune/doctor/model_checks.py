@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vlatune.dataset.reader import allocate, read_into
 from vlatune.dataset.video.resize import letterbox_box
 from vlatune.doctor.device_memory import weight_bytes
 from vlatune.doctor.findings import Case, Finding, FirstBatch, Prompt, divide_stats_command, edit_json_command, refused
+from vlatune.doctor.machine_checks import sizing_of
 from vlatune.files import real_path
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.sizing import CORE_FLOPS, usable_cpus, usable_ram_bytes
@@ -245,6 +247,9 @@ def check_weights(case: Case) -> Iterator[Finding]:
             f"{format_bytes(size)} of weights are not loaded here, as they take more than {where}; that every tensor is in the files, in its shape, was checked",
         )
         return
+    import torch
+
+    torch.set_num_threads(sizing_of(case).torch_threads)  # as the run's: more would wait for each other
     options = replace(ModuleOptions.of(case.config.policy), compile=False)
     case.module = case.adapter.load_module(case.policy, case.binding, options, device, stats=case.setup.stats)
     found = compare_weights(case)
@@ -281,22 +286,31 @@ def compare_weights(case: Case) -> dict[str, Any]:
 
     held = case.module.state_dict()
     by_end = {_end(name): name for name in held}
-    stored, equal, different = 0, 0, []
-    for file in sorted(case.folder.glob("model*.safetensors")):
+    keys = [(file, key) for file in sorted(case.folder.glob("model*.safetensors")) for key in _keys(case, file)]
+    own = {names[0] for _, key in keys if (names := case.adapter.stored_names(key))}
+    stored, equal, different = len(keys), 0, []
+    for file, in_file in groupby(keys, key=lambda pair: pair[0]):
         with safe_open(real_path(case.folder, file.name), framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (it is no dict)
-                stored += 1
-                names = [
-                    by_end[end] for one in case.adapter.stored_names(key) if (end := _find(by_end, one)) is not None
-                ]
-                if not names:
-                    continue
+            for _, key in in_file:
+                wanted = case.adapter.stored_names(key)
+                wanted = [
+                    *wanted[:1],
+                    *(one for one in wanted[1:] if one not in own),
+                ]  # one of its own goes before a tied one
+                names = [by_end[end] for one in wanted if (end := _find(by_end, one)) is not None]
                 part = tensors.get_slice(key)
                 first = part[:1] if part.get_shape() else tensors.get_tensor(key)
-                same = [_is_same(held[name], first) for name in names]
-                equal += all(same)
-                different += [name for name, fits in zip(names, same, strict=True) if not fits]
+                wrong = [name for name in names if not _is_same(held[name], first)]
+                equal += bool(names) and not wrong
+                different += wrong
     return {"stored": stored, "equal": equal, "different": different}
+
+
+def _keys(case: Case, file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(real_path(case.folder, file.name), framework="pt") as tensors:
+        return list(tensors.keys())
 
 
 def _end(name: str) -> str:

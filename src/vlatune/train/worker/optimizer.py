@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
