@@ -168,12 +168,4 @@ def refused(error: Exception, *, flags: Sequence[str] = (), command: str = "") -
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-<<<<<<< HEAD
     return STATUSES[max((STATUSES.index(one.status) for one in findings), default=0)]
-=======
-    found = {one.status for one in findings}
-    for status in reversed(STATUSES):
-        if status in found:
-            return status
-    return "pass"
->>>>>>> wt-doctor
