@@ -130,7 +130,7 @@ def test_the_summary_says_where_cpu_and_wall_time_went(first_run):
     assert 0 < cpu["loop_s"] <= loop_s
     # The clocks are read one after the other, and a busy machine may take the core away in between.
     assert 0 < cpu["train_thread_s"] + cpu["run_queue_wait_s"] <= 1.1 * cpu["loop_s"] + 0.2
-    parts = ("start", "wait", "compute", "kept_own", "kept_others", "checkpoint")
+    parts = ("start", "wait", "compute", "kept_own", "kept_others", "checkpoint", "validation")
     assert sum(time_s[part] for part in parts) == pytest.approx(time_s["total"])
     if cpu["kept_own_s"] + cpu["kept_others_s"] >= CONTENTION_FINE * cpu["loop_s"]:
         assert "compute-bound" not in summary["verdict"]
