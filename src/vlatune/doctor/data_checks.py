@@ -251,8 +251,9 @@ def _named_dims(
 
 def _wider_policy(width: int) -> tuple[str, ...]:
     """Flags of a recipe that makes its own base for that many dims; none where no policy does."""
-    for name, recipe in all_recipes().items():
-        card = get_policy(recipe.values["policy"]["type"])
+    cards = {name: get_policy(recipe.values["policy"]["type"]) for name, recipe in all_recipes().items()}
+    for name in sorted(cards, key=lambda one: cards[one].fetches_start):  # first those that need nothing from a hub
+        recipe, card = all_recipes()[name], cards[name]
         if (card.from_scratch or recipe.small) and card.max_dims >= width:
             way = recipe.values["policy"].get("train", next(iter(card.train_ways)))
             return (
@@ -267,7 +268,9 @@ def _wider_policy(width: int) -> tuple[str, ...]:
 
 def check_cameras(case: Case) -> Iterator[Finding]:
     """Cameras against the policy's, with the map that would give it those that it lacks."""
-    wide = replace(case.policy, max_state_dim=10**9, max_action_dim=10**9)
+    wide = case.policy  # one with fixed inputs has exact dims
+    if not wide.fixed_inputs:
+        wide = replace(wide, max_state_dim=10**9, max_action_dim=10**9)
     maps = [_camera_map(case.policy.cameras, meta) for meta in case.metas]
     flags = _map_flags(case, maps) if any(maps) else ()
     if flags and _is_mistake(case, maps):

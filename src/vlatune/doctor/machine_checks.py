@@ -36,6 +36,8 @@ GPU_FLOPS = 100e12
 READ_ROWS, PLAN_STEPS = 96, 64
 """Rows that are read to learn what a row costs, and optimizer steps whose plan they are taken from."""
 FREE_SHARE = 0.9
+ROOM_LEFT = 0.9
+"""Of that, for a remedy: others write to the disk, too, before it is tried."""
 MIXES = ((32, 64), (16, 64), (16, 128), (8, 128), (8, 256), (4, 256), (2, 512), (1, 512))
 """(run_length, window_rows) that are tried, from the cheapest to decode to the best mixed."""
 
@@ -260,7 +262,7 @@ def _check_room(case: Case, there: Path) -> Iterator[Finding]:
     if needed <= FREE_SHARE * free:
         yield Finding("pass", said, figures=figures)
         return
-    most = int(FREE_SHARE * free // max(1, each)) - 1 - config.keep_best
+    most = int(ROOM_LEFT * FREE_SHARE * free // max(1, each)) - 1 - config.keep_best
     if most >= 1:
         flags: tuple[str, ...] = (f"--keep_checkpoints={most}",)
     elif int(FREE_SHARE * free // max(1, each)) >= 2 and config.keep_best:

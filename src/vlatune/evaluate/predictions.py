@@ -100,11 +100,13 @@ def predict_batches(
         losses.append(torch.stack([loss for loss, _ in of_blanks]))
         chunks.append(torch.stack([chunk for _, chunk in of_blanks]))
         on_batch(len(numbers))
-    losses_BK = torch.stack(losses).cpu().double().numpy() if losses else []  # device sync, after all batches
-    return {
-        number: BatchResult(loss_K, chunk.cpu().numpy())  # already waited for
-        for number, loss_K, chunk in zip(numbers, losses_BK, chunks, strict=True)
-    }
+    if not numbers:
+        return {}
+    losses_BK = torch.stack(losses).cpu().double().numpy()  # device sync, after all batches: nothing is left to overlap
+    chunks_KNTA = torch.cat(chunks, dim=1).cpu().numpy()  # the same, already waited for
+    ends = np.cumsum([chunk.shape[1] for chunk in chunks])[:-1]
+    parts = np.split(chunks_KNTA, ends, axis=1)
+    return {n: BatchResult(loss_K, part) for n, loss_K, part in zip(numbers, losses_BK, parts, strict=True)}
 
 
 def join_results(

@@ -85,6 +85,8 @@ class Policy:
     """Dims of state and action that it takes at most."""
     from_scratch: bool = False
     """A run without --policy.path begins with random weights, made for its datasets in RUN/base."""
+    fetches_start: bool = False
+    """Whether such a run begins with a part of its weights from a hub, unless it is told not to."""
     has_prompt: bool = False
     """Whether the sentence takes part: decides which world the demo shows it."""
     overrides: Mapping[str, Override] = field(default_factory=dict)

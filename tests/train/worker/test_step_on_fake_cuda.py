@@ -156,7 +156,7 @@ def test_an_evaluation_reads_nothing_before_its_last_batch(setup, monkeypatch):
         with pytest.raises(RuntimeError, match="numpy") as raised:
             predict_all(setup, module, rows, options, on_batch=lambda number, total: done.append((number, total)))
     assert done == [(1, 2), (2, 2)]
-    (line,) = [str(entry.statement) for entry in raised.traceback if entry.path.name == "predictions.py"]
+    *_, line = [str(entry.statement) for entry in raised.traceback if entry.path.name == "predictions.py"]
     assert "losses_BK = torch.stack(losses).cpu()" in line
 
 

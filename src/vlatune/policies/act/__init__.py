@@ -54,5 +54,6 @@ POLICY = Policy(
         ),
     },
     from_scratch=True,
+    fetches_start=True,
     overrides=OVERRIDES,
 )
