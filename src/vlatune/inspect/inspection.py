@@ -149,6 +149,7 @@ def _count_tasks_v30(root: Root) -> Counter[str]:
             if "tasks" in schema.names and pa.types.is_list(schema.field("tasks").type):
                 check_columns(parquet.metadata, ["tasks"])
                 sentences: Any = parquet.read(columns=["tasks"]).column("tasks").combine_chunks()
+                sentences.validate(full=True)  # a sentence may hold bytes that are no text
                 for pair in sentences.flatten().value_counts().to_pylist():
                     counts[str(pair["values"])] += pair["counts"]
     return counts

@@ -68,6 +68,7 @@ def read_tasks(root: Root) -> tuple[str, ...]:
         check_columns(parquet.metadata, [text, "task_index"])
         check_limit("tasks", parquet.metadata.num_rows, f"dataset '{root.url}': {TASKS} has sentences:")
         table = parquet.read(columns=[text, "task_index"])
+        table.validate(full=True)  # a sentence may hold bytes that are no text
     pairs = zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True)
     return sentences_in_order(root, TASKS, list(pairs))
 
