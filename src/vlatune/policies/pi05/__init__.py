@@ -50,6 +50,7 @@ POLICY = Policy(
                 "steps": 800,
                 "batch_size": 32,
                 "eval_freq": 100,
+                "eval_samples": 64,
             },
             small=True,
         ),
