@@ -23,9 +23,7 @@ from vlatune.dataset.health.bad_episodes import (
     leave_out,
     without,
 )
-from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
-from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats, relative_action_stats
 from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, hold_out_each, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, read_unit
@@ -37,21 +35,10 @@ from vlatune.outgoing import progress_bar, warn
 from vlatune.pipeline.augmentation import Augment, make_augment
 from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.transforms import Transform
-from vlatune.policies.base import (
-    Binding,
-    Draw,
-    PolicyAdapter,
-    PolicySpec,
-    bind,
-    differ,
-    join_bindings,
-    make_relative,
-    mix_bindings,
-    read_policy,
-    stack_stats,
-    stats_needed,
-)
+from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, read_policy
 from vlatune.policies.base_folder import resolve_folder
+from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings
+from vlatune.policies.normalisation import run_stats
 from vlatune.policies.registry import get_adapter, get_policy
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE, TrainedSample
 
@@ -150,19 +137,9 @@ def make_setup(
         drop_last=config.dataset.drop_last,
     )
     check_order(order)
-    groups = list(zip(([meta] for meta in metas), binding.parts, strict=True)) if binding.parts else [(metas, binding)]
-    by_group = [_vector_stats(config, tuple(group), policy, own) for group, own in groups]
-    checked = (_check_stats(tuple(group), stats) for (group, _), stats in zip(groups, by_group, strict=True))
-    warnings = tuple(text for texts in checked for text in texts)
-    vectors = stack_stats(by_group, binding) if binding.parts else by_group[0]
-    needed = stats_needed(policy, [camera for _, camera in binding.cameras])
-    pictures = picture_stats(metas, needed, imagenet=config.dataset.use_imagenet_stats)
-    if preflight:  # said once, though a run is set up several times
-        for (group, _), stats in zip(groups, by_group, strict=True):
-            plain = {key: values for key, values in stats.items() if key == STATE or policy.relative_exclude is None}
-            warnings += _hold_against_rows(config, tuple(group), plain)
-        for text in warnings:
-            warn(f"vlatune: warning: {text}")
+    stats, doubtful = run_stats(config.dataset, metas, policy, binding, against_rows=preflight)
+    for text in doubtful if preflight else ():  # said once, though a run is set up several times
+        warn(f"vlatune: warning: {text}")
     return Setup(
         metas=metas,
         training=training,
@@ -171,7 +148,7 @@ def make_setup(
         adapter=adapter,
         policy=policy,
         binding=binding,
-        stats={**vectors, **pictures},
+        stats=stats,
         order=order,
         batch_size=config.batch_size,
         skipped=skipped,
@@ -245,67 +222,12 @@ def _make_augment(
     return make_augment(transforms, config.seed, dict(binding.cameras), boxes)
 
 
-def _vector_stats(
-    config: RunConfig, metas: tuple[DatasetMeta, ...], policy: PolicySpec, binding: Binding
-) -> dict[str, dict[str, np.ndarray]]:
-    """Of state and action, as the policy's normalisation asks for them."""
-    needed, computed = stats_needed(policy), config.dataset.stats == "computed"
-    made = {key: feature_stats(metas, key, needed[key], computed=computed) for key in needed if key != ACTION}
-    if ACTION not in needed:
-        return made
-    relative = next(iter(make_relative(policy, binding)), None)
-    if relative is None:
-        return made | {ACTION: feature_stats(metas, ACTION, needed[ACTION], computed=computed)}
-    return made | {
-        ACTION: relative_action_stats(
-            metas,
-            needed[ACTION],
-            chunk_size=policy.horizon,
-            is_relative=relative.is_relative,
-            computed=computed,
-        )
-    }
-
-
 def _base_path(config: RunConfig) -> str:
     """The base model; one that was made in the run folder may have moved with it."""
     path = config.policy.path
     assert path is not None  # validate() has asked for it
     beside = config.run_dir / Path(path).name
     return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
-
-
-def _check_stats(metas: Sequence[DatasetMeta], stats: Mapping[str, Mapping[str, np.ndarray]]) -> tuple[str, ...]:
-    where = " and ".join(f"dataset '{meta.root.url}'" for meta in metas)
-    features = {key: metas[0].features[metas[0].own(key)] for key in stats}
-    checked = (
-        check_stats(where, key, values, features[key].names, width=int(np.prod(features[key].shape)))
-        for key, values in stats.items()
-    )
-    return tuple(text for warnings in checked for text in warnings)
-
-
-def _hold_against_rows(
-    config: RunConfig, metas: Sequence[DatasetMeta], stats: Mapping[str, Mapping[str, np.ndarray]]
-) -> tuple[str, ...]:
-    """What the rows say of the dataset's own statistics; computed ones come from the rows."""
-    if config.dataset.stats == "computed":
-        return ()
-    texts = []
-    for key in (key for key, values in stats.items() if has_stats(metas, key, tuple(values))):
-        own = metas[0].own(key)
-        seen, names = look_at_rows(metas[0], own, stats[key]), metas[0].features[own].names
-        if seen and seen.not_finite:
-            raise ValueError(
-                f"dataset '{metas[0].root.url}': {key}: values that are not finite numbers: {', '.join(seen.not_finite)}; record or "
-                f"convert these episodes anew, or leave them out with --dataset.on_bad_episode=skip"
-            )
-        for what, dims in doubts(stats[key], seen, names) if seen else ():
-            texts.append(
-                f"dataset '{metas[0].root.url}': {key}: {what}: {', '.join(dims)}; take statistics of all rows with "
-                f"--dataset.stats=computed"
-            )
-    return tuple(texts)
 
 
 def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSample]:

@@ -22,7 +22,8 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TASK, TIME, TOKEN
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.dataset.reader import CameraSpec, ReadSpec, VectorSpec, make_unit, read_unit
 from vlatune.pipeline.transforms import Normalise, Rename, Select, apply_all
-from vlatune.policies.base import Draw, bind
+from vlatune.policies.base import Draw
+from vlatune.policies.binding import bind
 from vlatune.policies.flow_matching import DrawFlow, PadActions
 from vlatune.policies.pi05.adapter import Pi05Adapter
 from vlatune.policies.pi05.prompt import StatePrompt

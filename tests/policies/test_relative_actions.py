@@ -27,7 +27,7 @@ from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import in_own_units, predict
 from vlatune.flags import parse_flags
 from vlatune.pipeline.transforms import RelativeActions, apply_all
-from vlatune.policies.base import relative_dims
+from vlatune.policies.normalisation import relative_dims
 from vlatune.policies.pi05.small import make_small
 from vlatune.policies.pi05.weights import KINDS
 from vlatune.policies.registry import get_adapter

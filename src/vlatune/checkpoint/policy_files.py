@@ -15,7 +15,8 @@ from safetensors.numpy import save
 from vlatune.batch import ACTION, STATE
 from vlatune.files import read_file
 from vlatune.policies import processors
-from vlatune.policies.base import Binding, PolicySpec, Stats, stats_of
+from vlatune.policies.base import Binding, PolicySpec, Stats
+from vlatune.policies.normalisation import stats_of
 from vlatune.policies.processors import (
     CONFIG,
     POSTPROCESSOR,

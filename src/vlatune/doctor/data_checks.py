@@ -29,7 +29,8 @@ from vlatune.doctor.findings import Case, Finding, edit_json_command, map_flag, 
 from vlatune.files import parse_json
 from vlatune.inspect.inspection import inspect_dataset
 from vlatune.inspect.problems import Problem
-from vlatune.policies.base import bind, join_bindings, stats_needed
+from vlatune.policies.binding import bind, join_bindings
+from vlatune.policies.normalisation import stats_needed
 from vlatune.policies.registry import all_recipes, get_policy
 from vlatune.report.formatting import plural
 from vlatune.run_setup import dataset_roots, make_setup, read_specs

@@ -373,7 +373,7 @@ def test_a_folder_that_cannot_be_loaded_is_refused_at_once(base, tmp_path, chang
 def test_data_that_it_was_not_made_for_is_refused(dataset_v3, base, tmp_path):
     """It neither resizes nor pads nor masks."""
     spec = make_setup(config_of(dataset_v3, base)).policy
-    from vlatune.policies.base import bind
+    from vlatune.policies.binding import bind
 
     meta = load_meta(str(dataset_v3))
     for change, says in (

@@ -12,8 +12,10 @@ import pytest
 
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature, load_meta
 from vlatune.dataset.storage.hub import fetch_dataset
-from vlatune.policies.base import PolicySpec, bind, make_normalisers, stats_needed
+from vlatune.policies.base import PolicySpec
 from vlatune.policies.base_folder import fetch_file, resolve_folder
+from vlatune.policies.binding import bind
+from vlatune.policies.normalisation import make_normalisers, stats_needed
 from vlatune.policies.pi05.adapter import SCHEMA, Pi05Adapter
 from vlatune.policies.pi05.weights import CONFIG_DEFAULTS
 from vlatune.policies.processors import COMMON_CONFIG, PREPROCESSOR

@@ -29,9 +29,9 @@ from vlatune.policies.base import (
     PolicyAdapter,
     Stats,
     check_action_steps,
-    make_normalisers,
 )
 from vlatune.policies.base_folder import read_config
+from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     Schema,
     is_flag,

@@ -27,7 +27,8 @@ from vlatune.files import real_path
 from vlatune.pipeline.transforms import NORMALISE_EPS
 from vlatune.policies.act.act_options import PRETRAINED
 from vlatune.policies.act.act_spec import WEIGHTS, ActSpec
-from vlatune.policies.base import STATS_OF_MODE, Stats
+from vlatune.policies.base import Stats
+from vlatune.policies.normalisation import STATS_OF_MODE
 
 BACKBONE = "model.backbone."
 BRANCH_GAIN = 0.25

@@ -19,19 +19,10 @@ from safetensors import SafetensorError, safe_open
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME
 from vlatune.files import real_path
 from vlatune.pipeline.transforms import Rename, Select, Transform
-from vlatune.policies.base import (
-    NO_OVERRIDES,
-    NO_STATS,
-    Binding,
-    Draw,
-    Fit,
-    ModuleOptions,
-    PolicyAdapter,
-    Stats,
-    make_normalisers,
-)
+from vlatune.policies.base import NO_OVERRIDES, NO_STATS, Binding, Draw, Fit, ModuleOptions, PolicyAdapter, Stats
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, CentreCrop, DiffusionSpec, DrawDiffusion, RandomCrop
+from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     CONFIG,
     Schema,

@@ -23,12 +23,11 @@ from vlatune.policies.base import (
     PolicyAdapter,
     Stats,
     check_action_steps,
-    make_normalisers,
-    make_relative,
-    mixture_masks,
 )
 from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.binding import mixture_masks
 from vlatune.policies.flow_matching import FlowSpec, PadActions, camera_names, draw_flow
+from vlatune.policies.normalisation import make_normalisers, make_relative
 from vlatune.policies.pi05.prompt import StatePrompt
 from vlatune.policies.pi05.size import SIZE_FILE, Pi05Size, read_size
 from vlatune.policies.pi05.weights import PI05, Kind, find_tensors, model_names

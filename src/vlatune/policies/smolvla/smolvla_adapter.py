@@ -23,10 +23,10 @@ from vlatune.policies.base import (
     PolicyAdapter,
     Stats,
     check_action_steps,
-    make_normalisers,
 )
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import PadActions, camera_names, draw_flow
+from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     PREPROCESSOR,
     Schema,
