@@ -26,7 +26,7 @@ LAYERS = [
     {"run_setup"},
     {"pipeline", "policies", "checkpoint", "report"},
     {"dataset"},
-    {"batch", "config", "flags", "flag_values", "from_lerobot", "random_streams", "recipes"},
+    {"batch", "config", "config_checks", "flags", "flag_values", "from_lerobot", "random_streams", "recipes"},
     {"policies.registry", "ray_internals"},
     {"bounded_queue", "errors", "files", "outgoing"},
     {"limits"},

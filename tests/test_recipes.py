@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from repository_files import ROOT
 
-from vlatune.config import PolicyConfig, RunConfig, validate
+from vlatune.config import PolicyConfig, RunConfig
+from vlatune.config_checks import validate
 from vlatune.flags import parse_flags
 from vlatune.policies.registry import all_recipes
 from vlatune.recipes import get_recipe

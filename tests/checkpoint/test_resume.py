@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from small_run import make_finished, running, small_config
 
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import CHANGEABLE, OptimizerConfig, RunConfig, validate
+from vlatune.config import OptimizerConfig, RunConfig
+from vlatune.config_checks import CHANGEABLE, validate
 from vlatune.flags import leaf_types
 from vlatune.train import fingerprint
 from vlatune.train.driver.resume_rules import FREE, ResumePoint, check_run, find_resume_point

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from vlatune.batch import SLOT, Columns
 from vlatune.config import DatasetConfig, ImageTransformConfig, ImageTransformsConfig, PolicyConfig, RunConfig, to_json
-from vlatune.config import validate as validate_config
+from vlatune.config_checks import validate as validate_config
 from vlatune.dataset.order.sample_order import epoch_order
 from vlatune.dataset.reader import read_unit
 from vlatune.dataset.video.resize import letterbox_into

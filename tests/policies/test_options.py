@@ -4,7 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, validate
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.config_checks import validate
 from vlatune.policies.base import ModuleOptions
 
 POLICY = PolicyConfig(path="base")

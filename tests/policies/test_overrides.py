@@ -9,7 +9,8 @@ from typing import Literal
 import pytest
 
 from vlatune import cli
-from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, to_json, validate
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, to_json
+from vlatune.config_checks import validate
 from vlatune.flags import config_from_dict, parse_flags
 from vlatune.policies import registry
 from vlatune.policies.base import ModuleOptions

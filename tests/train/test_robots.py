@@ -21,7 +21,8 @@ from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, DATASET, IDS, NO
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, validate
+from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.config_checks import validate
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.order.sample_order import all_batches, epoch_order
 from vlatune.dataset.synthetic import generate

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.config import validate
+from vlatune.config_checks import validate
 from vlatune.dataset.features import RESERVED, likely_name, with_names
 from vlatune.dataset.health.bad_episodes import check_first, find_bad_episodes, leave_out, without
 from vlatune.dataset.health.stats_check import RowsSeen, check_stats, doubts, look_at_rows

@@ -18,7 +18,8 @@ from vlatune.batch import ACTION, TASK, Columns, num_rows
 from vlatune.checkpoint.local_store import folder_name
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import Store, choose, open_store
-from vlatune.config import EvalConfig, validate_eval
+from vlatune.config import EvalConfig
+from vlatune.config_checks import validate_eval
 from vlatune.dataset.meta.stats import feature_stats
 from vlatune.dataset.order.partition import pick
 from vlatune.evaluate.held_out import by_robot, read_held_out

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlatune.batch import SLOT
-from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, validate
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.config_checks import validate
 from vlatune.dataset.features import camera_spec, vector_spec
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.order.sample_order import (

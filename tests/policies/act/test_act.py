@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, SLOT, STATE, TASK
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.checkpoint.policy_files import make_policy_files
-from vlatune.config import DatasetConfig, PolicyConfig, RunConfig, validate
+from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.config_checks import validate
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.flags import parse_flags

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig, validate
+from vlatune.config import DatasetConfig, PolicyConfig, RayConfig, RunConfig
+from vlatune.config_checks import validate
 from vlatune.pipeline import sizing
 from vlatune.pipeline.sizing import Host, Node, RunShape, plan_on_host, plan_on_nodes
 from vlatune.report.run_folder import RunFolder

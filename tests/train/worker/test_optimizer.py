@@ -10,7 +10,8 @@ from lerobot.policies.pi05 import PI05Config
 from safetensors.torch import save_file
 
 from vlatune.checkpoint.state import load_optimizer, load_trainable, tensors_to_save
-from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig, validate
+from vlatune.config import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
+from vlatune.config_checks import validate
 from vlatune.train.worker.optimizer import learning_rate, make_groups, make_optimizer, set_learning_rate
 
 CONFIG = SchedulerConfig(num_warmup_steps=10, num_decay_steps=100, decay_lr=2.5e-6)

@@ -10,7 +10,8 @@ import os
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from vlatune.config import RunConfig, validate
+from vlatune.config import RunConfig
+from vlatune.config_checks import validate
 from vlatune.dataset.health.bad_episodes import skip_line
 from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
