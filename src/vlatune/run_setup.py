@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.batch import ACTION, STATE, TASK
+from vlatune.batch import ACTION, SLOT, STATE, TASK, Columns
 from vlatune.config import RunConfig
 from vlatune.dataset.features import camera_spec, vector_spec, with_names
 from vlatune.dataset.health.bad_episodes import (
@@ -26,7 +26,7 @@ from vlatune.dataset.health.bad_episodes import (
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, hold_out_each, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
-from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, read_unit
+from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, read_units
 from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.resize import Letterbox, letterbox_box
@@ -230,27 +230,40 @@ def _base_path(config: RunConfig) -> str:
     return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
 
 
+def read_first_rows(setup: Setup, specs: Sequence[ReadSpec], share: Share, count: int) -> Columns:
+    """The first rows of a worker's first micro-batch, in the order of training; its transforms are left to the caller."""
+    pieces = [
+        replace(piece, frames=piece.frames[first], slots=piece.slots[first])
+        for piece in plan_steps(setup.order, share, 0, 1)
+        if (first := piece.slots < count).any()
+    ]
+    columns = read_units(specs, list(make_units(setup.data_plan, share, pieces)))
+    order = np.argsort(columns[SLOT], kind="stable")
+    return {key: values[order] for key, values in columns.items()}
+
+
 def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSample]:
     """Some samples of the run's first step, before and after the user's augmentation: what the report shows of it."""
     assert setup.augment is not None
-    share, cameras, found = Share(0, 1), setup.binding.cameras, []
-    pieces = [piece for piece in plan_steps(setup.order, share, 0, 1) if piece.slots.min() < count]
-    for unit in make_units(setup.data_plan, share, pieces):
-        rows = read_unit(setup.specs[unit.dataset_index], unit)
-        own = [(name, target) for name, target in cameras if (unit.dataset_index, name) in setup.augment.boxes]
-        plain = {target: _newest(rows[name]).copy() for name, target in own}
-        rows = setup.augment(rows)
-        found += [
-            TrainedSample(
-                int(rows["episode_index"][row]),
-                int(rows["frame_index"][row]),
-                str(rows[TASK][row]),
-                {target: plain[target][row] for _, target in own},
-                {target: _newest(rows[name])[row] for name, target in own},
-            )
-            for row in range(len(unit.frames))
-        ]
-    return found[:count]
+    rows = read_first_rows(setup, setup.specs, Share(0, 1), count)
+    plain = {name: _newest(rows[name]).copy() for name, _ in setup.binding.cameras}
+    rows = setup.augment(rows)
+    return [
+        TrainedSample(
+            int(rows["episode_index"][row]),
+            int(rows["frame_index"][row]),
+            str(rows[TASK][row]),
+            {target: plain[name][row] for name, target in own},
+            {target: _newest(rows[name])[row] for name, target in own},
+        )
+        for row, own in enumerate(_cameras_of(setup, number) for number in rows["dataset_index"].tolist())
+    ]
+
+
+def _cameras_of(setup: Setup, dataset: int) -> list[tuple[str, str]]:
+    """(column, policy's name) of those that a dataset has."""
+    absent = {camera.column for camera in setup.specs[dataset].absent}
+    return [(name, target) for name, target in setup.binding.cameras if name not in absent]
 
 
 def _newest(pictures: np.ndarray) -> np.ndarray:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from vlatune.config import PolicyConfig, RunConfig
-from vlatune.doctor.data_checks import best_match
 from vlatune.doctor.device_memory import CUDA_BYTES, GB, MAX_BATCH, USABLE, Fitting, Footprint, smaller
+from vlatune.doctor.feature_checks import best_match
 
 HEADS = Footprint(weights=7 * GB, trained=10**7, kept=0, kept_per_sample=GB // 10, row_bytes=0, num_trained=1)
 FULL = Footprint(weights=13 * GB, trained=13 * GB, kept=4 * GB, kept_per_sample=5 * GB, row_bytes=0, num_trained=9)

@@ -21,7 +21,7 @@ from vlatune.batch import TOKEN_MASK
 from vlatune.config import RunConfig
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
-from vlatune.doctor import examine, model_checks
+from vlatune.doctor import batch_checks, examine
 from vlatune.doctor.findings import Case, Finding, amended, refused
 from vlatune.flags import parse_flags
 
@@ -333,7 +333,7 @@ def read_case(place, tmp_path) -> Case:
 )
 def test_pictures_as_the_model_gets_them(seen, status, says, read_case):
     read_case.seen_range = seen
-    (found,) = model_checks.check_pictures(read_case)
+    (found,) = batch_checks.check_pictures(read_case)
     assert found.status == status
     assert says in found.text
 
@@ -342,7 +342,7 @@ def test_statistics_in_255_fail_a_policy_that_uses_them(place, read_case):
     seeds.pictures_to_255(place / "first", place / "base")
     read_case.metas = (replace(read_case.metas[0], stats=load_meta(str(place / "first")).stats),)
     read_case.policy = replace(read_case.policy, normalisation={"VISUAL": "MEAN_STD"})
-    found = list(model_checks.check_pictures(read_case))
+    found = list(batch_checks.check_pictures(read_case))
     assert [one.status for one in found] == ["fail", "pass"]
 
 

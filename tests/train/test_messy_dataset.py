@@ -112,7 +112,7 @@ def setup(finished) -> Setup:
 
 def first_frames(setup: Setup) -> Columns:
     """Three of each root, as a read task delivers them."""
-    from vlatune.pipeline.source import read_units
+    from vlatune.dataset.reader import read_units
 
     pairs = zip(setup.metas, setup.specs, strict=True)
     return read_units(setup.specs, [make_unit(meta, spec, 0, np.arange(3), np.arange(3)) for meta, spec in pairs])

@@ -182,11 +182,19 @@ def read_into(spec: ReadSpec, unit: Unit, columns: Columns, at: int) -> None:
             columns[f"{camera.column}_is_pad"][rows] = window_frames(unit.frames, camera.offsets, unit.length)[1]
 
 
+def read_units(specs: Sequence[ReadSpec] | Mapping[int, ReadSpec], units: Sequence[Unit]) -> Columns:
+    """The units' rows, one after the other; `specs` by their dataset's number."""
+    columns = allocate(specs[units[0].dataset_index], sum(len(unit.frames) for unit in units))
+    at = 0
+    for unit in units:
+        read_into(specs[unit.dataset_index], unit, columns, at)
+        at += len(unit.frames)
+    return columns
+
+
 def read_unit(spec: ReadSpec, unit: Unit) -> Columns:
     """One unit in buffers of its own."""
-    columns = allocate(spec, len(unit.frames))
-    read_into(spec, unit, columns, 0)
-    return columns
+    return read_units({unit.dataset_index: spec}, [unit])
 
 
 def column_names(spec: ReadSpec) -> list[str]:

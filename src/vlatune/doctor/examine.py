@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.config import RunConfig
-from vlatune.doctor import data_checks, machine_checks, model_checks
+from vlatune.doctor import batch_checks, data_checks, feature_checks, machine_checks, model_checks
 from vlatune.doctor.findings import Case, Finding, Status, amended, refused, typed, worst
 from vlatune.flags import flags_of
 from vlatune.outgoing import redacted
@@ -32,22 +32,22 @@ CHECKS = (
     Check("dataset", data_checks.check_datasets, ("settings",)),
     Check("fps", data_checks.check_fps, ("dataset",)),
     Check("files", data_checks.check_files, ("dataset",)),
-    Check("features", data_checks.check_names, ("dataset",)),
+    Check("features", feature_checks.check_names, ("dataset",)),
     Check("base", model_checks.check_base, ("features",)),
-    Check("dims", data_checks.check_dims, ("base",)),
-    Check("cameras", data_checks.check_cameras, ("base",)),
+    Check("dims", feature_checks.check_dims, ("base",)),
+    Check("cameras", feature_checks.check_cameras, ("base",)),
     Check("horizon", model_checks.check_horizon, ("base",)),
     Check("episodes", data_checks.check_episodes, ("dims", "cameras")),
     Check("statistics", data_checks.check_statistics, ("episodes",)),
     Check("values", data_checks.check_values, ("statistics",)),
     Check("samples", data_checks.check_samples, ("statistics", "values")),
-    Check("roots", data_checks.check_roots, ("episodes",)),
-    Check("first batch", model_checks.check_batch, ("samples",)),
-    Check("prompts", model_checks.check_prompts, ("first batch",)),
+    Check("roots", feature_checks.check_roots, ("episodes",)),
+    Check("first batch", batch_checks.check_batch, ("samples",)),
+    Check("prompts", batch_checks.check_prompts, ("first batch",)),
     Check("weights", model_checks.check_weights, ("samples",)),
     Check("trainable", model_checks.check_trainable, ("weights",)),
     Check("loss", model_checks.check_loss, ("weights", "first batch")),
-    Check("pictures", model_checks.check_pictures, ("first batch",)),
+    Check("pictures", batch_checks.check_pictures, ("first batch",)),
     Check("memory", machine_checks.check_memory, ("first batch",)),
     Check("shuffle", machine_checks.check_shuffle, ("samples",)),
     Check("reading", machine_checks.check_reading, ("first batch",)),

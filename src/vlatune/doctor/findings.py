@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 type Status = Literal["pass", "warn", "fail", "skipped"]
 STATUSES: tuple[Status, ...] = ("pass", "skipped", "warn", "fail")
 """From the best to the worst."""
+MAX_SHOWN = 5
+"""Examples that one finding names."""
 EDIT_JSON = (
     "import json,sys,functools as t; f,*e=sys.argv[1:]; d=json.load(open(f)); "
     '[t.reduce(lambda o,k:o[k],p,d).__setitem__(k,v) for *p,k,v in map(json.loads,e)]; json.dump(d,open(f,"w"),indent=4)'
@@ -151,6 +153,14 @@ def edit_json_command(file: Path | str, edits: Iterable[Sequence[Any]]) -> str:
     """A shell command that sets values in a JSON file; an edit is the way to a value, and the value."""
     words = ["python3", "-c", EDIT_JSON, str(file), *(json.dumps(list(edit)) for edit in edits)]
     return shlex.join(words)
+
+
+def editable_base(case: Case) -> tuple[Path, tuple[str, ...], str]:
+    """A folder of the base that may be changed, with the flags and the command that give it: the hub's cache may not."""
+    if Path(case.base_path).expanduser().is_dir():
+        return case.folder, (), ""
+    copy = Path("bases") / Path(case.base_path).name
+    return copy, (f"--policy.path={copy}",), f"hf download {case.base_path} --local-dir {copy} && "
 
 
 def divide_stats_command(file: Path | str, features: Iterable[str]) -> str:

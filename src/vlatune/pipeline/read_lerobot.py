@@ -15,11 +15,11 @@ import ray.data
 
 from vlatune.batch import Columns
 from vlatune.dataset.order.partition import Span
-from vlatune.dataset.reader import Unit, allocate
+from vlatune.dataset.reader import Unit, allocate, read_units
 from vlatune.dataset.request import Delivery
 from vlatune.pipeline.read_plan import Names, ReadPlan, ReadTaskPlan, Roots, plan_read, task_blocks
 from vlatune.pipeline.sizing import usable_cpus
-from vlatune.pipeline.source import TARGET_SHARE, LeRobotSource, SourceTask, read_units, to_table
+from vlatune.pipeline.source import TARGET_SHARE, LeRobotSource, SourceTask, to_table
 from vlatune.ray_internals import keep_pace
 
 

@@ -9,7 +9,7 @@ import collections
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.data.extensions import ArrowTensorArray
 
 from vlatune.batch import Columns, num_rows
-from vlatune.dataset.reader import ReadSpec, Unit, allocate, read_into
+from vlatune.dataset.reader import ReadSpec, Unit, allocate, read_units
 from vlatune.pipeline.transforms import Transform, apply_all
 
 READ_S = "read_s"
@@ -158,16 +158,6 @@ def read_blocks(
         rows = num_rows(columns)
         columns[READ_S] = np.full(rows, (time.perf_counter() - begin) / rows, np.float32)
         yield to_table(columns)
-
-
-def read_units(specs: Sequence[ReadSpec] | Mapping[int, ReadSpec], units: Sequence[Unit]) -> Columns:
-    """The units' rows, one after the other; `specs` by their dataset's number."""
-    columns = allocate(specs[units[0].dataset_index], sum(len(unit.frames) for unit in units))
-    at = 0
-    for unit in units:
-        read_into(specs[unit.dataset_index], unit, columns, at)
-        at += len(unit.frames)
-    return columns
 
 
 def _rows(blocks: Iterable[Iterable[Unit]]) -> int:

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from vlatune.batch import ACTION, IMAGE_PREFIX, NOISE, SLOT, TIME
 from vlatune.config import RunConfig
 from vlatune.dataset.order.sample_order import epoch_order
+from vlatune.dataset.reader import read_units
 from vlatune.flags import parse_flags
 from vlatune.pipeline.plan import Share, make_units, plan_steps
-from vlatune.pipeline.source import read_units
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Fit, ModuleOptions, read_policy
 from vlatune.policies.diffusion.diffusion_adapter import (

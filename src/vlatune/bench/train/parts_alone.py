@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from vlatune.config import RunConfig
-from vlatune.dataset.reader import Unit
+from vlatune.dataset.reader import Unit, read_units
 from vlatune.flags import config_from_dict
 from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
-from vlatune.pipeline.source import cut_units, read_blocks, read_units
+from vlatune.pipeline.source import cut_units, read_blocks
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup, make_setup
