@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vlatune import __version__
+from vlatune.bench.options import FeedBench, ReaderBench, ResumeBench, StepBench, TrainBench
 from vlatune.config import DemoConfig, DoctorConfig, EvalConfig, ExportConfig, ReportConfig, RunConfig
 from vlatune.errors import TerminatedError, did_you_mean
 from vlatune.files import make_folder, write_text
@@ -144,64 +145,19 @@ def bench(_: NoFlags, name: str) -> None:
     raise ValueError(f"unknown benchmark '{name}'{hint}")
 
 
-def bench_reader(options: Any) -> None:
-    from vlatune.bench.reader import reader_bench
-
-    reader_bench.run(options)
-
-
-def bench_feed(options: Any) -> None:
-    from vlatune.bench.feed import feed_bench
-
-    feed_bench.run(options)
-
-
-def bench_step(options: Any) -> None:
-    from vlatune.bench.step import step_bench
-
-    step_bench.run(options)
-
-
-def bench_resume(options: Any) -> None:
-    from vlatune.bench.resume import resume_bench
-
-    resume_bench.run(options)
-
-
-def bench_train(options: Any) -> None:
-    from vlatune.bench.train import train_bench
-
-    train_bench.run(options)
-
-
-def _reader_bench() -> type:
-    from vlatune.bench.options import ReaderBench
-
-    return ReaderBench
-
-
-def _feed_bench() -> type:
-    from vlatune.bench.options import FeedBench
-
-    return FeedBench
-
-
-def _step_bench() -> type:
-    from vlatune.bench.options import StepBench
-
-    return StepBench
-
-
-def _resume_bench() -> type:
-    from vlatune.bench.options import ResumeBench
-
-    return ResumeBench
-
-
-def _train_bench() -> type:
-    from vlatune.bench.options import TrainBench
-
-    return TrainBench
+def run_benchmark(name: str, options: Any) -> None:
+    match name:
+        case "reader":
+            from vlatune.bench.reader.reader_bench import run
+        case "feed":
+            from vlatune.bench.feed.feed_bench import run
+        case "step":
+            from vlatune.bench.step.step_bench import run
+        case "resume":
+            from vlatune.bench.resume.resume_bench import run
+        case _:
+            from vlatune.bench.train.train_bench import run
+    run(options)
 
 
 def _inspect_options() -> type:
@@ -276,11 +232,14 @@ COMMANDS = {
 }
 
 BENCHMARKS = {
-    "reader": Command("how near to the decoder's limit a dataset is read", flags=_reader_bench, call=bench_reader),
-    "feed": Command("whether a consumer is kept fed, and nothing spills", flags=_feed_bench, call=bench_feed),
-    "step": Command("what a micro-step of a policy costs, and how often it waits", flags=_step_bench, call=bench_step),
-    "resume": Command("what a checkpoint and a killed process cost", flags=_resume_bench, call=bench_resume),
-    "train": Command("the whole, end to end, against `lerobot-train` itself", flags=_train_bench, call=bench_train),
+    name: Command(description, flags=lambda own=settings: own, call=partial(run_benchmark, name))
+    for name, settings, description in (
+        ("reader", ReaderBench, "how near to the decoder's limit a dataset is read"),
+        ("feed", FeedBench, "whether a consumer is kept fed, and nothing spills"),
+        ("step", StepBench, "what a micro-step of a policy costs, and how often it waits"),
+        ("resume", ResumeBench, "what a checkpoint and a killed process cost"),
+        ("train", TrainBench, "the whole, end to end, against `lerobot-train` itself"),
+    )
 }
 """Commands of two words, `bench NAME`, with flags of their own."""
 
