@@ -19,7 +19,7 @@ pytestmark = pytest.mark.early
 PROGRAM = """
 import os, signal
 from pathlib import Path
-import vlatune.dataset.synthetic.generate, vlatune.demo, vlatune.policies.pi05.small
+import vlatune.dataset.synthetic.generate, vlatune.demo, vlatune.policies.small_models
 from vlatune.config import *
 from vlatune.run_setup import load_metas
 from vlatune.train.driver.tiny_base import with_base
@@ -32,7 +32,7 @@ def run_and_die(work, module, name):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
-small = vlatune.policies.pi05.small
+small = vlatune.policies.small_models
 """
 """A process that imports torch once, and dies several times."""
 

@@ -42,6 +42,7 @@ def _walker(monkeypatch):
     monkeypatch.setitem(registry.PACKAGES, "walker", "walker")
     monkeypatch.setattr(registry, "get_policy", lambda name: CARD if name == "walker" else found(name))
     monkeypatch.setattr("vlatune.config.get_policy", registry.get_policy)
+    monkeypatch.setattr("vlatune.config_checks.get_policy", registry.get_policy)
     monkeypatch.setattr("vlatune.recipes.get_policy", registry.get_policy)
 
 

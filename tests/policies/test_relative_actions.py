@@ -27,6 +27,7 @@ from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import in_own_units, predict
 from vlatune.flags import parse_flags
 from vlatune.pipeline.transforms import RelativeActions, apply_all
+from vlatune.policies.base import Fit
 from vlatune.policies.normalisation import relative_dims
 from vlatune.policies.pi05.small import make_small
 from vlatune.policies.pi05.weights import KINDS
@@ -60,12 +61,7 @@ def base(request, dataset_v3, tmp_path_factory) -> Path:
     folder = make_small(
         KINDS[request.param],
         tmp_path_factory.mktemp("relative") / "base",
-        cameras=meta.cameras,
-        state_dim=state,
-        action_dim=action,
-        horizon=HORIZON,
-        image_size=48,
-        tasks=meta.tasks,
+        Fit(tuple(meta.cameras), state, action, horizon=HORIZON, image_size=48, tasks=tuple(meta.tasks), seed=0),
     )
     edit(folder / "config.json", turn_on)
     return folder

@@ -17,8 +17,9 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, SLOT, STATE, TASK, Columns
 from vlatune.bench.options import StepBench
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Binding, Draw, Fit, PolicyAdapter, PolicySpec
+from vlatune.policies.model_size import write_size
 from vlatune.policies.pi05.load import CLASSES, parse_config
-from vlatune.policies.pi05.size import Pi05Size, building_at, read_size, write_size
+from vlatune.policies.pi05.size import Pi05Size, building_at, read_size
 from vlatune.policies.pi05.small import init_for_scratch
 from vlatune.policies.registry import get_adapter
 

@@ -168,6 +168,15 @@ def folder_name(optimizer_step: int) -> str:
     return f"{optimizer_step:08d}"
 
 
+def begin_aside(folder: Path, optimizer_step: int) -> Path:
+    """An empty folder in which to write a checkpoint; what a killed process left of it goes."""
+    refuse_link(folder)
+    aside = folder / f"{ASIDE}{folder_name(optimizer_step)}"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
 class LocalStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -202,11 +211,7 @@ class LocalStore:
 
     def begin(self, optimizer_step: int) -> Path:
         """An empty folder in which to write, on the filesystem of the checkpoints."""
-        refuse_link(self.folder)
-        aside = self.folder / f"{ASIDE}{folder_name(optimizer_step)}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        return aside
+        return begin_aside(self.folder, optimizer_step)
 
     def commit(self, optimizer_step: int, aside: Path, on_phase: OnPhase) -> None:
         """Make what was written the checkpoint of this step.

@@ -26,6 +26,7 @@ from vlatune.checkpoint.local_store import (
     Manifest,
     OnPhase,
     Score,
+    begin_aside,
     compare_entry,
     find_problem,
     folder_name,
@@ -248,11 +249,7 @@ class RemoteStore:
 
     def begin(self, optimizer_step: int) -> Path:
         """An empty folder of this machine in which to write what will be sent."""
-        refuse_link(self.staging)
-        aside = self.staging / f"{ASIDE}{folder_name(optimizer_step)}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        return aside
+        return begin_aside(self.staging, optimizer_step)
 
     def commit(self, optimizer_step: int, aside: Path, on_phase: OnPhase) -> None:
         """Send everything, the manifest last. A whole checkpoint that is already there stays, as in a folder."""

@@ -22,14 +22,16 @@ from vlatune.policies.processors import CONFIG
 from vlatune.policies.weight_files import StoredTensor
 
 
-def decode_config[C](folder: Path, config_class: type[C]) -> C:
-    """config.json as LeRobot parses it, whose own way leaves a file behind in the folder for temporary files.
+def decode_config[C](folder: Path, config_class: type[C], overrides: Mapping[str, Any] | None = None) -> C:
+    """config.json as LeRobot parses it, with values of a run's own; LeRobot's way leaves a file behind in the folder for
+    temporary files.
 
     An option of another version of LeRobot that is off has nothing to do here; one that is on is refused by its name.
     """
     stored = json.loads(read_file(folder, CONFIG))
     known = {field.name for field in fields(config_class)}  # pyright: ignore[reportArgumentType]
     given = {key: value for key, value in stored.items() if key in known or (value and key != "type")}
+    given |= overrides or {}
     try:
         return draccus.decode(config_class, given)
     except Exception as error:  # draccus raises kinds of its own; each means: this LeRobot does not know this config

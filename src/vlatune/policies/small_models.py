@@ -5,17 +5,21 @@ from a hub for it.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.processor import TokenizerProcessorStep
-from lerobot.utils.constants import OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_STATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
+
+from vlatune.files import whole_folder
+from vlatune.policies.base import Fit
+from vlatune.policies.model_size import ModelSize, write_size
 
 TOKENIZER_FOLDER = "tokenizer"
 ATTENTION_GAIN = 1.25  # of queries and keys each: a head looks at a few tokens, not at all of them alike
@@ -48,18 +52,52 @@ def prompt_length(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) ->
     return round_up(max(len(tokenizer.encode(prompt)) for prompt in prompts), 8)
 
 
-def input_features(cameras: Sequence[str], state_dim: int, image_size: int) -> dict[str, PolicyFeature]:
-    images = {camera: PolicyFeature(FeatureType.VISUAL, (3, image_size, image_size)) for camera in cameras}
-    return images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (state_dim,))}
+def fitted(fit: Fit) -> dict[str, Any]:
+    """What the datasets decide of LeRobot's config."""
+    images = {camera: PolicyFeature(FeatureType.VISUAL, (3, fit.image_size, fit.image_size)) for camera in fit.cameras}
+    return {
+        "input_features": images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (fit.state_dim,))},
+        "output_features": {ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
+        "device": "cpu",
+        "push_to_hub": False,
+    }
 
 
-def tokenizer_step(folder: Path, place: Path, *, max_length: int, padding: str) -> TokenizerProcessorStep:
-    """LeRobot's, which names its tokenizer by a path: `place` is where `folder` will lie in the end."""
-    step = TokenizerProcessorStep(
-        tokenizer_name=str(folder), max_length=max_length, padding_side="right", padding=padding
-    )
-    step.tokenizer_name = str(place)
-    return step
+def chunk_of(fit: Fit) -> dict[str, int]:
+    """Its length in LeRobot's config: a run's own, or the small twin's."""
+    horizon = fit.overrides.get("chunk_size", fit.horizon)
+    return {"chunk_size": horizon, "n_action_steps": horizon}
+
+
+def write_base(
+    folder: Path,
+    policy: Any,
+    size: ModelSize,
+    tokenizer: PreTrainedTokenizerFast,
+    make_processors: Callable[[Any, TokenizerProcessorStep], Iterable[Any]],
+    *,
+    padding: str,
+    place: Path | None = None,
+) -> Path:
+    """Write the base model's folder, whole or not at all, and return it; `make_processors` takes its config and the step
+    that tokenises.
+
+    `place` is where the folder will lie in the end, if somewhere else: LeRobot's processor names its tokenizer by its path.
+    """
+    with whole_folder(folder) as aside:
+        tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
+        policy.save_pretrained(aside)
+        write_size(aside, size)
+        tokenize = TokenizerProcessorStep(
+            tokenizer_name=str(aside / TOKENIZER_FOLDER),
+            max_length=policy.config.tokenizer_max_length,
+            padding_side="right",
+            padding=padding,
+        )
+        tokenize.tokenizer_name = str((place or folder).resolve() / TOKENIZER_FOLDER)
+        for pipeline in make_processors(policy.config, tokenize):
+            pipeline.save_pretrained(aside)
+    return folder
 
 
 def init_layers(layers: Iterable[Any]) -> None:

@@ -14,7 +14,8 @@ from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Draw
-from vlatune.policies.pi05.size import Pi05Size, building_at, read_size, write_size
+from vlatune.policies.model_size import write_size
+from vlatune.policies.pi05.size import Pi05Size, building_at, read_size
 from vlatune.policies.pi05.weights import PI05, Kind
 from vlatune.run_setup import Setup, make_setup
 
@@ -48,13 +49,14 @@ SIZE = Pi05Size(
 
 
 def make_base(folder: Path, size: Pi05Size, *, kind: Kind = PI05, **settings: Any) -> Path:
-    """A LeRobot folder at a size, with random weights that let every part speak; `settings` as of make_small."""
+    """A LeRobot folder at a size, with random weights that let every part speak; `settings` as of a `Fit`."""
     from lerobot.configs import PreTrainedConfig
 
+    from vlatune.policies.base import Fit
     from vlatune.policies.pi05.load import CLASSES
     from vlatune.policies.pi05.small import make_small
 
-    make_small(kind, folder, **settings)
+    make_small(kind, folder, Fit(**{"seed": 0, **settings}))
     config: Any = PreTrainedConfig.from_pretrained(folder)
     with building_at(size):
         policy = CLASSES[kind.type][1](config)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from lerobot.policies.pi05 import PI05Config, modeling_pi05
 
-from vlatune.policies.pi05.size import SIZE_FILE, Pi05Size, building_at, read_size, write_size
+from vlatune.policies.model_size import SIZE_FILE, write_size
+from vlatune.policies.pi05.size import Pi05Size, building_at, read_size
 
 TINY = Pi05Size(
     width=24,

@@ -14,7 +14,8 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, IMAGE_PREFIX, NOISE, STATE, TIM
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.policies.base import Fit
-from vlatune.policies.smolvla.smolvla_size import KNOWN, SIZE_FILE, SmolVLMSize, building_at, write_size
+from vlatune.policies.model_size import SIZE_FILE, write_size
+from vlatune.policies.smolvla.smolvla_size import KNOWN, SmolVLMSize, building_at
 from vlatune.policies.smolvla.smolvla_small import make_smolvla
 from vlatune.run_setup import Setup, make_setup
 

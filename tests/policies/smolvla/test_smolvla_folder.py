@@ -29,6 +29,7 @@ from vlatune.flags import parse_flags
 from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.base import Fit
+from vlatune.policies.model_size import SIZE_FILE
 from vlatune.policies.processors import COMMON_CONFIG, PREPROCESSOR
 from vlatune.policies.smolvla import POLICY
 from vlatune.policies.smolvla.smolvla_adapter import SCHEMA, SmolVLAAdapter
@@ -36,7 +37,6 @@ from vlatune.policies.smolvla.smolvla_module import build_policy, plan_policy, s
 from vlatune.policies.smolvla.smolvla_size import (
     CONFIG_DEFAULTS,
     KNOWN,
-    SIZE_FILE,
     SmolVLASpec,
     building_at,
     expected_shapes,

@@ -23,7 +23,8 @@ from vlatune.config import EvalConfig, ExportConfig
 from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import predict
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.size import read_size, write_size
+from vlatune.policies.model_size import write_size
+from vlatune.policies.pi05.size import read_size
 from vlatune.run_setup import make_setup
 
 ERROR_FACTOR = 1.25

@@ -12,11 +12,10 @@ checkpoints carry them (`changing_buffers`).
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import draccus
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.diffusion import DiffusionConfig, DiffusionPolicy
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
-from vlatune.files import read_file, real_path, whole_folder
+from vlatune.files import real_path, whole_folder
 from vlatune.policies.base import ModuleOptions, Stats
 from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, DiffusionSpec
+from vlatune.policies.loading import decode_config
 from vlatune.policies.processors import CONFIG, plain_processors
 
 NORMALISE_EPS = 1e-8
@@ -211,18 +211,8 @@ def load_diffusion(
 
 def read_lerobot_config(folder: Path, overrides: Mapping[str, Any]) -> DiffusionConfig:
     """config.json as LeRobot parses it, with a run's own values. Weights of the backbone are in the folder: none are fetched."""
-    stored = json.loads(read_file(folder, CONFIG))
-    known = {field.name for field in fields(DiffusionConfig)}
-    given = {key: value for key, value in stored.items() if key in known}
-    given |= {**overrides, "pretrained_backbone_weights": None, "compile_model": False, "device": "cpu"}
-    try:
-        return draccus.decode(DiffusionConfig, given)
-    except Exception as error:  # draccus raises kinds of its own; each means: this LeRobot does not know this config
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise ValueError(
-            f"policy '{folder}': the installed LeRobot does not understand {CONFIG} ({reason}); was it written by another "
-            f"version?"
-        ) from error
+    ours = {"pretrained_backbone_weights": None, "compile_model": False, "device": "cpu"}
+    return decode_config(folder, DiffusionConfig, {**overrides, **ours})
 
 
 def build_policy(config: DiffusionConfig) -> DiffusionPolicy:

@@ -27,9 +27,10 @@ from vlatune.policies.base import (
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.binding import mixture_masks
 from vlatune.policies.flow_matching import FlowSpec, PadActions, camera_names, draw_flow
+from vlatune.policies.model_size import SIZE_FILE
 from vlatune.policies.normalisation import make_normalisers, make_relative
 from vlatune.policies.pi05.prompt import StatePrompt
-from vlatune.policies.pi05.size import SIZE_FILE, Pi05Size, read_size
+from vlatune.policies.pi05.size import Pi05Size, read_size
 from vlatune.policies.pi05.weights import PI05, Kind, find_tensors, model_names
 from vlatune.policies.processors import (
     ABSOLUTE_STEP,
@@ -109,18 +110,7 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         assert small
         from vlatune.policies.pi05.small import make_small
 
-        make_small(
-            self.kind,
-            folder,
-            cameras=fit.cameras,
-            state_dim=fit.state_dim,
-            action_dim=fit.action_dim,
-            horizon=fit.overrides.get("chunk_size", fit.horizon),
-            image_size=fit.image_size,
-            tasks=fit.tasks,
-            seed=fit.seed,
-            place=place,
-        )
+        make_small(self.kind, folder, fit, place=place)
 
     def make_transforms(self, spec: FlowSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, make actions relative where asked for, normalise, prompt, tokenise, pad, draw: as LeRobot's processors."""

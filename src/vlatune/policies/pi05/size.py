@@ -2,36 +2,31 @@
 
 LeRobot's policies take their widths from two named variants and write the vocabulary and the vision tower's shape
 into their constructors. Inside `building_at(size)` the same, unchanged classes are built at `size`: only the configs that
-they are given differ. A `pretrained_model` folder of such a model carries its size in SIZE_FILE beside config.json.
+they are given differ (`model_size.py` has what is common to sizes, and the file that carries one).
 
 Fixed by LeRobot's attention code and therefore no fields: 8 query heads, 1 key/value head, and one depth and one
 head_dim for language model and action expert. LeRobot is imported where a model is built: sizes alone are read without.
 """
 
-import dataclasses
-import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from vlatune.files import parse_json, read_file
-from vlatune.limits import check_limit
-
-SIZE_FILE = "vlatune_size.json"
+from vlatune.policies.model_size import ModelSize, read_size_file, replaced_names
 
 NUM_HEADS = 8
 NUM_KV_HEADS = 1
 
-# One builder at a time: the names of a module belong to the whole process.
-_building = threading.RLock()
-
 
 @dataclass(frozen=True)
-class Pi05Size:
-    """Every number that decides a parameter's shape; the defaults are the published PI0.5, and the published PI0."""
+class Pi05Size(ModelSize):
+    """The defaults are the published PI0.5, and the published PI0."""
+
+    title = "PI0.5"
+    multiples: ClassVar[Mapping[str, str]] = {"vision_width": "vision_heads"}
+    even = ("head_dim", "expert_width")
 
     width: int = 2048
     """Hidden size of the language model, and what the vision tower is projected to."""
@@ -58,19 +53,6 @@ class Pi05Size:
     vocab_size: int = 257_152
     """Rows of the token embedding."""
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            _require(isinstance(value, int) and value >= 1, f"{field.name}={value!r}: must be an integer above 0")
-            check_limit("model_depth" if "depth" in field.name else "model_width", value, f"{field.name}:")
-        _require(
-            self.vision_width % self.vision_heads == 0,
-            f"vision_width={self.vision_width}: must be a multiple of vision_heads={self.vision_heads}",
-        )
-        for name in ("head_dim", "expert_width"):
-            value = getattr(self, name)
-            _require(value % 2 == 0, f"{name}={value}: must be even (its position code pairs sines with cosines)")
-
     @property
     def vision_weights(self) -> int:
         """Of the vision tower's layers."""
@@ -90,19 +72,6 @@ class Pi05Size:
         attention = width * self.head_dim * 2 * (NUM_HEADS + NUM_KV_HEADS)
         return self.depth * (attention + 3 * width * mlp_dim)
 
-    def to_json(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Pi05Size":
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}, expected an object")
-        if values.keys() != names:
-            unknown, missing = sorted(values.keys() - names), sorted(names - values.keys())
-            raise ValueError(f"a PI0.5 size needs exactly {sorted(names)}; unknown: {unknown}, missing: {missing}")
-        return cls(**values)
-
 
 @contextmanager
 def building_at(size: Pi05Size) -> Iterator[None]:
@@ -113,39 +82,22 @@ def building_at(size: Pi05Size) -> Iterator[None]:
     from lerobot.policies.pi0 import modeling_pi0
     from lerobot.policies.pi05 import modeling_pi05
 
-    with _building:
-        replaced = {
-            (modeling, name): make_at(modeling, size)
-            for modeling in (modeling_pi05, modeling_pi0)
-            for name, make_at in (
-                ("get_gemma_config", _gemma_config_at),
-                ("PaliGemmaForConditionalGenerationWithPiGemma", _paligemma_at),
-                ("PiGemmaForCausalLM", _expert_at),
-            )
-        }
-        originals = {(modeling, name): getattr(modeling, name) for modeling, name in replaced}
-        try:
-            for (modeling, name), replacement in replaced.items():
-                setattr(modeling, name, replacement)
-            yield
-        finally:
-            for (modeling, name), original in originals.items():
-                setattr(modeling, name, original)
+    replaced = {
+        (modeling, name): make_at(modeling, size)
+        for modeling in (modeling_pi05, modeling_pi0)
+        for name, make_at in (
+            ("get_gemma_config", _gemma_config_at),
+            ("PaliGemmaForConditionalGenerationWithPiGemma", _paligemma_at),
+            ("PiGemmaForCausalLM", _expert_at),
+        )
+    }
+    with replaced_names(replaced):
+        yield
 
 
 def read_size(folder: Path) -> Pi05Size | None:
     """The size that lies in a pretrained_model folder, or None: then the model is of standard size."""
-    path = folder / SIZE_FILE
-    if not path.exists():
-        return None
-    try:
-        return Pi05Size.from_json(parse_json(read_file(folder, SIZE_FILE), "it"))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def write_size(folder: Path, size: Pi05Size) -> None:
-    (folder / SIZE_FILE).write_text(json.dumps(size.to_json(), indent=2) + "\n")
+    return read_size_file(folder, Pi05Size)
 
 
 def _gemma_config_at(modeling: Any, size: Pi05Size):
@@ -190,8 +142,3 @@ def _expert_at(modeling: Any, size: Pi05Size):
         return original(config=config)
 
     return make_expert
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(f"PI0.5 size: {message}")

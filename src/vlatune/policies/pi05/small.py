@@ -11,34 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.pi0.processor_pi0 import Pi0NewLineProcessor
 from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
 from lerobot.processor import (
     AbsoluteActionsProcessorStep,
     RelativeActionsProcessorStep,
+    TokenizerProcessorStep,
     make_default_policy_processor_steps,
     make_policy_processor_pipelines,
 )
-from lerobot.utils.constants import ACTION
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from vlatune.files import whole_folder
+from vlatune.policies.base import Fit
 from vlatune.policies.pi05.load import CLASSES, PiPolicy
 from vlatune.policies.pi05.prompt import NUM_STATE_BINS, make_prompt
-from vlatune.policies.pi05.size import Pi05Size, building_at, write_size
+from vlatune.policies.pi05.size import Pi05Size, building_at
 from vlatune.policies.pi05.weights import PI05, Kind
 from vlatune.policies.small_models import (
-    TOKENIZER_FOLDER,
+    chunk_of,
+    fitted,
     init_gain,
     init_layers,
     init_patches,
-    input_features,
     prompt_length,
     round_up,
-    tokenizer_step,
     train_tokenizer,
+    write_base,
 )
 from vlatune.policies.tokenizer import end_with_newline
 
@@ -66,56 +65,29 @@ def small_size(vocab_size: int, image_size: int) -> Pi05Size:
     )
 
 
-def make_small_pi05(folder: Path, **settings: Any) -> Path:
-    """`make_small` of a PI0.5."""
-    return make_small(PI05, folder, **settings)
+def make_small_pi05(folder: Path, *, seed: int = 0, **settings: Any) -> Path:
+    """`make_small` of a PI0.5, with the fields of its `Fit`."""
+    return make_small(PI05, folder, Fit(seed=seed, **settings))
 
 
-def make_small(
-    kind: Kind,
-    folder: Path,
-    *,
-    cameras: Sequence[str],
-    state_dim: int,
-    action_dim: int,
-    horizon: int,
-    image_size: int,
-    tasks: Sequence[str],
-    seed: int = 0,
-    place: Path | None = None,
-) -> Path:
-    """Write the base model's folder, whole or not at all, and return it; `cameras` are feature names such as observation.images.top.
-
-    `place` is where the folder will lie in the end, if somewhere else: LeRobot's processor names its tokenizer by its path.
-    """
-    write = end_with_newline if kind.has_state else partial(make_prompt, state_bins=[0] * state_dim)
-    prompts = sorted({write(task) for task in (*tasks, "")})
-    tokenizer = train_tokenizer(prompts) if kind.has_state else make_tokenizer(tasks)
+def make_small(kind: Kind, folder: Path, fit: Fit, *, place: Path | None = None) -> Path:
+    """Write the base model's folder, whole or not at all, and return it; `place` as in `write_base`."""
+    write = end_with_newline if kind.has_state else partial(make_prompt, state_bins=[0] * fit.state_dim)
+    prompts = sorted({write(task) for task in (*fit.tasks, "")})
+    tokenizer = train_tokenizer(prompts) if kind.has_state else make_tokenizer(fit.tasks)
     config_class, policy_class = CLASSES[kind.type]
     config = config_class(
-        chunk_size=horizon,
-        n_action_steps=horizon,
-        image_resolution=(image_size, image_size),
+        **chunk_of(fit),
+        **fitted(fit),
+        image_resolution=(fit.image_size, fit.image_size),
         tokenizer_max_length=prompt_length(tokenizer, prompts),
-        input_features=input_features(cameras, state_dim, image_size),
-        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (action_dim,))},
-        device="cpu",
-        push_to_hub=False,
     )
-    size = small_size(round_up(len(tokenizer), 64), image_size)
+    size = small_size(round_up(len(tokenizer), 64), fit.image_size)
     with building_at(size), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(fit.seed)
         policy = policy_class(config)
         init_for_scratch(policy)
-    with whole_folder(folder) as aside:
-        tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
-        policy.save_pretrained(aside)
-        write_size(aside, size)
-        for pipeline in _make_processors(
-            config, aside / TOKENIZER_FOLDER, (place or folder).resolve() / TOKENIZER_FOLDER
-        ):
-            pipeline.save_pretrained(aside)
-    return folder
+    return write_base(folder, policy, size, tokenizer, _make_processors, padding="max_length", place=place)
 
 
 def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -190,13 +162,10 @@ def _open_gate(dense: nn.Linear) -> None:
     nn.init.ones_(dense.bias[2 * width :])
 
 
-def _make_processors(config: Any, tokenizer_folder: Path, its_last_place: Path):
+def _make_processors(config: Any, tokenize: TokenizerProcessorStep):
     """LeRobot's pipelines for the policy, step by step, with this tokenizer in place of the hub's."""
     steps = make_default_policy_processor_steps(config)
     relative = RelativeActionsProcessorStep(enabled=False)
-    tokenize = tokenizer_step(
-        tokenizer_folder, its_last_place, max_length=config.tokenizer_max_length, padding="max_length"
-    )
     first, last = [steps.rename_observations, steps.add_batch_dim], [relative, steps.normalize]
     if config.type == "pi05":
         prompt = Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim)

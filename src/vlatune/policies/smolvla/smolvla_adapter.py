@@ -26,6 +26,7 @@ from vlatune.policies.base import (
 )
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import PadActions, camera_names, draw_flow
+from vlatune.policies.model_size import SIZE_FILE
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     PREPROCESSOR,
@@ -39,14 +40,7 @@ from vlatune.policies.processors import (
     is_size,
     is_text,
 )
-from vlatune.policies.smolvla.smolvla_size import (
-    CONFIG_DEFAULTS,
-    SIZE_FILE,
-    SmolVLASize,
-    SmolVLASpec,
-    find_tensors,
-    read_size,
-)
+from vlatune.policies.smolvla.smolvla_size import CONFIG_DEFAULTS, SmolVLASize, SmolVLASpec, find_tensors, read_size
 from vlatune.policies.tokenizer import NewlinePrompt, Tokenise, find_pad_id, find_tokenizer, tokenizer_settings
 
 if TYPE_CHECKING:

@@ -7,18 +7,16 @@ the weights. LeRobot and torch are imported where a model is built: sizes alone 
 """
 
 import dataclasses
-import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-from vlatune.files import parse_json, read_file
 from vlatune.limits import check_limit
 from vlatune.policies.flow_matching import FlowSpec
+from vlatune.policies.model_size import SIZE_FILE, ModelSize, read_size_file, replaced_names
 from vlatune.policies.weight_files import (
     Shapes,
     StoredTensor,
@@ -29,7 +27,6 @@ from vlatune.policies.weight_files import (
     tower_layer_shapes,
 )
 
-SIZE_FILE = "vlatune_size.json"
 VLM, EXPERT = "model.vlm_with_expert.vlm.", "model.vlm_with_expert.lm_expert."
 TEXT = f"{VLM}model.text_model."
 VISION_EPS, TEXT_EPS = 1e-6, 1e-5
@@ -54,18 +51,19 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
 }
 """What LeRobot takes where config.json leaves a key out (a test holds it to the real one)."""
 
-# One builder at a time: the names of a module belong to the whole process.
-_building = threading.RLock()
-
-
-def _require(condition: bool, message: str, where: str = "SmolVLM's size:") -> None:
-    if not condition:
-        raise ValueError(f"{where} {message}")
-
 
 @dataclass(frozen=True)
-class SmolVLMSize:
-    """Every number of the vision-language model that decides a parameter's shape; the defaults are SmolVLM2-500M's."""
+class SmolVLMSize(ModelSize):
+    """Of the vision-language model alone; the defaults are SmolVLM2-500M's."""
+
+    title = "SmolVLM"
+    multiples: ClassVar[Mapping[str, str]] = {
+        "width": "heads",
+        "vision_width": "vision_heads",
+        "heads": "kv_heads",
+        "image_size": "patch_size",
+    }
+    even = ("head_dim",)
 
     width: int = 960
     """Hidden size of the language model, and what the vision tower is projected to; a multiple of heads."""
@@ -95,30 +93,6 @@ class SmolVLMSize:
     """So many patches in a row and in a column become one image token."""
     vocab_size: int = 49_280
     """Rows of the token embedding."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-                f"{field.name}={value!r}: must be an integer above 0",
-            )
-            check_limit("model_depth" if "depth" in field.name else "model_width", value, f"{field.name}:")
-        whole = {"width": "heads", "vision_width": "vision_heads", "heads": "kv_heads", "image_size": "patch_size"}
-        for name, of in whole.items():
-            value, divisor = getattr(self, name), getattr(self, of)
-            _require(value % divisor == 0, f"{name}={value}: must be a multiple of {of}={divisor}")
-        _require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: must be even (its position code pairs two halves)")
-
-    @classmethod
-    def from_json(cls, values: Any) -> "SmolVLMSize":
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}, expected an object")
-        if values.keys() != names:
-            unknown, missing = sorted(values.keys() - names), sorted(names - values.keys())
-            raise ValueError(f"a SmolVLM's size needs exactly {sorted(names)}; unknown: {unknown}, missing: {missing}")
-        return cls(**values)
 
 
 KNOWN = {
@@ -226,10 +200,6 @@ def read_size(folder: Path, config: Mapping[str, Any]) -> SmolVLASize:
     return size
 
 
-def write_size(folder: Path, size: SmolVLMSize) -> None:
-    (folder / SIZE_FILE).write_text(json.dumps(dataclasses.asdict(size), indent=2) + "\n")
-
-
 def find_tensors(folder: Path, size: SmolVLASize) -> dict[str, StoredTensor]:
     """Every tensor of a policy of that size, by its name; whatever is missing, left over or of another shape is an error."""
     found = {stored.key: stored for stored in stored_tensors(folder)}
@@ -274,15 +244,8 @@ def building_at(size: SmolVLMSize) -> Iterator[None]:
         "AutoProcessor": _Answer(lambda: SimpleNamespace(tokenizer=tokens)),
         "AutoModelForImageTextToText": _Answer(_refuse_weights),
     }
-    with _building:
-        originals = {name: getattr(smolvlm_with_expert, name) for name in replaced}
-        try:
-            for name, replacement in replaced.items():
-                setattr(smolvlm_with_expert, name, replacement)
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(smolvlm_with_expert, name, original)
+    with replaced_names({(smolvlm_with_expert, name): answer for name, answer in replaced.items()}):
+        yield
 
 
 def vlm_config(size: SmolVLMSize) -> Any:
@@ -328,19 +291,19 @@ def _refuse_weights() -> Any:
     raise ValueError("load_vlm_weights: the weights of a policy are in its own folder; none are fetched beside them")
 
 
+def _require(condition: bool, message: str, where: str) -> None:
+    if not condition:
+        raise ValueError(f"{where} {message}")
+
+
 def _read_vlm(folder: Path, name: str) -> SmolVLMSize:
-    path = folder / SIZE_FILE
-    if path.exists():
-        try:
-            return SmolVLMSize.from_json(parse_json(read_file(folder, SIZE_FILE), "it"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-    if name in KNOWN:
-        return KNOWN[name]
+    found = read_size_file(folder, SmolVLMSize) or KNOWN.get(name)
+    if found is not None:
+        return found
     fields = ", ".join(field.name for field in dataclasses.fields(SmolVLMSize))
     raise ValueError(
         f"policy '{folder}': config.json names the vision-language model '{name}', whose size is not known here; known are "
-        f"{', '.join(KNOWN)}; for another, write its size to {path} ({fields})"
+        f"{', '.join(KNOWN)}; for another, write its size to {folder / SIZE_FILE} ({fields})"
     )
 
 

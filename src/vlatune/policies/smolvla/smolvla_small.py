@@ -10,30 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy
 from lerobot.processor import (
     NewLineTaskProcessorStep,
+    TokenizerProcessorStep,
     make_default_policy_processor_steps,
     make_policy_processor_pipelines,
 )
-from lerobot.utils.constants import ACTION
 from torch import nn
 
-from vlatune.files import whole_folder
 from vlatune.policies.base import Fit
 from vlatune.policies.small_models import (
-    TOKENIZER_FOLDER,
+    chunk_of,
+    fitted,
     init_gain,
     init_layers,
     init_patches,
-    input_features,
     prompt_length,
     round_up,
-    tokenizer_step,
     train_tokenizer,
+    write_base,
 )
-from vlatune.policies.smolvla.smolvla_size import SmolVLMSize, building_at, write_size
+from vlatune.policies.smolvla.smolvla_size import SmolVLMSize, building_at
 from vlatune.policies.tokenizer import end_with_newline
 
 OUT_GAIN = 0.7  # undoes the expert's last norm, so that the first guess of the flow is about the noise itself
@@ -61,9 +59,8 @@ def small_size(vocab_size: int, image_size: int) -> SmolVLMSize:
 
 
 def make_smolvla(folder: Path, fit: Fit, *, small: bool = True, place: Path | None = None) -> Path:
-    """Write the base model's folder, whole or not at all, and return it; not `small`: of the published size.
-
-    `place` is where the folder will lie in the end, if somewhere else: LeRobot's processor names its tokenizer by its path.
+    """Write the base model's folder, whole or not at all, and return it; not `small`: of the published size. `place` as in
+    `write_base`.
     """
     prompts = sorted({end_with_newline(task) for task in (*fit.tasks, "")})
     tokenizer = train_tokenizer(prompts)
@@ -71,33 +68,17 @@ def make_smolvla(folder: Path, fit: Fit, *, small: bool = True, place: Path | No
     config.tokenizer_max_length = prompt_length(tokenizer, prompts) if small else config.tokenizer_max_length
     size = small_size(round_up(len(tokenizer), 64), fit.image_size) if small else SmolVLMSize()
     policy = make_policy(config, size, fit.seed)
-    with whole_folder(folder) as aside:
-        tokenizer.save_pretrained(aside / TOKENIZER_FOLDER)
-        policy.save_pretrained(aside)
-        write_size(aside, size)
-        for pipeline in make_processors(
-            config, aside / TOKENIZER_FOLDER, (place or folder).resolve() / TOKENIZER_FOLDER
-        ):
-            pipeline.save_pretrained(aside)
-    return folder
+    return write_base(folder, policy, size, tokenizer, make_processors, padding=config.pad_language_to, place=place)
 
 
 def _config(fit: Fit, *, small: bool) -> SmolVLAConfig:
-    horizon = fit.overrides.get("chunk_size", fit.horizon)
     sizes: dict[str, Any] = {
-        "chunk_size": horizon,
-        "n_action_steps": horizon,
+        **chunk_of(fit),
         "resize_imgs_with_padding": (fit.image_size, fit.image_size),
         "num_vlm_layers": DEPTH,
         "expert_width_multiplier": 1.0,
     }
-    return SmolVLAConfig(
-        **(sizes if small else {}),
-        input_features=input_features(fit.cameras, fit.state_dim, fit.image_size),
-        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
-        device="cpu",
-        push_to_hub=False,
-    )
+    return SmolVLAConfig(**(sizes if small else {}), **fitted(fit))
 
 
 def make_policy(config: SmolVLAConfig, size: SmolVLMSize, seed: int) -> SmolVLAPolicy:
@@ -158,12 +139,9 @@ def _pass_noise(model: Any) -> None:
     action_out.weight.data.copy_(OUT_GAIN * noise.T)
 
 
-def make_processors(config: SmolVLAConfig, tokenizer_folder: Path, its_last_place: Path):
+def make_processors(config: SmolVLAConfig, tokenize: TokenizerProcessorStep):
     """LeRobot's pipelines for SmolVLA, step by step, with this tokenizer in place of the hub's."""
     steps = make_default_policy_processor_steps(config)
-    tokenize = tokenizer_step(
-        tokenizer_folder, its_last_place, max_length=config.tokenizer_max_length, padding=config.pad_language_to
-    )
     return make_policy_processor_pipelines(
         input_steps=[
             steps.rename_observations,
