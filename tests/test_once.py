@@ -42,8 +42,11 @@ KEPT = {
     "generate.py: @lru_cache": "pure, over numbers",
     "images.py: _streams": "by the file's version",
     "ray_internals.py: @cache": "what the installed Ray has",
+    "ray_internals.py: OFTEN": "how many turns are under way now: none between two runs",
+    "remote_file.py: edges": "by the object and its version",
     "remote_fs.py: _instances": "by the options and the variables that it was made of",
     "tables.py: _cache": "by the file's version",
+    "watchdog.py: _mine": "a thread to make calls in; what it was given goes with the call",
     "watchdog.py: _of_parent": "threads of the process that forked this one: kept from being let go, never asked",
     "tokenizer.py: @lru_cache": "by the versions of the files",
 }
@@ -52,7 +55,8 @@ EMPTY = ("{}", "[]", "set()", "dict()", "list()", "OrderedDict()", "deque()")
 
 
 def kept_by(name: str, tree: ast.Module) -> Iterator[str]:
-    """Caches of functions, and collections that begin empty at the top of a module: somebody fills them."""
+    """Caches of functions; at the top of a module, collections that begin empty, which somebody fills, and instances of
+    classes that may change."""
     short = name.rpartition("/")[2]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -60,10 +64,18 @@ def kept_by(name: str, tree: ast.Module) -> Iterator[str]:
             yield from (f"{short}: @{one}" for one in called if one in ("cache", "lru_cache"))
         elif isinstance(node, ast.Global):
             yield from (f"{short}: global {one}" for one in node.names)
+    changing = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not is_frozen(node)} | {"local"}
     for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and ast.unparse(node.value) in EMPTY:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        made = ast.unparse(node.value.func).rpartition(".")[2] if isinstance(node.value, ast.Call) else ""
+        if ast.unparse(node.value) in EMPTY or made in (*changing, "defaultdict", "WeakValueDictionary"):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             yield f"{short}: {ast.unparse(target)}"
+
+
+def is_frozen(node: ast.ClassDef) -> bool:
+    return any("frozen=True" in ast.unparse(one) for one in node.decorator_list)
 
 
 CONSTANTS = {"base.py: NO_STATS", "base.py: NO_OVERRIDES"}
@@ -77,7 +89,9 @@ def test_what_a_process_keeps_is_known() -> None:
 
 def test_the_search_sees_what_is_kept() -> None:
     code = "import x\na: dict[int, str] = {}\nb = OrderedDict()\n@x.lru_cache(maxsize=4)\ndef f():\n    global g\nC = {1: 2}"
-    assert set(kept_by("d/m.py", ast.parse(code))) == {"m.py: a", "m.py: b", "m.py: @lru_cache", "m.py: global g"}
+    code += "\nclass D: ...\n@dataclass(frozen=True)\nclass E: ...\nd = D()\ne = E()\nh = threading.local()"
+    found = {"m.py: a", "m.py: b", "m.py: @lru_cache", "m.py: global g", "m.py: d", "m.py: h"}
+    assert set(kept_by("d/m.py", ast.parse(code))) == found
 
 
 def test_a_tokenizer_that_was_replaced_is_read_anew(small_base, tmp_path) -> None:
