@@ -1,5 +1,6 @@
 """The demo's parts that stay: broken off at any moment, the next demo makes whole ones."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,16 @@ def test_a_dataset_that_was_broken_off_is_made_anew_and_is_in_nobodys_way(broken
     demo.ensure_dataset(folder, seed=0)
     assert len(load_meta(str(folder)).episodes.length) == 2
     check_run(RunConfig(output_dir=str(folder.parent)))  # the run's folder holds nothing that would stop it
+
+
+def test_what_a_killed_demo_left_stops_no_start_though_a_process_has_its_number_again(tmp_path):
+    """As in a container, where the first processes always have the same numbers."""
+    left = tmp_path / f".dataset.{os.getppid()}.partial"
+    left.mkdir()
+    check_run(RunConfig(output_dir=str(tmp_path)))
+    (tmp_path / f".notes.{os.getppid()}.partial").mkdir()
+    with pytest.raises(ValueError, match="is not empty and holds no run"):
+        check_run(RunConfig(output_dir=str(tmp_path)))
 
 
 def test_what_a_living_process_writes_aside_is_let_be(tmp_path):

@@ -20,6 +20,7 @@ from vlatune import cli, run_setup
 from vlatune.batch import TASK, TOKENS
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.dataset.storage import checksums
 from vlatune.dataset.storage.checksums import CHECKSUMS
 from vlatune.dataset.storage.remote_fs import filesystem_for
 from vlatune.dataset.storage.root import Root
@@ -129,11 +130,9 @@ def test_checksums_of_a_store_are_those_of_now(dataset_v3) -> None:
     root, name = Root(url), load_meta(url).data_path(0)  # none yet
 
     def upload(data: bytes) -> None:
-        sums = {one.relative_to(dataset_v3).as_posix(): one for one in dataset_v3.rglob("*") if one.is_file()}
-        listed = {one: hashlib.sha256(path.read_bytes()).hexdigest() for one, path in sums.items()}
-        listed[name] = hashlib.sha256(data).hexdigest()
+        sums = listed(dataset_v3) | {name: hashlib.sha256(data).hexdigest()}
         memory.pipe(f"/once-{os.getpid()}/{name}", data)
-        memory.pipe(f"/once-{os.getpid()}/{CHECKSUMS}", json.dumps({"sha256": listed}).encode())
+        memory.pipe(f"/once-{os.getpid()}/{CHECKSUMS}", json.dumps({"sha256": sums}).encode())
 
     upload(b"first")
     load_meta(url)  # another run
@@ -144,6 +143,28 @@ def test_checksums_of_a_store_are_those_of_now(dataset_v3) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         root.read_bytes(name)
     memory.rm(f"/once-{os.getpid()}", recursive=True)
+
+
+def test_a_worker_that_looked_before_checksums_were_there_uses_them_in_the_next_run(dataset_v3, monkeypatch) -> None:
+    """What a process remembers gives way to what the run's root says; processes of Ray live longer than a run."""
+    place, memory = f"/later-{os.getpid()}", fsspec.filesystem("memory")
+    memory.put(str(dataset_v3), place, recursive=True)
+    before = load_meta(f"memory:/{place}")
+    name = before.data_path(0)
+    before.root.read_bytes(name)
+    of_worker = dict(checksums._sums)
+    memory.pipe(f"{place}/{CHECKSUMS}", json.dumps({"sha256": listed(dataset_v3) | {name: "0" * 64}}).encode())
+    now = load_meta(f"memory:/{place}")  # on the driver
+    monkeypatch.setattr(checksums, "_sums", of_worker)
+    assert before.root.read_bytes(name)
+    with pytest.raises(ValueError, match="is damaged"):
+        now.root.read_bytes(name)
+    memory.rm(place, recursive=True)
+
+
+def listed(folder: Path) -> dict[str, str]:
+    files = (one for one in folder.rglob("*") if one.is_file())
+    return {one.relative_to(folder).as_posix(): hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
 
 
 # One of each

@@ -4,7 +4,6 @@ Goes through the same functions as a real run: the dataset lies on disk in LeRob
 folder, `train` and `evaluate_run` are what `vlatune train` and `vlatune eval` call. What exists already is kept.
 """
 
-import re
 import shutil
 import time
 from dataclasses import replace
@@ -20,10 +19,9 @@ from vlatune.outgoing import progress_bar, say
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import DEFAULT_TYPE, Policy, get_policy
 from vlatune.recipes import get_recipe
-from vlatune.report.run_folder import BESIDE, CONFIG_FILE, REPORT_FILE, RUN_ENTRIES, read_settings
+from vlatune.report.run_folder import BESIDE, CONFIG_FILE, REPORT_FILE, RUN_ENTRIES, is_left_over, read_settings
 
 JOB_NAME = "demo"
-LEFT = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
 EPISODES, FRAMES, HORIZON, IMAGE_SIZE = 256, 20, 8, 48
 RECORDED_SIDE = 64
 """Pixels on a side of the world with one task, and it has one camera: policies without a prompt look at pictures as they were
@@ -70,8 +68,8 @@ def _clear_old_run(folder: Path) -> None:
     settings = read_settings(folder)
     if settings is None:  # no run yet: `train` looks at what else is there
         return
-    entries = list(folder.iterdir())
-    strange = sorted(entry.name for entry in entries if entry.name not in BESIDE and not _is_ours(entry.name))
+    entries, ours = list(folder.iterdir()), (*RUN_ENTRIES, *BESIDE)
+    strange = sorted(name for entry in entries if (name := entry.name) not in ours and not is_left_over(name))
     if strange or settings.get("job_name") != JOB_NAME:
         found = f"it holds '{strange[0]}'" if strange else f"its {CONFIG_FILE} is of another run"
         raise ValueError(
@@ -80,12 +78,6 @@ def _clear_old_run(folder: Path) -> None:
     for entry in entries:
         if entry.name not in BESIDE:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-
-
-def _is_ours(name: str) -> bool:
-    """What a run writes, and what a killed process left beside it: `.report.html.123.aside`, `.base.123.partial`."""
-    left = LEFT.fullmatch(name)
-    return name in RUN_ENTRIES or (left is not None and left[1] in (*RUN_ENTRIES, *BESIDE))
 
 
 def ensure_dataset(folder: Path, seed: int, *, sentences: bool = True) -> Path:

@@ -12,6 +12,7 @@ nothing in them is pickled.
 
 import io
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -228,6 +229,13 @@ RUN_ENTRIES = (
 """All that a run puts into its folder."""
 BESIDE = ("base", "dataset")
 """What the demo puts beside a run; runs only read it."""
+LEFT_OVER = re.compile(r"\.(.+)\.\d+\.(?:aside|partial)")
+
+
+def is_left_over(name: str) -> bool:
+    """What a killed process left beside an entry that it wrote aside: `.report.html.123.aside`, `.dataset.123.partial`."""
+    left = LEFT_OVER.fullmatch(name)
+    return left is not None and left[1] in (*RUN_ENTRIES, *BESIDE)
 
 
 @dataclass(frozen=True)

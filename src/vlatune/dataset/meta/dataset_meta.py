@@ -7,14 +7,14 @@ wrong that can be seen without opening data or video files is refused here, with
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from vlatune.dataset.meta import meta_v21, meta_v30
 from vlatune.dataset.meta.episodes import Episodes, check_episodes
 from vlatune.dataset.meta.meta_info import SUPPORTED, Feature, read_info
-from vlatune.dataset.storage.checksums import forget_sums
+from vlatune.dataset.storage.checksums import ask_sums
 from vlatune.dataset.storage.root import Root
 
 __all__ = ["SUPPORTED", "DatasetMeta", "Feature", "check_complete", "fill_template", "load_meta"]
@@ -69,7 +69,8 @@ class DatasetMeta:
 def load_meta(root: str | Root, *, argument: str = "the path") -> DatasetMeta:
     """Read `meta/` of the dataset at a folder or URL; messages call what the user gave by the name in `argument`."""
     root = Root(root) if isinstance(root, str) else root
-    forget_sums(root)
+    if root.has_checksums and not root.is_local:
+        root = replace(root, sums_version=ask_sums(root))
     info = read_info(root, argument=argument)
     layout = meta_v30 if info.version == "v3.0" else meta_v21
     video_keys = [name for name, feature in info.features.items() if feature.dtype == "video"]

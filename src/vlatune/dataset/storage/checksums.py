@@ -32,6 +32,8 @@ class Place(Protocol):
     def is_local(self) -> bool: ...
     @property
     def path(self) -> str: ...
+    @property
+    def sums_version(self) -> str | None: ...
     def version(self, name: str) -> str: ...
     def open_unverified(self, name: str) -> IO[bytes]: ...
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes: ...
@@ -71,15 +73,21 @@ def verify(root: Place, name: str) -> None:
     _verified[root.url, name] = version, found
 
 
-def forget_sums(root: Place) -> None:
-    """Before a dataset's metadata is read, which begins every run: checksums may have been added, or taken away."""
-    _sums.pop(root.url, None)
+def ask_sums(root: Place) -> str:
+    """Before a dataset's metadata is read, which begins every run: checksums may have been added, or taken away.
+
+    The version of those that hold for the run, empty for none; its root tells it to other processes, which may have asked in
+    an earlier run.
+    """
+    _sums_of(root, anew=True)
+    return _sums[root.url][0]
 
 
 def _sums_of(root: Place, *, anew: bool = False) -> dict[str, str]:
     """A folder is asked each time, which costs microseconds; a store once a run."""
-    if not root.is_local and not anew and root.url in _sums:
-        return _sums[root.url][1]
+    held = _sums.get(root.url)
+    if held is not None and not root.is_local and not anew and root.sums_version in (None, held[0]):
+        return held[1]
     try:
         version = root.version(CHECKSUMS)
     except (

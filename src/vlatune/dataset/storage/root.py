@@ -31,6 +31,8 @@ class Root:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     has_checksums: bool = True
     """Whether meta/checksums.json is looked for; a place for checkpoints has manifests instead."""
+    sums_version: str | None = field(default=None, compare=False, repr=False)
+    """Of a store's meta/checksums.json when the run began, empty where there was none; None: nobody has asked yet."""
 
     def __post_init__(self) -> None:
         if has_secret(self.url):  # the URL is part of messages, logs and reports

@@ -27,6 +27,7 @@ from vlatune.report.run_folder import (
     LOGS,
     WRITER_LOCK,
     RunFolder,
+    is_left_over,
     read_settings,
     write_settings,
 )
@@ -278,4 +279,5 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 def _only_ours(folder: Path) -> bool:
     """Nothing in it but what a start that was broken off leaves, or what the demo puts beside a run."""
-    return all(entry.name in (DRIVER_LOCK, WRITER_LOCK, LOGS, *BESIDE) for entry in folder.iterdir())
+    begun = (DRIVER_LOCK, WRITER_LOCK, LOGS, *BESIDE)
+    return all(entry.name in begun or is_left_over(entry.name) for entry in folder.iterdir())
