@@ -16,7 +16,7 @@ S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C ch
 | `time`                         | float32 | (N, K)       | transforms, likewise            |
 | `dataset_index`, `index`, `episode_index`, `frame_index` | int64 | (N,) | reader     |
 | `timestamp`                    | float32 | (N,)         | reader                          |
-| `slot`                         | int64   | (N,)         | plan: place in the worker's order |
+| `slot`                         | int64   | (N,)         | plan: place in the run's order    |
 | `action_dim_mask`              | bool    | (N, P)       | transforms, of several robots: dims that the row's robot has |
 | `camera_mask`                  | bool    | (N, cameras) | likewise: cameras that it has   |
 | `dataset`                      | int64   | (N,)         | likewise: `dataset_index`, for the device |
