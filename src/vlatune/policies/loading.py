@@ -19,7 +19,7 @@ from torch import nn
 
 from vlatune.files import read_file
 from vlatune.policies.processors import CONFIG
-from vlatune.policies.weight_files import StoredTensor
+from vlatune.policies.weight_files import StoredTensor, check_tensors, stored_tensors
 
 
 def decode_config[C](folder: Path, config_class: type[C], overrides: Mapping[str, Any] | None = None) -> C:
@@ -73,6 +73,15 @@ def fill(policy: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.d
             setattr(module, name, buffer.to(device))
 
 
+def fill_whole(policy: nn.Module, folder: Path, device: torch.device | str, title: str) -> None:
+    """The same for a model that is all on the meta device: its buffers are in the files, too, and both are held to each other."""
+    state, tensors = policy.state_dict(), {stored.key: stored for stored in stored_tensors(folder)}
+    check_tensors(folder, {name: tuple(one.shape) for name, one in state.items()}, tensors, title)
+    for name, tensor in read_tensors(tensors, state):
+        put(policy, name, tensor.to(device=device, dtype=state[name].dtype, copy=True))
+        del tensor
+
+
 def read_tensors(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The stored tensors, one at a time, file by file."""
     wanted = {name: tensors[name] for name in names}
@@ -84,10 +93,13 @@ def read_tensors(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> I
 
 
 def put(policy: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """In place of a parameter; whether it trains stays."""
+    """In place of a buffer, or of a parameter: whether that trains stays."""
     owner, _, leaf = name.rpartition(".")
-    filled = nn.Parameter(tensor, requires_grad=policy.get_parameter(name).requires_grad)
-    policy.get_submodule(owner).register_parameter(leaf, filled)
+    module = policy.get_submodule(owner)
+    if leaf in module._buffers:
+        module.register_buffer(leaf, tensor)
+        return
+    module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=policy.get_parameter(name).requires_grad))
 
 
 def round_input(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

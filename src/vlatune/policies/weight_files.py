@@ -57,6 +57,11 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
             ) from error
 
 
+def stored_shapes(folder: Path) -> Shapes:
+    """Name -> shape of every stored tensor."""
+    return {one.key: one.shape for one in stored_tensors(folder)}
+
+
 def check_tensors(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor], title: str) -> None:
     """Every tensor is there in its shape, and no other; `title` is what people call the policy."""
     missing = [name for name in wanted if name not in found]

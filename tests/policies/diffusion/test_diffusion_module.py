@@ -124,10 +124,9 @@ def test_lerobots_own_step_does_wait(case):
 
 
 def test_loading_the_loss_and_sampling_stay_on_the_device(case, monkeypatch):
-    from fake_cuda import CUDA, RealFile, _outside, fake_cuda, is_fake_cuda
+    from fake_cuda import CUDA, _outside, fake_cuda, is_fake_cuda
 
     monkeypatch.setattr(diffusion, "build_policy", _outside(diffusion.build_policy))
-    monkeypatch.setattr(diffusion, "safe_open", RealFile)
     monkeypatch.setattr(diffusion, "make_schedule", _outside(diffusion.make_schedule))
     setup = case.setup
     with fake_cuda():

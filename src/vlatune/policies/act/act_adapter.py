@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE
-from vlatune.files import real_path, whole_folder
+from vlatune.files import whole_folder
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.act.act_options import BACKBONES, OVERRIDES, PRETRAINED
-from vlatune.policies.act.act_spec import WEIGHTS, ActSpec, DrawLatent
+from vlatune.policies.act.act_spec import ActSpec, DrawLatent
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
@@ -41,6 +39,7 @@ from vlatune.policies.processors import (
     is_text,
     plain_processors,
 )
+from vlatune.policies.weight_files import stored_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -242,13 +241,7 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
 
 def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """The tensors that the config's numbers decide; all of them are held to the model when they are loaded."""
-    try:
-        with safe_open(real_path(folder, WEIGHTS), framework="np") as stored:
-            shapes = {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118  (it is no dict)
-    except FileNotFoundError as error:
-        raise ValueError(f"policy '{folder}': {WEIGHTS} is missing; fetch the base model anew") from error
-    except SafetensorError as error:
-        raise ValueError(f"policy '{folder}': {WEIGHTS} is damaged ({error}); fetch the base model anew") from error
+    shapes = stored_shapes(folder)
     for name, shape in _telling_shapes(config).items():
         if shapes.get(name) != shape:
             raise ValueError(

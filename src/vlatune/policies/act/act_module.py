@@ -28,6 +28,7 @@ from vlatune.pipeline.transforms import NORMALISE_EPS
 from vlatune.policies.act.act_options import PRETRAINED
 from vlatune.policies.act.act_spec import WEIGHTS, ActSpec
 from vlatune.policies.base import Stats
+from vlatune.policies.loading import fill_whole
 from vlatune.policies.normalisation import STATS_OF_MODE
 
 BACKBONE = "model.backbone."
@@ -171,33 +172,8 @@ def build_policy(config: Mapping[str, Any]) -> ACTPolicy:
 def load_act(spec: ActSpec, device: torch.device | str, stats: Stats) -> ActModule:
     """The policy of a folder on `device`, every weight trainable; its file is held to the model, tensor by tensor."""
     policy = build_policy(spec.config)
-    wanted = policy.state_dict()
-    with safe_open(real_path(spec.folder, WEIGHTS), framework="pt") as stored:
-        names = set(stored.keys())
-        odd = sorted(names ^ wanted.keys())
-        if odd:
-            raise ValueError(
-                f"policy '{spec.folder}': {WEIGHTS} and config.json are of different models: {len(odd)} tensors are in one of them only, "
-                f"as '{odd[0]}'; fetch the base model anew"
-            )
-        for name in wanted:
-            tensor = stored.get_tensor(name)
-            if tensor.shape != wanted[name].shape:
-                raise ValueError(
-                    f"policy '{spec.folder}': '{name}' has shape {tuple(tensor.shape)} in {WEIGHTS}, expected "
-                    f"{tuple(wanted[name].shape)}; fetch the base model anew"
-                )
-            _put(policy, name, tensor.to(device=device, dtype=torch.float32, copy=True))
+    fill_whole(policy, Path(spec.folder), device, "ACT")
     return ActModule(policy, spec, stats).to(device)
-
-
-def _put(policy: ACTPolicy, name: str, tensor: Tensor) -> None:
-    owner_name, _, leaf = name.rpartition(".")
-    owner = policy.get_submodule(owner_name)
-    if leaf in owner._parameters:
-        owner.register_parameter(leaf, nn.Parameter(tensor))
-    else:
-        owner.register_buffer(leaf, tensor)
 
 
 def save_new(folder: Path, config: Mapping[str, Any], seed: int, *, small: bool, fetch: bool) -> None:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME
-from vlatune.files import real_path
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import NO_OVERRIDES, NO_STATS, Binding, Draw, Fit, ModuleOptions, PolicyAdapter, Stats
 from vlatune.policies.base_folder import read_config, read_steps
@@ -35,6 +33,7 @@ from vlatune.policies.processors import (
     is_text,
 )
 from vlatune.policies.registry import get_policy
+from vlatune.policies.weight_files import stored_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -87,10 +86,11 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
         """What the folder says, if its weights can be those of such a policy."""
         config = with_defaults(read_config(folder, SCHEMA, overrides))
         read_steps(folder, SCHEMA)
+        shapes = stored_shapes(folder)
         try:
             check_config(config)
             spec = _make_spec(folder, config)
-            _check_weights(spec, config, read_shapes(folder))
+            _check_weights(spec, config, shapes)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
             said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"policy '{folder}': {said}") from error
@@ -123,7 +123,7 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
         height, width = spec.crop_hw or spec.image_hw
         looks = len(spec.observation_offsets or (0,)) * (len(spec.cameras) if spec.one_encoder else 1)
         total = 0.0
-        for name, shape in read_shapes(Path(spec.folder)).items():
+        for name, shape in stored_shapes(Path(spec.folder)).items():
             weights, layer = float(np.prod(shape)), re.search(r"\.backbone\.(\d)\.", name)
             if layer and len(shape) == 4:
                 stride = BACKBONE_STRIDE.get(layer[1], 32)
@@ -191,17 +191,6 @@ def new_settings(fit: Fit, *, small: bool) -> dict[str, Any]:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every stored tensor, out of the file's header."""
-    try:
-        with safe_open(real_path(folder, WEIGHTS), framework="np") as stored:
-            return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise ValueError(f"{WEIGHTS} is missing; fetch the base model anew") from error
-    except SafetensorError as error:
-        raise ValueError(f"{WEIGHTS} is damaged ({error}); fetch the base model anew") from error
 
 
 def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:

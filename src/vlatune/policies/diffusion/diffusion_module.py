@@ -19,16 +19,15 @@ from typing import Any
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.diffusion import DiffusionConfig, DiffusionPolicy
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
-from vlatune.files import real_path, whole_folder
+from vlatune.files import whole_folder
 from vlatune.policies.base import ModuleOptions, Stats
-from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, DiffusionSpec
-from vlatune.policies.loading import decode_config
-from vlatune.policies.processors import CONFIG, plain_processors
+from vlatune.policies.diffusion.diffusion_samples import DiffusionSpec
+from vlatune.policies.loading import decode_config, fill_whole
+from vlatune.policies.processors import plain_processors
 
 NORMALISE_EPS = 1e-8
 """LeRobot's `NormalizerProcessorStep.eps`."""
@@ -204,7 +203,7 @@ def load_diffusion(
     folder, device = Path(spec.folder), torch.device(device)
     policy = build_policy(read_lerobot_config(folder, spec.overrides))
     schedule = make_schedule(policy.diffusion, spec)
-    fill(policy, folder, device)
+    fill_whole(policy, folder, device, "Diffusion Policy")
     policy.config.gradient_checkpointing = options.gradient_checkpointing
     return DiffusionModule(policy, spec, schedule, stats)
 
@@ -222,30 +221,6 @@ def build_policy(config: DiffusionConfig) -> DiffusionPolicy:
     scheduler: Any = policy.diffusion.noise_scheduler
     policy.diffusion.noise_scheduler = type(scheduler).from_config(scheduler.config)
     return policy
-
-
-def fill(policy: DiffusionPolicy, folder: Path, device: torch.device) -> None:
-    """Every stored tensor in its place, one at a time; one that is missing, left over or of another shape is an error."""
-    places = policy.state_dict()
-    with safe_open(real_path(folder, WEIGHTS), framework="pt") as stored:
-        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        odd = sorted(shapes.keys() ^ places.keys()) or sorted(
-            name for name, shape in shapes.items() if shape != tuple(places[name].shape)
-        )
-        if odd:
-            raise ValueError(
-                f"policy '{folder}': {WEIGHTS} does not fit its {CONFIG}: '{odd[0]}' and {len(odd) - 1} more are missing, left "
-                f"over or of another shape; is it of another version of LeRobot?"
-            )
-        for name in shapes:
-            owner, _, leaf = name.rpartition(".")
-            # A copy: the stored tensor is a window onto the file, which may change.
-            tensor = stored.get_tensor(name).to(device=device, dtype=places[name].dtype, copy=True)
-            module = policy.get_submodule(owner)
-            if leaf in module._parameters:
-                module.register_parameter(leaf, nn.Parameter(tensor))
-            else:
-                module.register_buffer(leaf, tensor)
 
 
 def save_random(folder: Path, settings: dict[str, Any], seed: int) -> None:
