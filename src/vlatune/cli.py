@@ -65,7 +65,7 @@ def make_dataset(spec: Any, folder: str) -> None:
 
 def inspect(options: Any, *datasets: str) -> int:
     from vlatune.inspect.inspection import inspect_dataset, write_dataset_checksums
-    from vlatune.inspect.text import check_names, command_text, train_command
+    from vlatune.inspect.text import check_names, command_text, inspection_text, train_command
 
     names = options.rename_map
     with progress_bar("videos") as show:
@@ -76,8 +76,6 @@ def inspect(options: Any, *datasets: str) -> int:
         whole = each[0] if len(each) == 1 else {"datasets": each}
         print(json.dumps(whole | {"command": train_command(found, names)}), flush=True)
     else:
-        from vlatune.inspect.text import inspection_text
-
         width = shutil.get_terminal_size().columns
         texts = [*(inspection_text(one, width=width) for one in found), command_text(found, names)]
         say("\n\n".join(text for text in texts if text))
@@ -106,16 +104,14 @@ def train(config: RunConfig) -> None:
 
 
 def evaluate(options: EvalConfig, run_dir: str) -> None:
-    from vlatune.evaluate.evaluate_run import evaluate_run
+    from vlatune.evaluate.evaluate_run import eval_text, evaluate_run
+    from vlatune.report.run_folder import REPORT_FILE
 
     with progress_bar("batches") as show:
         figures = evaluate_run(Path(run_dir), options, on_batch=show)
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
-        from vlatune.evaluate.evaluate_run import eval_text
-        from vlatune.report.run_folder import REPORT_FILE
-
         say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / REPORT_FILE}")
 
 
