@@ -7,7 +7,8 @@ and when rows of a dataset with checksums come out changed. Of rows that change 
 
 Cases run one after the other in worker processes that are spawned, never forked: a fork of a process with threads may hang
 by itself, and then a hang would prove nothing. So a hang is the file's, it is run once, and the stacks of all threads are
-printed. A worker that died or hangs is replaced, and each has had enough after BATCH cases.
+printed. Seconds in which the kernel kept a case waiting for a core do not count: on a busy machine they say nothing of
+the file. A worker that died or hangs is replaced, and each has had enough after BATCH cases.
 """
 
 import argparse
@@ -338,6 +339,7 @@ class Worker:
         theirs.close()
         self.case: int | None = None
         self.done, self._begun_s, self._is_ready = 0, time.monotonic(), False
+        self._waited_s: dict[str, float] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -347,11 +349,25 @@ class Worker:
     def late_s(self) -> float:
         """How long it is overdue."""
         most_s = self._limit_s + KILL_S if self._is_ready else START_S
-        return -1.0 if self.is_idle else time.monotonic() - self._begun_s - most_s
+        return -1.0 if self.is_idle else self._seconds() - most_s
 
     def ask(self, case: int) -> None:
-        self.case, self._begun_s = case, time.monotonic()
+        self.case, self._begun_s, self._waited_s = case, time.monotonic(), self._waited()
         self.answers.send(case)
+
+    def _seconds(self) -> float:
+        """Since it was asked, without those in which the thread that waited longest for a core waited."""
+        waited = self._waited()
+        longest_s = max((waited[thread] - self._waited_s.get(thread, 0.0) for thread in waited), default=0.0)
+        return time.monotonic() - self._begun_s - longest_s
+
+    def _waited(self) -> dict[str, float]:
+        """Thread -> seconds in which it could have run and got no core; of those that are there."""
+        found = {}
+        for file in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
+            with suppress(OSError):
+                found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+        return found
 
     def answer(self) -> Outcome | None:
         """Its answer, when there is one to be had; EOFError when it is dead."""
@@ -387,7 +403,7 @@ class Worker:
     def _outcome(self, found: dict[str, str]) -> Outcome:
         assert self.case is not None
         kind, file, _ = choose(self._folder, self.case)
-        seconds = time.monotonic() - self._begun_s
+        seconds = self._seconds()
         if seconds > self._limit_s and found["result"] in GOOD:  # it came back in the moments that a hang gets
             found = {"result": "hang", "said": f"{seconds:.1f} s\n{self._text('stacks')}"}
         return Outcome(case=self.case, seconds=seconds, **{"kind": kind, "what": file, "said": "", **found})
