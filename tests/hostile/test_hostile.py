@@ -46,7 +46,7 @@ def not_refused(*_: object) -> None:
 
 def test_the_table_is_long_enough() -> None:
     """Inputs, each under one name, whatever commands it is shown to."""
-    ways = re.compile(r", (?:train|inspect|resume|export|report|eval|bench|--json|read_lerobot)$")
+    ways = re.compile(r", (?:train|inspect|resume|export|report|report of two|doctor|eval|bench|--json|read_lerobot)$")
     assert len({ways.sub("", case.name) for case in CASES}) >= 250
     assert {case.command.split()[0] for case in CASES} >= {
         "inspect",
@@ -58,6 +58,7 @@ def test_the_table_is_long_enough() -> None:
         "bench",
         "make-dataset",
         "demo",
+        "doctor",
     }
     assert len({(case.name, case.command) for case in CASES}) == len(CASES)
 
