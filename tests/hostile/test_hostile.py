@@ -6,13 +6,15 @@ as it is with `from vlatune import read_lerobot`: only then Arrow knows the type
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import ray.data  # noqa: F401 see above
-from bombs import a_group_without_end, a_sentence_of, at, column, one_byte, table
+from bombs import a_group_without_end, a_sentence_of, at, column, one_byte, renamed_camera, table
 from cases import CASES, DATA, INFO, NAN, OUT, TASKS, TRAIN, VIDEO
 from place import CANARY, READ, Case, Place, linked_out, updated
 
@@ -121,6 +123,42 @@ def test_checksums_are_written_and_verified(place: Place, capsys) -> None:
     one_byte(place.dataset / DATA)
     assert cli.main(["inspect", str(place.dataset), "--write_checksums=true"]) == 2
     assert "has errors, so that no meta/checksums.json is written" in capsys.readouterr().err
+
+
+SHELL_NAMES = (
+    "x$(mkdir code-ran)",
+    "x`mkdir code-ran`",
+    "x';mkdir code-ran;'",
+    'x";mkdir code-ran;"',
+    "x\nmkdir code-ran\n",
+)
+RECORDER = """#!/bin/sh
+printf '%s\\n' "$@" >> words
+"""
+
+
+@pytest.mark.parametrize("name", SHELL_NAMES)
+def test_a_command_that_is_shown_runs_nothing_else(place: Place, name: str, capsys, monkeypatch) -> None:
+    """Of `inspect` and `doctor`, for a camera that a stranger named; it is given to a shell as a person would paste it."""
+    renamed_camera(place.dataset, f"observation.images.{name}")
+    root = place.dataset.rename(place.folder / "data $(mkdir code-ran)")
+    monkeypatch.chdir(place.folder)
+    (place.folder / "vlatune").write_text(RECORDER)
+    (place.folder / "vlatune").chmod(0o700)
+    cli.main(["inspect", str(root), "--json"])
+    shown = [json.loads(capsys.readouterr().out)["command"]]
+    cli.main(
+        ["doctor", f"--dataset.root={root}", f"--policy.path={place.base}", "--batch_size=4", "--html=d.html", "--json"]
+    )
+    found = json.loads(capsys.readouterr().out)
+    shown += [found["command"], *(one["command"] for one in found["findings"])]
+    shown += [f"vlatune train {one['flags']}" for one in found["findings"] if one["flags"]]
+    env = {"PATH": f"{place.folder}:{os.environ['PATH']}"}
+    for text in filter(None, shown):
+        subprocess.run(["/bin/sh", "-c", text], env=env, capture_output=True, check=False)
+        subprocess.run(["/bin/sh", "-c", "".join(c if c.isprintable() else "?" for c in text)], env=env, check=False)
+    assert not (place.folder / "code-ran").exists()
+    assert "--rename_map=" in (place.folder / "words").read_text(), "nothing was shown"
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

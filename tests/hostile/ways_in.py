@@ -254,6 +254,19 @@ WRITES = [
     ),
 ]
 
+
+def augmented(kind: str, settings: str) -> Make:
+    """A config that trains on the place's dataset, with one kind of augmentation."""
+    transforms = f"{{enable: true, tfs: {{x: {{type: {kind}, kwargs: {settings}}}}}}}"
+
+    def make(place: Place) -> None:
+        data = f"dataset: {{root: [{place.dataset}], image_transforms: {transforms}}}"
+        run = f"batch_size: 4\noutput_dir: {place.folder / 'out'}\n"
+        (place.outside / "c.yaml").write_text(f"{data}\npolicy: {{path: {place.base}}}\n{run}")
+
+    return make
+
+
 CONFIG_PATHS = [
     Case(what, make, "train --config_path={outside}/c.yaml", says)
     for what, make, says in (
@@ -268,6 +281,21 @@ CONFIG_PATHS = [
             "a config with a secret for a number",
             replaced("outside", "c.yaml", text(f"steps: s3://a:{CANARY}@b\n")),
             "expected a whole number",
+        ),
+        (
+            "an augmentation that names code",
+            augmented("os.system", "{command: [1]}"),
+            "'x' has the type 'os.system', which is not among those",
+        ),
+        (
+            "an augmentation with a setting that is not its own",
+            augmented("ColorJitter", "{__class__: [1]}"),
+            "__class__",
+        ),
+        (
+            "an augmentation without an end",
+            augmented("RandomAffine", "{degrees: [-1.0e+400, 1.0e+400]}"),
+            "degrees",
         ),
         ("a config of 17 MB", replaced("outside", "c.yaml", text("a" * (17 << 20))), "16,777,216"),
         (
