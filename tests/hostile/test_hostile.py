@@ -19,6 +19,10 @@ from cases import CASES, DATA, INFO, NAN, OUT, TASKS, TRAIN, VIDEO
 from place import CANARY, READ, Case, Place, linked_out, updated
 
 from vlatune import cli
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.policies.processors import PROCESSORS
+from vlatune.policies.registry import get_adapter, policy_types
+from vlatune.train.driver.tiny_base import fit_datasets
 
 
 @pytest.mark.timeout(60)
@@ -230,6 +234,23 @@ def test_a_field_that_lerobots_config_has_not_is_not_passed_on(place: Place) -> 
     assert "hook" not in json.loads(made["config.json"])
     updated("run", "checkpoints/00000002/policy/config.json", hook="os.system")(place)
     assert "hook" not in json.loads(read_policy_files(place.checkpoint, Pi05Adapter.schema)["config.json"])
+
+
+@pytest.mark.parametrize("kind", policy_types())
+def test_every_policys_base_is_held_to_the_list_of_steps(kind: str, dataset_v3: Path, tmp_path: Path) -> None:
+    """A folder that is fine, then the same with one step more in either file."""
+    fit = fit_datasets((load_meta(str(dataset_v3)),), seed=0, max_dims=32)
+    adapter, folder = get_adapter(kind), tmp_path / "base"
+    adapter.make_base(folder, fit, small=True, place=folder)
+    adapter.read_spec(folder)
+    for name in PROCESSORS:
+        honest = (folder / name).read_text()
+        content = json.loads(honest)
+        content["steps"].append({"class": "subprocess.Popen", "config": {"args": ["true"]}})
+        (folder / name).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="names the class 'subprocess.Popen'"):
+            adapter.read_spec(folder)
+        (folder / name).write_text(honest)
 
 
 def test_an_export_carries_no_code_along(place: Place) -> None:
