@@ -248,7 +248,7 @@ def test_every_policys_base_is_held_to_the_list_of_steps(kind: str, dataset_v3: 
         content = json.loads(honest)
         content["steps"].append({"class": "subprocess.Popen", "config": {"args": ["true"]}})
         (folder / name).write_text(json.dumps(content))
-        with pytest.raises(ValueError, match="names the class 'subprocess.Popen'"):
+        with pytest.raises(ValueError, match=r"names the class 'subprocess\.Popen'"):
             adapter.read_spec(folder)
         (folder / name).write_text(honest)
 
