@@ -74,11 +74,10 @@ def _starts_ray(file: str) -> bool:
 @pytest.fixture(autouse=True)
 def _no_cluster_unasked(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that starts Ray in this process says so, or it would have a cluster beside the session's."""
-    before = _has_cluster()
+    before, is_of_ray = _has_cluster(), group_of(request.node.nodeid) == RAY
+    assert is_of_ray or "ray_local" not in request.fixturenames, "it uses ray_local through a fixture; mark it `ray`"
     yield
-    assert group_of(request.node.nodeid) == RAY or _has_cluster() == before, (
-        "it started Ray; use ray_local, or mark it `ray`"
-    )
+    assert is_of_ray or _has_cluster() == before, "it started Ray; use ray_local, or mark it `ray`"
 
 
 def _has_cluster() -> bool:

@@ -178,7 +178,12 @@ def test_a_command_may_name_the_file(train_config):
 
 @pytest.mark.parametrize(
     ("given", "why"),
-    [("nowhere.json", "not a train_config.json that can be read"), ("rm -rf /", "nor a command of lerobot-train")],
+    [
+        ("nowhere.json", "not a train_config.json that can be read"),
+        ("rm -rf /", "nor a command of lerobot-train"),
+        ("lerobot-train --steps='5", "is no command of a shell (No closing quotation)"),
+        ("accelerate launch --num_processes=many lerobot-train", "--num_processes=many: expected a whole number"),
+    ],
 )
 def test_what_is_neither_is_refused(given, why, capsys):
     assert cli.main(["train", f"--from_lerobot={given}"]) == cli.MISUSED

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.errors import did_you_mean
-from vlatune.files import read_file
+from vlatune.files import parse_json, read_file
 from vlatune.policies.registry import get_policy, policy_types
 
 REQUIRED: Any = object()
 PROGRAMS = ("lerobot-train", "lerobot_train", "lerobot_train.py", "train.py", "lerobot.scripts.lerobot_train")
 PROCESSES = ("--num_processes", "--num-processes")
+MAX_REFUSED, MAX_TEXT, MAX_PARTS = 20, 200, 8
+"""Fields that a message names, characters of each, and parts of a name that are looked at: a file may hold a million."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _read(given: str) -> tuple[dict[str, Any], set[str], int | None]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_file(path.resolve().parent, path.name))
+        content = parse_json(read_file(path.resolve().parent, path.name), path.name)
     except (OSError, ValueError) as error:
         raise ValueError(f"--from_lerobot={path}: not a train_config.json that can be read ({error})") from None
     if not isinstance(content, dict) or "dataset" not in content:
@@ -193,7 +195,12 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _read_command(text: str) -> tuple[dict[str, Any], set[str], int | None]:
-    words = shlex.split(text.replace("\\\n", " "))
+    try:
+        words = shlex.split(text.replace("\\\n", " "))
+    except ValueError as error:
+        raise ValueError(
+            f"--from_lerobot: '{text[:60]}' is no command of a shell ({error}); correct its quotes"
+        ) from None
     at = next((number for number, word in enumerate(words) if Path(word.strip("$()")).name in PROGRAMS), None)
     if at is None:
         at = next(
@@ -206,8 +213,10 @@ def _read_command(text: str) -> tuple[dict[str, Any], set[str], int | None]:
     processes = _pairs([word for word in words[:at] if word.startswith("--") or word.isdigit()])
     typed = _pairs([word for word in words[at + 1 :] if word != ")"])
     path = typed.pop("config_path", None)
-    number = next((int(processes[name[2:]]) for name in PROCESSES if name[2:] in processes), None)
-    return (_read_config(Path(path)) if path else {}) | typed, set(typed), number
+    number = next((processes[name[2:]] for name in PROCESSES if name[2:] in processes), None)
+    if number is not None and not number.isdecimal():
+        raise ValueError(f"--from_lerobot: --num_processes={number}: expected a whole number")
+    return (_read_config(Path(path)) if path else {}) | typed, set(typed), None if number is None else int(number)
 
 
 def _pairs(words: list[str]) -> dict[str, Any]:
@@ -232,7 +241,8 @@ def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, k
     for name, value in (_defaults(fields) | fields).items():
         row = _row(name)
         if row is None:
-            refused.append(f"{name}: LeRobot has no such field{did_you_mean(name, ROWS)}")
+            hint = did_you_mean(name, ROWS) if len(refused) < MAX_REFUSED else ""
+            refused.append(f"{_text(name)}: LeRobot has no such field{hint}")
         elif row.ours is not None:
             refused += _take(name, value, row, known, values)
         elif row.harmless:
@@ -243,7 +253,10 @@ def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, k
             refused.append(f"{name}={_text(value)}: {row.why}")
     refused += _derive(fields, values, known)
     if refused:
-        raise ValueError(f"--from_lerobot: there is nothing equivalent to {'; nor to '.join(refused)}")
+        more = f"; and {len(refused) - MAX_REFUSED:,} more" if len(refused) > MAX_REFUSED else ""
+        raise ValueError(
+            f"--from_lerobot: there is nothing equivalent to {'; nor to '.join(refused[:MAX_REFUSED])}{more}"
+        )
     if processes is not None:
         values["num_workers"] = processes
     return Translated({name: value for name, value in values.items() if value is not None}, harmless)
@@ -262,7 +275,7 @@ def _defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _row(name: str) -> Row | None:
     if name in ROWS:
         return ROWS[name]
-    parts = name.split(".")
+    parts = name.split(".", MAX_PARTS)
     tops = (".".join(parts[:number]) + "." for number in range(len(parts) - 1, 0, -1))
     return next((ROWS[top] for top in tops if top in ROWS), None)
 
@@ -351,4 +364,5 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."

@@ -1,13 +1,14 @@
 """Changed files through everything that reads them: `make fuzz`, and a short fixed part of it in `make test`.
 
 A case is a number: it decides the file and the change. It goes through `inspect`, the preflight of a run, one pass of
-reading and of the policy's transforms, from a folder or from a remote store; or through `report` and the loading of a
-checkpoint. It fails when the process dies, hangs, takes too much memory, or an error comes out that vlatune did not mean;
+reading and of the policy's transforms, from a folder or from a remote store, and one of eight through all checks of
+`doctor` before; or through `report`, alone and beside another run, and the loading of a checkpoint. It fails when the process dies, hangs, takes too much memory, or an error comes out that vlatune did not mean;
 and when rows of a dataset with checksums come out changed. Of rows that change without checksums the number is told.
 
 Cases run one after the other in worker processes that are spawned, never forked: a fork of a process with threads may hang
 by itself, and then a hang would prove nothing. So a hang is the file's, it is run once, and the stacks of all threads are
-printed. A worker that died or hangs is replaced, and each has had enough after BATCH cases.
+printed. Seconds in which the kernel kept a case waiting for a core do not count: on a busy machine they say nothing of
+the file. A worker that died or hangs is replaced, and each has had enough after BATCH cases.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -41,6 +43,7 @@ START_S = 300.0
 KILL_S = 3.0
 """After its time a case gets so long to write down where it hangs."""
 BATCH = 400
+DOCTOR = 8
 READY = "ready"
 spawned = multiprocessing.get_context("spawn")
 GOOD = ("refused", "fine", "changed")
@@ -112,18 +115,11 @@ def read_rows(dataset: str, base: Path, place: Path) -> str:
     """One pass as a worker of a run makes it; a digest of all that comes out."""
     import numpy as np
 
-    from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
     from vlatune.dataset.reader import make_unit, read_unit
     from vlatune.pipeline.transforms import apply_all
     from vlatune.run_setup import make_setup
 
-    config = RunConfig(
-        dataset=DatasetConfig(root=(dataset,)),
-        policy=PolicyConfig(path=str(base), train="heads"),
-        output_dir=str(place / "out"),
-        batch_size=4,
-    )
-    setup = make_setup(config, preflight=True)
+    setup = make_setup(config_of(dataset, base, place), preflight=True)
     digest = sha256()
     meta, spec = setup.metas[0], setup.specs[0]
     for position, length in zip(setup.training.position.tolist(), setup.training.length.tolist(), strict=True):
@@ -137,11 +133,37 @@ def read_rows(dataset: str, base: Path, place: Path) -> str:
     return digest.hexdigest()
 
 
-def read_run(run: Path, dataset: Path, base: Path) -> None:
-    """Report, settings, and the newest checkpoint as a resume and an export take it."""
+def config_of(dataset: str, base: Path, place: Path) -> Any:
+    from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+
+    return RunConfig(
+        dataset=DatasetConfig(root=(dataset,)),
+        policy=PolicyConfig(path=str(base), train="heads"),
+        output_dir=str(place / "out"),
+        batch_size=4,
+    )
+
+
+def ask_doctor(dataset: str, base: Path, place: Path) -> None:
+    """All of its checks, and the page; an error that it tells of as one of its findings is looked at, too."""
+    from vlatune.doctor import examine
+    from vlatune.doctor.doctor_report import doctor_page, doctor_text
+
+    tell = examine.refused
+    examine.refused = lambda error: (_explain(error), tell(error))[1]
+    try:
+        found = examine.examine(config_of(dataset, base, place), place)
+    finally:
+        examine.refused = tell
+    assert doctor_text(found, None, width=120) + doctor_page(found) + json.dumps(found.to_json())
+
+
+def read_run(run: Path, dataset: Path, base: Path, other: Path) -> None:
+    """Reports, settings, and the newest checkpoint as a resume and an export take it."""
     from vlatune.checkpoint.policy_files import read_policy_files
     from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
     from vlatune.policies.pi05.adapter import SCHEMA
+    from vlatune.report.compare import write_comparison
     from vlatune.report.html import write_report
     from vlatune.report.run_folder import read_config
     from vlatune.train.driver.resume_rules import find_resume_point
@@ -156,6 +178,7 @@ def read_run(run: Path, dataset: Path, base: Path) -> None:
     errors = []
     for step in (
         lambda: write_report(run),
+        lambda: write_comparison([run, other], run.parent / "compared.html"),
         lambda: read_config(run),
         lambda: find_resume_point(config, say=lambda _: None),
         lambda: read_policy_files(run / "checkpoints/00000002", SCHEMA),
@@ -203,11 +226,19 @@ def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
         seal(place / "x/checkpoints/00000002")
         what += ", sealed anew"
     try:
+        if case % DOCTOR == 0 and kind not in ("run", REMOTE):
+            (place / "doctor").mkdir()
+            ask_doctor(*_pair(folder, kind, place / "x"), place / "doctor")
         changed = _read(folder, kind, place / "x")
     except (Exception, KeyboardInterrupt) as error:
         return {"kind": kind, "what": what, "result": "refused", "said": _explain(error)}
     result = "fine" if not changed else "silent" if "checksums" in kind else "changed"
     return {"kind": kind, "what": what, "result": result, "said": ""}
+
+
+def _pair(folder: Path, kind: str, changed: Path) -> tuple[str, Path]:
+    """(dataset, base), one of which was changed."""
+    return (str(folder / "dataset"), changed) if kind == "base" else (str(changed), folder / "base")
 
 
 def seal(checkpoint: Path) -> None:
@@ -223,10 +254,10 @@ def seal(checkpoint: Path) -> None:
 def _read(folder: Path, kind: str, changed: Path) -> bool:
     """Whether other rows came out than of the honest one."""
     if kind == "run":
-        read_run(changed, folder / "dataset", folder / "base")
+        read_run(changed, folder / "dataset", folder / "base", folder / "run")
         return False
     if kind == "base":
-        read_rows(str(folder / "dataset"), changed, changed.parent)
+        read_rows(*_pair(folder, kind, changed), changed.parent)
         return False
     if kind == REMOTE:
         import fsspec
@@ -271,7 +302,8 @@ def warm_up(folder: Path, place: Path) -> None:
     shutil.copytree(folder / "run", place / "run")
     _read(folder, "dataset", folder / "dataset")
     with suppress(ValueError):
-        read_run(place / "run", folder / "dataset", folder / "base")
+        read_run(place / "run", folder / "dataset", folder / "base", folder / "run")
+    ask_doctor(str(folder / "dataset"), folder / "base", place)
 
 
 @dataclass(frozen=True)
@@ -338,6 +370,7 @@ class Worker:
         theirs.close()
         self.case: int | None = None
         self.done, self._begun_s, self._is_ready = 0, time.monotonic(), False
+        self._waited_s: dict[str, float] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -347,11 +380,25 @@ class Worker:
     def late_s(self) -> float:
         """How long it is overdue."""
         most_s = self._limit_s + KILL_S if self._is_ready else START_S
-        return -1.0 if self.is_idle else time.monotonic() - self._begun_s - most_s
+        return -1.0 if self.is_idle else self._seconds() - most_s
 
     def ask(self, case: int) -> None:
-        self.case, self._begun_s = case, time.monotonic()
+        self.case, self._begun_s, self._waited_s = case, time.monotonic(), self._waited()
         self.answers.send(case)
+
+    def _seconds(self) -> float:
+        """Since it was asked, without those in which the thread that waited longest for a core waited."""
+        waited = self._waited()
+        longest_s = max((waited[thread] - self._waited_s.get(thread, 0.0) for thread in waited), default=0.0)
+        return time.monotonic() - self._begun_s - longest_s
+
+    def _waited(self) -> dict[str, float]:
+        """Thread -> seconds in which it could have run and got no core; of those that are there."""
+        found = {}
+        for file in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
+            with suppress(OSError):
+                found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+        return found
 
     def answer(self) -> Outcome | None:
         """Its answer, when there is one to be had; EOFError when it is dead."""
@@ -387,7 +434,7 @@ class Worker:
     def _outcome(self, found: dict[str, str]) -> Outcome:
         assert self.case is not None
         kind, file, _ = choose(self._folder, self.case)
-        seconds = time.monotonic() - self._begun_s
+        seconds = self._seconds()
         if seconds > self._limit_s and found["result"] in GOOD:  # it came back in the moments that a hang gets
             found = {"result": "hang", "said": f"{seconds:.1f} s\n{self._text('stacks')}"}
         return Outcome(case=self.case, seconds=seconds, **{"kind": kind, "what": file, "said": "", **found})

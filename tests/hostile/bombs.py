@@ -205,3 +205,18 @@ def a_group_without_end(path: Path, frames: int) -> None:
             picture = np.full((96, 96, 3), number % 200, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode(None))
+
+
+def renamed_camera(dataset: Path, new: str, old: str = "observation.images.wrist") -> None:
+    """A camera by another name, in all of the dataset's files."""
+    import pyarrow.parquet as pq
+
+    (dataset / "videos" / old).rename(dataset / "videos" / new)
+    for file in (dataset / INFO, dataset / "meta/stats.json"):
+        content = json.loads(file.read_text())
+        holder = content.get("features", content)
+        holder[new] = holder.pop(old)
+        file.write_text(json.dumps(content))
+    for file in (dataset / "meta/episodes").rglob("*.parquet"):
+        table = pq.read_table(file)
+        pq.write_table(table.rename_columns([name.replace(old, new) for name in table.column_names]), file)

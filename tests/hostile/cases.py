@@ -4,6 +4,7 @@ A row is run by test_hostile.py, or by test_hostile_read.py where its command is
 is printed from it.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from bombs import (
@@ -26,6 +27,8 @@ from bombs import (
 )
 from place import (
     CANARY,
+    COMPARE,
+    DOCTOR,
     EXPORT,
     INSPECT,
     REPORT,
@@ -35,6 +38,7 @@ from place import (
     a_link_to,
     a_socket,
     as_fifo,
+    beside_another,
     linked_out,
     nothing,
     replaced,
@@ -372,6 +376,22 @@ RECORDS = [
         ("an evaluation of text", "eval.json", '{"action_error": "x"}', "'action_error': expected", 2),
         ("an evaluation of lists", "eval.json", '{"per_dim_error": [1]}', "'per_dim_error': expected an object", 2),
         ("an evaluation that is a list", "eval.json", "[]", "expected a JSON object", 2),
+        (
+            "a validation of text",
+            "validation.jsonl",
+            '{"optimizer_step": 1, "val_loss": "x"}\n',
+            "'val_loss': expected",
+            2,
+        ),
+        (
+            "a validation without end",
+            "validation.jsonl",
+            '{"optimizer_step": 1, "val_loss": 1%s}\n' % ("0" * 400),
+            "'val_loss'",
+            2,
+        ),
+        ("validations that are a list", "validation.jsonl", "[1]\n", "no record with an optimizer_step", 1),
+        ("a first batch that is no archive", "first_batch.npz", "x", "cannot be read", 1),
         ("settings of other kinds", "config.json", '{"ray": [1]}', "'ray': expected an object", 2),
         ("steps that are text", "config.json", '{"steps": "many"}', "'steps': expected a whole number", 2),
         ("samples that are no archive", "eval_samples.npz", "x", "cannot be read", 1),
@@ -392,4 +412,44 @@ RECORDS = [
     Case("a state without sums", resealed(updated("run", STATE, loss_sums=[])), RESUME, "loss_sums is []"),
 ]
 
-CASES = [*DATASETS, *OLDER, *BASES, *RUNS, *EXPORTS, *FLAGS, *NUMBERS, *BOMBS, *CHECKSUMS, *RECORDS, *ROWS, *WAYS_IN]
+ONE_WAY_IN = [
+    *DATASETS,
+    *OLDER,
+    *BASES,
+    *RUNS,
+    *EXPORTS,
+    *FLAGS,
+    *NUMBERS,
+    *BOMBS,
+    *CHECKSUMS,
+    *RECORDS,
+    *ROWS,
+    *WAYS_IN,
+]
+
+SHOWN_TO_DOCTOR = (
+    "info.json is a link out, train",
+    "info.json is a FIFO, train",
+)
+"""What `train` refuses, `doctor` finds, and goes on with what does not need it: some of each kind, as a row takes a second."""
+DOCTORS = [
+    replace(
+        case, name=f"{case.name.removesuffix(', train')}, doctor", command=TRAIN.replace("train", DOCTOR, 1), code=1
+    )
+    for case in ONE_WAY_IN
+    if case.command == TRAIN and case.name in SHOWN_TO_DOCTOR
+]
+
+COMPARED = [
+    replace(
+        case,
+        name=f"{case.name.removesuffix(', report')}, report of two",
+        make=beside_another(case.make),
+        command=COMPARE,
+    )
+    for case in ONE_WAY_IN
+    if case.command == REPORT and "samples" not in case.name
+]
+"""A page of two runs reads no samples."""
+
+CASES = [*ONE_WAY_IN, *DOCTORS, *COMPARED]

@@ -22,6 +22,9 @@ RESUME = (
     "train --resume=true --dataset.root={dataset} --policy.path={base} --output_dir={run} --batch_size=4 --steps=20 "
     "--dataset.run_length=4 --dataset.window_rows=8 --policy.train=heads"
 )
+DOCTOR = "doctor --html={outside}/../doctor.html"
+"""In the place of `train`."""
+COMPARE = "report {run} {outside}/../another --output={outside}/../compared.html"
 READ = "read_lerobot {dataset}"
 """Not of the command line: the Python function, its rows taken. An error of it counts as the commands' exit codes do."""
 
@@ -185,6 +188,16 @@ def resealed(make: Make) -> Make:
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": sealed}))
 
     return make_and_seal
+
+
+def beside_another(make: Make) -> Make:
+    """The same, beside a run that nobody touched."""
+
+    def make_both(place: Place) -> None:
+        shutil.copytree(place.honest["run"], place.folder / "another")
+        make(place)
+
+    return make_both
 
 
 def updated(which: str, file: str, **values: Any) -> Make:

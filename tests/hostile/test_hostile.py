@@ -6,17 +6,23 @@ as it is with `from vlatune import read_lerobot`: only then Arrow knows the type
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import ray.data  # noqa: F401 see above
-from bombs import a_group_without_end, a_sentence_of, at, column, one_byte, table
+from bombs import a_group_without_end, a_sentence_of, at, column, one_byte, renamed_camera, table
 from cases import CASES, DATA, INFO, NAN, OUT, TASKS, TRAIN, VIDEO
 from place import CANARY, READ, Case, Place, linked_out, updated
 
 from vlatune import cli
+from vlatune.dataset.meta.dataset_meta import load_meta
+from vlatune.policies.processors import PROCESSORS
+from vlatune.policies.registry import get_adapter, policy_types
+from vlatune.train.driver.tiny_base import fit_datasets
 
 
 @pytest.mark.timeout(60)
@@ -46,7 +52,7 @@ def not_refused(*_: object) -> None:
 
 def test_the_table_is_long_enough() -> None:
     """Inputs, each under one name, whatever commands it is shown to."""
-    ways = re.compile(r", (?:train|inspect|resume|export|report|eval|bench|--json|read_lerobot)$")
+    ways = re.compile(r", (?:train|inspect|resume|export|report|report of two|doctor|eval|bench|--json|read_lerobot)$")
     assert len({ways.sub("", case.name) for case in CASES}) >= 250
     assert {case.command.split()[0] for case in CASES} >= {
         "inspect",
@@ -58,6 +64,7 @@ def test_the_table_is_long_enough() -> None:
         "bench",
         "make-dataset",
         "demo",
+        "doctor",
     }
     assert len({(case.name, case.command) for case in CASES}) == len(CASES)
 
@@ -120,6 +127,42 @@ def test_checksums_are_written_and_verified(place: Place, capsys) -> None:
     one_byte(place.dataset / DATA)
     assert cli.main(["inspect", str(place.dataset), "--write_checksums=true"]) == 2
     assert "has errors, so that no meta/checksums.json is written" in capsys.readouterr().err
+
+
+SHELL_NAMES = (
+    "x$(mkdir code-ran)",
+    "x`mkdir code-ran`",
+    "x';mkdir code-ran;'",
+    'x";mkdir code-ran;"',
+    "x\nmkdir code-ran\n",
+)
+RECORDER = """#!/bin/sh
+printf '%s\\n' "$@" >> words
+"""
+
+
+@pytest.mark.parametrize("name", SHELL_NAMES)
+def test_a_command_that_is_shown_runs_nothing_else(place: Place, name: str, capsys, monkeypatch) -> None:
+    """Of `inspect` and `doctor`, for a camera that a stranger named; it is given to a shell as a person would paste it."""
+    renamed_camera(place.dataset, f"observation.images.{name}")
+    root = place.dataset.rename(place.folder / "data $(mkdir code-ran)")
+    monkeypatch.chdir(place.folder)
+    (place.folder / "vlatune").write_text(RECORDER)
+    (place.folder / "vlatune").chmod(0o700)
+    cli.main(["inspect", str(root), "--json"])
+    shown = [json.loads(capsys.readouterr().out)["command"]]
+    cli.main(
+        ["doctor", f"--dataset.root={root}", f"--policy.path={place.base}", "--batch_size=4", "--html=d.html", "--json"]
+    )
+    found = json.loads(capsys.readouterr().out)
+    shown += [found["command"], *(one["command"] for one in found["findings"])]
+    shown += [f"vlatune train {one['flags']}" for one in found["findings"] if one["flags"]]
+    env = {"PATH": f"{place.folder}:{os.environ['PATH']}"}
+    for text in filter(None, shown):
+        subprocess.run(["/bin/sh", "-c", text], env=env, capture_output=True, check=False)
+        subprocess.run(["/bin/sh", "-c", "".join(c if c.isprintable() else "?" for c in text)], env=env, check=False)
+    assert not (place.folder / "code-ran").exists()
+    assert "--rename_map=" in (place.folder / "words").read_text(), "nothing was shown"
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -191,6 +234,23 @@ def test_a_field_that_lerobots_config_has_not_is_not_passed_on(place: Place) -> 
     assert "hook" not in json.loads(made["config.json"])
     updated("run", "checkpoints/00000002/policy/config.json", hook="os.system")(place)
     assert "hook" not in json.loads(read_policy_files(place.checkpoint, Pi05Adapter.schema)["config.json"])
+
+
+@pytest.mark.parametrize("kind", policy_types())
+def test_every_policys_base_is_held_to_the_list_of_steps(kind: str, dataset_v3: Path, tmp_path: Path) -> None:
+    """A folder that is fine, then the same with one step more in either file."""
+    fit = fit_datasets((load_meta(str(dataset_v3)),), seed=0, max_dims=32)
+    adapter, folder = get_adapter(kind), tmp_path / "base"
+    adapter.make_base(folder, fit, small=True, place=folder)
+    adapter.read_spec(folder)
+    for name in PROCESSORS:
+        honest = (folder / name).read_text()
+        content = json.loads(honest)
+        content["steps"].append({"class": "subprocess.Popen", "config": {"args": ["true"]}})
+        (folder / name).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"names the class 'subprocess\.Popen'"):
+            adapter.read_spec(folder)
+        (folder / name).write_text(honest)
 
 
 def test_an_export_carries_no_code_along(place: Place) -> None:

@@ -34,6 +34,11 @@ FORBIDDEN = (
         "runpy.run_module",
     }
     | {"os.system", "os.popen", "tempfile.mktemp"}
+    | {
+        f"{torch}.{exchange}"
+        for torch in ("dist", "torch.distributed", "distributed")
+        for exchange in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+    }
 )
 """Calls that run what a file says, or may."""
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -128,7 +133,8 @@ def test_the_page_of_hostile_inputs_is_the_table() -> None:
 
 def test_no_setting_is_for_a_secret() -> None:
     """Settings are written to config.json and are seen in lists of processes."""
-    classes = [config.RunConfig, config.EvalConfig, config.ExportConfig, config.DemoConfig]
+    classes = [config.RunConfig, config.DoctorConfig, config.EvalConfig, config.ExportConfig, config.ReportConfig]
+    classes += [config.DemoConfig]
     names = [name for one in classes for name in _names(one)]
     assert "storage_path" in names
     assert [name for name in names if is_secret_name(name)] == []

@@ -1,6 +1,7 @@
 """More rows of the table (cases.py): what the first rows show to `train` and `inspect`, through the other commands."""
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,19 @@ WRITES = [
     ),
 ]
 
+
+def augmented(kind: str, settings: str) -> Make:
+    """A config that trains on the place's dataset, with one kind of augmentation."""
+    transforms = f"{{enable: true, tfs: {{x: {{type: {kind}, kwargs: {settings}}}}}}}"
+
+    def make(place: Place) -> None:
+        data = f"dataset: {{root: [{place.dataset}], image_transforms: {transforms}}}"
+        run = f"batch_size: 4\noutput_dir: {place.folder / 'out'}\n"
+        (place.outside / "c.yaml").write_text(f"{data}\npolicy: {{path: {place.base}}}\n{run}")
+
+    return make
+
+
 CONFIG_PATHS = [
     Case(what, make, "train --config_path={outside}/c.yaml", says)
     for what, make, says in (
@@ -267,6 +281,21 @@ CONFIG_PATHS = [
             "a config with a secret for a number",
             replaced("outside", "c.yaml", text(f"steps: s3://a:{CANARY}@b\n")),
             "expected a whole number",
+        ),
+        (
+            "an augmentation that names code",
+            augmented("os.system", "{command: [1]}"),
+            "'x' has the type 'os.system', which is not among those",
+        ),
+        (
+            "an augmentation with a setting that is not its own",
+            augmented("ColorJitter", "{__class__: [1]}"),
+            "__class__",
+        ),
+        (
+            "an augmentation without an end",
+            augmented("RandomAffine", "{degrees: [-1.0e+400, 1.0e+400]}"),
+            "degrees",
         ),
         ("a config of 17 MB", replaced("outside", "c.yaml", text("a" * (17 << 20))), "16,777,216"),
         (
@@ -324,4 +353,54 @@ REMOTE = [
     ),
 ]
 
-WAYS_IN = [*STRANGERS, *EVALS, *BENCHES, *JSONS, *WRITES, *CONFIG_PATHS, *PASSED_ON, *REMOTE]
+
+def as_lerobot(**values: Any) -> Make:
+    """A train_config.json with little in it but these; dots in a name are levels."""
+
+    def put(path: Path) -> None:
+        content: dict[str, Any] = {"dataset": {"repo_id": "a/b"}, "policy": {"type": "pi05"}}
+        for name, value in values.items():
+            here, names = content, name.split("__")
+            for part in names[:-1]:
+                here = here.setdefault(part, {})
+            here[names[-1]] = value
+        path.write_text(json.dumps(content))
+
+    return replaced("outside", "t.json", put)
+
+
+def written(content: str) -> Make:
+    return replaced("outside", "t.json", text(content))
+
+
+FROM_LEROBOT = [
+    Case(f"LeRobot's {what}", make, "train --from_lerobot={outside}/t.json", says)
+    for what, make, says in (
+        ("settings that are a FIFO", as_fifo("outside", "t.json"), "is a FIFO, expected a file"),
+        ("settings that are an endless device", replaced("outside", "t.json", a_link_to("/dev/zero")), "leads out of"),
+        ("settings that are a folder", replaced("outside", "t.json", Path.mkdir), "is a folder, expected a file"),
+        ("settings of 17 MB", written(" " * (17 << 20)), "16,777,216"),
+        ("settings nested deeply", written("[" * 100_000), "is not readable JSON"),
+        ("settings nested", written('{"dataset":' * 100 + "1" + "}" * 100), "nested to a depth of 65"),
+        ("settings that are a list", written("[]"), "there is no 'dataset' in it"),
+        (
+            "a dataset that is a text",
+            written('{"dataset": "x", "policy": {"type": "pi05"}}'),
+            "dataset: LeRobot has no",
+        ),
+        ("a policy that runs code", as_lerobot(policy__type="os.system"), "policy.type=os.system: there are"),
+        ("a policy that is a list", as_lerobot(policy__type=["pi05"]), "policy.type"),
+        ("a policy of escapes", as_lerobot(policy__type=ESCAPE), "policy.type=?]0;owned?"),
+        ("a field of escapes", as_lerobot(**{ESCAPE: 1}), "?]0;owned?"),
+        ("half a letter", as_lerobot(**{"\ud800": "\ud800"}), "LeRobot has no such field"),
+        ("200,000 fields", written(json.dumps({"dataset": 1, **{f"f{n}": 1 for n in range(200_000)}})), "and 199,9"),
+        ("a field of a million parts", as_lerobot(**{"a." * 1_000_000: 1}), "LeRobot has no such field"),
+        ("steps without end", as_lerobot(steps=10**400), "--from_lerobot: steps="),
+        ("a seed that is an object", as_lerobot(seed={"a": {"b": 1}}), "seed.a.b: LeRobot has no such field"),
+        ("a rate that is no number", as_lerobot(optimizer__lr="nan"), "lr"),
+        ("a rename_map that is a list", as_lerobot(rename_map=[1]), "rename_map"),
+        ("a root with a secret", as_lerobot(dataset__root=f"s3://AKIA:{CANARY}@b/x"), "holds a password"),
+    )
+]
+
+WAYS_IN = [*STRANGERS, *EVALS, *BENCHES, *JSONS, *WRITES, *CONFIG_PATHS, *PASSED_ON, *REMOTE, *FROM_LEROBOT]

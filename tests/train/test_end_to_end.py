@@ -29,6 +29,7 @@ from vlatune.report.verdict import CONTENTION_FINE
 from vlatune.run_setup import make_setup
 from vlatune.train.driver.launch import train
 
+pytestmark = pytest.mark.ray
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
 METRICS |= {"object_store_bytes", "epoch", "samples_seen", "wait_s"}

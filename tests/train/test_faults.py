@@ -24,6 +24,7 @@ from vlatune.run_setup import make_setup
 from vlatune.train.driver import trainer
 from vlatune.train.driver.launch import train
 
+pytestmark = pytest.mark.ray
 LONGER_STEPS, LONGER_SAVE_FREQ = 24, 4
 
 

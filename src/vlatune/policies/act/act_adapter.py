@@ -28,7 +28,7 @@ from vlatune.policies.base import (
     Stats,
     check_action_steps,
 )
-from vlatune.policies.base_folder import read_config
+from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     Schema,
@@ -78,6 +78,7 @@ class ActAdapter(PolicyAdapter[ActSpec]):
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> ActSpec:
         """What the folder says, if its weights can be those of such a model."""
         spec = _make_spec(folder, with_defaults(read_config(folder, SCHEMA, overrides)))
+        read_steps(folder, SCHEMA)
         _check_weights(folder, spec.config)
         return spec
 

@@ -3,12 +3,16 @@
 A request may arise on any worker at any moment: a clock, a signal, a node that is about to go. To act on it takes all
 workers, after one and the same step. So every worker puts its request into a small exchange after every step and acts on
 the exchange of the step before, which is the same for all of them and has long arrived: nothing waits for it. It runs
-on the host, over gloo, beside the exchanges of the device.
+on the host, over gloo, beside the exchanges of the device. Gloo asks nobody who he is, so what comes from there is values
+and never a pickle, as torch's own exchange of objects has it.
 """
 
-from collections.abc import Callable, Sequence
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,11 +42,60 @@ class Consensus:
             self._exchange = dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every worker's value, by rank; this one does wait."""
-        everyone = [mine] * self._share.num_workers
-        if self._group is not None:
-            dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+        """Every worker's value, by rank; this one does wait. Values are those of `packed`."""
+        if self._group is None:
+            return [mine]
+        data = torch.frombuffer(bytearray(packed(mine)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._share.num_workers)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+        mine_padded = torch.zeros_like(parts[0])
+        mine_padded[: len(data)] = data
+        dist.all_gather(parts, mine_padded, group=self._group)
+        return [unpacked(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def packed(value: Any) -> bytes:
+    """Numbers, text, None, arrays of numbers, and lists and mappings of these, to the last bit; a tuple becomes a list."""
+    return json.dumps(_plain(value)).encode()
+
+
+def unpacked(data: bytes) -> Any:
+    return _restored(json.loads(data))
+
+
+MAP, NUMBERS = "map", "numbers"
+NUMBER_KINDS = "biuf"
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case np.generic():
+            return value.item()
+        case np.ndarray() if value.dtype.kind in NUMBER_KINDS:
+            whole = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+            return {NUMBERS: [value.dtype.str, value.shape, whole]}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+        case Mapping():
+            return {MAP: [[_plain(key), _plain(one)] for key, one in value.items()]}
+    raise TypeError(f"{type(value).__name__}: only plain values and arrays of numbers go to other workers")
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_restored(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == MAP:
+        return {_restored(key): _restored(one) for key, one in content}
+    dtype = np.dtype(content[0])
+    if kind != NUMBERS or dtype.kind not in NUMBER_KINDS:
+        raise ValueError(f"another worker sent {kind} of {dtype}, expected numbers; somebody else has joined the run")
+    return np.frombuffer(bytearray(base64.b64decode(content[2])), dtype=dtype).reshape(content[1])
 
 
 def mean_and_each(

@@ -7,7 +7,7 @@ as nothing here draws from them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,8 @@ class Validator:
         module.eval()
         results = predict_batches(module, self._prepared.items(), self._options, on_batch=on_batch)
         module.train()
-        found = self._join(_merge(gather(results)))
+        everyone = _merge(gather({number: astuple(one) for number, one in results.items()}))
+        found = self._join({number: BatchResult(*parts) for number, parts in everyone.items()})
         self.errors[optimizer_step] = found.action_error
         return found
 
