@@ -174,6 +174,12 @@ def bench_train(options: Any) -> None:
     train_bench.run(options)
 
 
+def bench_table(_: NoFlags, *places: str) -> None:
+    from vlatune.bench import results_table
+
+    results_table.run(places)
+
+
 def _reader_bench() -> type:
     from vlatune.bench.options import ReaderBench
 
@@ -268,7 +274,7 @@ COMMANDS = {
         run_dir=lambda _, run_dir, *__: Path(run_dir),
     ),
     "bench": Command(
-        "measure one part against its peers: reader, feed, step, resume, train; `vlatune bench NAME --help` lists its flags",
+        "measure one part against its peers: reader, feed, step, resume, train; table: results and bars; `vlatune bench NAME --help` lists its flags",
         flags=lambda: NoFlags,
         call=bench,
         operands=("NAME",),
@@ -281,6 +287,12 @@ BENCHMARKS = {
     "step": Command("what a micro-step of a policy costs, and how often it waits", flags=_step_bench, call=bench_step),
     "resume": Command("what a checkpoint and a killed process cost", flags=_resume_bench, call=bench_resume),
     "train": Command("the whole, end to end, against `lerobot-train` itself", flags=_train_bench, call=bench_train),
+    "table": Command(
+        "the last lines of benchmarks, in files or folders, beside the bars: a Markdown table",
+        flags=lambda: NoFlags,
+        call=bench_table,
+        operands=("FILE...",),
+    ),
 }
 """Commands of two words, `bench NAME`, with flags of their own."""
 
