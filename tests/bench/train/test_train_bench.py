@@ -333,14 +333,17 @@ def test_the_last_line_of_what_was_seen(capsys):
 def test_seconds_to_an_error_that_are_rough_say_so(capsys):
     text, last = printed(capsys, TrainBench(config="demo", quality=True), recorded())
     assert last["time_to_quality_over_lerobot"] == pytest.approx(5.0)
-    assert last["time_to_quality_is_rough"] is True
+    assert last["time_to_quality_is_rough"] is False  # neither LeRobot's nor ours with one draw
+    assert last["quality"]["rough"] == ["ours, 4 draws"]
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("ours, 4 draws")] == ["rough"]
     assert "reached before the first checkpoint" in text
     figures = recorded()
     del figures.courses["ours, 4 draws"]
     text, last = printed(capsys, TrainBench(config="demo", quality=True), figures)
-    assert last["time_to_quality_is_rough"] is False
+    assert last["quality"]["rough"] == []
     assert "reached before the first checkpoint" not in text
+    figures.courses["lerobot"] = course(10.0, 1.0, 0.4)
+    assert printed(capsys, TrainBench(config="demo", quality=True), figures)[1]["time_to_quality_is_rough"] is True
 
 
 def test_every_bar_is_a_figure_of_the_last_line(capsys):
