@@ -156,6 +156,12 @@ def run_benchmark(name: str, options: Any) -> None:
     run(options)
 
 
+def bench_table(_: NoFlags, *places: str) -> None:
+    from vlatune.bench import results_table
+
+    results_table.run(places)
+
+
 def _inspect_options() -> type:
     from vlatune.inspect.inspection import InspectOptions
 
@@ -220,7 +226,7 @@ COMMANDS = {
         run_dir=lambda _, run_dir, *__: Path(run_dir),
     ),
     "bench": Command(
-        "measure one part against its peers: reader, feed, step, resume, train; `vlatune bench NAME --help` lists its flags",
+        "measure one part against its peers: reader, feed, step, resume, train; table: results and bars; `vlatune bench NAME --help` lists its flags",
         flags=lambda: NoFlags,
         call=bench,
         operands=("NAME",),
@@ -235,6 +241,13 @@ BENCHMARKS = {
         ("step", StepBench, "what a micro-step of a policy costs, and how often it waits"),
         ("resume", ResumeBench, "what a checkpoint and a killed process cost"),
         ("train", TrainBench, "the whole, end to end, against `lerobot-train` itself"),
+    )
+} | {
+    "table": Command(
+        "the last lines of benchmarks, in files or folders, beside the bars: a Markdown table",
+        flags=lambda: NoFlags,
+        call=bench_table,
+        operands=("FILE...",),
     )
 }
 """Commands of two words, `bench NAME`, with flags of their own."""

@@ -1,4 +1,4 @@
-"""A policy with random weights, of PI0.5 and PI0 at any size, and batches for it: as LeRobot's loader delivers them, and as ours does.
+"""Policies with random weights, at any size, and batches for them: as LeRobot's loader delivers them, and as ours does.
 
 Sizes keep the published proportions, so that `width=2048` is the published PI0.5 at another depth. The vocabulary is
 that of the small tokenizer: the table of a quarter of a million tokens costs memory and no time.
@@ -6,12 +6,13 @@ that of the small tokenizer: the table of a quarter of a million tokens costs me
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lerobot.configs import PreTrainedConfig
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, SLOT, STATE, TASK, Columns
 from vlatune.bench.options import StepBench
@@ -22,10 +23,46 @@ from vlatune.policies.pi05.load import CLASSES, parse_config
 from vlatune.policies.pi05.size import Pi05Size, building_at, read_size
 from vlatune.policies.pi05.small import init_for_scratch
 from vlatune.policies.registry import get_adapter
+from vlatune.policies.smolvla import smolvla_size, smolvla_small
 
 TASKS = ("pick up the red block and put it into the tray", "fold the towel twice")
 DIMS = 7
 PREPROCESSOR = "policy_preprocessor.json"
+SMOLVLA = "smolvla"
+PICTURE_STATS = {"mean": 0.5, "std": 0.25}
+STAGES = 3
+"""Of Diffusion Policy's U-Net, each half as long and twice as wide as the one before."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What `bench step` takes where its flags say nothing: the published width and picture, LeRobot's chunk."""
+
+    width: int
+    image_size: int
+    horizon: int
+
+
+USUAL = {
+    "pi05": Usual(2048, 224, 50),
+    "pi0": Usual(2048, 224, 50),
+    SMOLVLA: Usual(960, 512, 50),
+    "act": Usual(512, 224, 100),
+    "diffusion": Usual(512, 224, 64),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a vision-language policy is made."""
+
+    width: int
+    """Of the language model; the other widths follow."""
+    depth: int
+    vision_depth: int
+    image_size: int
+    patch_size: int | None = None
+    """Of the vision tower; the published one when left out, or the whole picture where that does not divide it."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +75,10 @@ class Base:
     binding: Binding
 
     def stats(self) -> dict[str, dict[str, np.ndarray]]:
-        one = np.ones(DIMS, dtype=np.float32)
+        one, pixel = np.ones(DIMS, dtype=np.float32), np.ones((3, 1, 1), dtype=np.float32)
         of_any_mode = {"q01": -one, "q99": one, "min": -one, "max": one, "mean": 0 * one, "std": one}
-        return dict.fromkeys((STATE, ACTION), of_any_mode)
+        of_pictures = {name: value * pixel for name, value in PICTURE_STATS.items()}
+        return dict.fromkeys((STATE, ACTION), of_any_mode) | dict.fromkeys(self.spec.cameras, of_pictures)
 
     def columns(self, rows: Columns, *, flow_samples: int) -> Columns:
         """What a read task makes of rows: the transforms of training."""
@@ -57,16 +95,46 @@ def make_small_base(folder: Path, options: StepBench) -> Base:
 
 def make_base(folder: Path, options: StepBench) -> Base:
     """A folder with LeRobot's config and processors and random weights, at the size that the options name."""
-    is_scaled = options.policy.type in CLASSES
-    fit = _fit(options, num_cameras=options.cameras, horizon=options.horizon, image_size=options.image_size)
-    get_adapter(options.policy.type).make_base(folder, fit, small=is_scaled, place=folder)
-    if is_scaled:
-        small = read_size(folder)
-        assert small is not None  # make_base has written it
-        size = scaled_size(options, small.vocab_size)
-        rebuild_at(folder, size, seed=options.seed, tokens=options.tokens)
-        _set_prompt_length(folder / PREPROCESSOR, options.tokens)
-    return _base(folder, options.policy.type)
+    kind = options.policy.type
+    usual = USUAL.get(kind, Usual(0, 224, 50))
+    width, image_size = options.width or usual.width, options.image_size or usual.image_size
+    fit = _fit(options, num_cameras=options.cameras, horizon=options.horizon or usual.horizon, image_size=image_size)
+    if kind in CLASSES or kind == SMOLVLA:
+        scale = Scale(width, options.depth, options.vision_depth, image_size)
+        make_scaled(folder, kind, fit, scale, tokens=options.tokens)
+    else:
+        fit = replace(fit, overrides=_from_scratch(kind, width, fit.horizon))
+        get_adapter(kind).make_base(folder, fit, small=False, place=folder)
+    return _base(folder, kind)
+
+
+def make_scaled(
+    folder: Path, kind: str, fit: Fit, scale: Scale, *, tokens: int | None = None, place: Path | None = None
+) -> None:
+    """A vision-language policy at a size; `tokens` is another length of PI0.5's or PI0's prompt than the sentences', `place`
+    where the folder will lie in the end.
+    """
+    fit = replace(fit, image_size=scale.image_size)
+    get_adapter(kind).make_base(folder, fit, small=True, place=place or folder)
+    if kind == SMOLVLA:
+        _rebuild_smolvla(folder, scale, fit.seed)
+        return
+    small = read_size(folder)
+    assert small is not None  # make_base has written it
+    rebuild_at(folder, scaled_size(scale, small.vocab_size), seed=fit.seed, tokens=tokens)
+    if tokens:
+        _set_prompt_length(folder / PREPROCESSOR, tokens)
+
+
+def _from_scratch(kind: str, width: int, horizon: int) -> dict[str, Any]:
+    """LeRobot's settings of a new policy in its usual proportions; nothing is fetched for it."""
+    if kind == "act":
+        own = {"dim_model": width, "dim_feedforward": width * 3200 // 512, "chunk_size": horizon}
+        return own | {"pretrained_backbone_weights": None}
+    if kind == "diffusion":
+        widths = tuple(width * 2**stage for stage in range(STAGES))
+        return {"down_dims": widths, "horizon": -(-horizon // 2**STAGES) * 2**STAGES}
+    return {}
 
 
 def _fit(options: StepBench, *, num_cameras: int, horizon: int, image_size: int) -> Fit:
@@ -86,21 +154,61 @@ def rebuild_at(folder: Path, size: Pi05Size, *, seed: int, tokens: int | None = 
     write_size(folder, size)
 
 
-def scaled_size(options: StepBench, vocab_size: int) -> Pi05Size:
+def _rebuild_smolvla(folder: Path, scale: Scale, seed: int) -> None:
+    """The same of a SmolVLA; the action expert has LeRobot's usual share of the width."""
+    config: Any = PreTrainedConfig.from_pretrained(folder)
+    config.num_vlm_layers = scale.depth
+    config.expert_width_multiplier = smolvla_size.CONFIG_DEFAULTS["expert_width_multiplier"]
+    size = scaled_smolvlm(scale, smolvla_size.read_size(folder, {}).vlm.vocab_size)
+    smolvla_small.make_policy(config, size, seed).save_pretrained(folder)
+    smolvla_size.write_size(folder, size)
+
+
+def scaled_size(scale: Scale, vocab_size: int) -> Pi05Size:
     """The published proportions at another width; at 2048 they are the published numbers themselves."""
-    published, width = Pi05Size(), options.width
+    published, width = Pi05Size(), scale.width
     vision_width = _multiple(width * published.vision_width / published.width, published.vision_heads)
+    patch_size = published.patch_size if scale.image_size % published.patch_size == 0 else scale.image_size
     return Pi05Size(
         width=width,
-        depth=options.depth,
+        depth=scale.depth,
         mlp_dim=width * published.mlp_dim // published.width,
         head_dim=_multiple(width * published.head_dim / published.width, 2),
         expert_width=_multiple(width * published.expert_width / published.width, 2),
         expert_mlp_dim=width * published.expert_mlp_dim // published.width,
         vision_width=vision_width,
-        vision_depth=options.vision_depth,
+        vision_depth=scale.vision_depth,
         vision_mlp_dim=vision_width * published.vision_mlp_dim // published.vision_width,
-        patch_size=published.patch_size if options.image_size % published.patch_size == 0 else options.image_size,
+        patch_size=scale.patch_size or patch_size,
+        vocab_size=vocab_size,
+    )
+
+
+def scaled_smolvlm(scale: Scale, vocab_size: int) -> smolvla_size.SmolVLMSize:
+    """Likewise, at 960; heads keep their size, and there is one of keys and values to three others."""
+    published, width = smolvla_size.SmolVLMSize(), scale.width
+    group = published.head_dim * published.heads // published.kv_heads
+    if width % group:
+        raise ValueError(f"--width={width}: must be a multiple of {group}, SmolVLA's heads that share keys and values")
+    token = published.patch_size * published.shuffle
+    if scale.image_size % token:
+        raise ValueError(
+            f"--image_size={scale.image_size}: must be a multiple of {token}, a side of SmolVLA's image token"
+        )
+    vision_heads = max(1, round(published.vision_heads * width / published.width))
+    vision_width = vision_heads * published.vision_width // published.vision_heads
+    return replace(
+        published,
+        width=width,
+        depth=scale.depth,
+        mlp_dim=width * published.mlp_dim // published.width,
+        heads=width // published.head_dim,
+        kv_heads=width // group,
+        vision_width=vision_width,
+        vision_depth=scale.vision_depth,
+        vision_mlp_dim=vision_width * published.vision_mlp_dim // published.vision_width,
+        vision_heads=vision_heads,
+        image_size=scale.image_size,
         vocab_size=vocab_size,
     )
 
@@ -108,12 +216,12 @@ def scaled_size(options: StepBench, vocab_size: int) -> Pi05Size:
 def make_rows(base: Base, count: int, seed: int) -> Columns:
     """Rows as the reader delivers them: uint8 pictures at the policy's size, states, actions, sentences."""
     rng = np.random.default_rng(seed)
-    height, width = base.spec.image_hw
-    shape = (count, 3, height, width)
+    looks = () if base.spec.observation_offsets is None else (len(base.spec.observation_offsets),)
+    shape = (count, *looks, 3, *base.spec.image_hw)
     cameras = {name: rng.integers(0, 256, shape, dtype=np.uint8) for name, _ in base.binding.cameras}
     numbers = np.arange(count, dtype=np.int64)
     return cameras | {
-        STATE: rng.uniform(-1, 1, (count, DIMS)).astype(np.float32),
+        STATE: rng.uniform(-1, 1, (count, *looks, DIMS)).astype(np.float32),
         ACTION: rng.uniform(-1, 1, (count, base.spec.horizon, DIMS)).astype(np.float32),
         ACTION_IS_PAD: np.zeros((count, base.spec.horizon), dtype=bool),
         TASK: np.array([TASKS[number % len(TASKS)] for number in range(count)], dtype=object),
@@ -124,7 +232,7 @@ def make_rows(base: Base, count: int, seed: int) -> Columns:
 
 def lerobot_batch(rows: Columns, device: torch.device) -> dict[str, Any]:
     """The same rows as LeRobot's loader delivers them: tensors on the device, pictures as uint8, sentences as text."""
-    keys = [key for key in rows if key.startswith("observation.")] + [ACTION]
+    keys = [key for key in rows if key.startswith("observation.")] + [ACTION, ACTION_IS_PAD]
     return {key: torch.from_numpy(rows[key]).to(device) for key in keys} | {TASK: list(rows[TASK])}
 
 

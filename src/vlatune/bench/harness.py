@@ -11,11 +11,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from vlatune.bench.options import BenchOptions
+from vlatune.files import open_to_append
+
+NO_SETTINGS: Mapping[str, Any] = {}
 PACKAGES = ("vlatune", "ray", "lerobot", "torch", "av", "pyarrow", "numpy", "torchcodec")
 
 
@@ -98,11 +102,22 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def last_line(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """The JSON object that ends a benchmark's output."""
-    return json.dumps(
-        {**figures, "commit": _commit(), "versions": _versions(), "hardware": hardware(), "settings": dict(settings)}
-    )
+def print_last(
+    bench: str, figures: Mapping[str, Any], options: BenchOptions, settings: Mapping[str, Any] = NO_SETTINGS
+) -> None:
+    """The JSON object that ends a benchmark's output, and is appended to the file of --output; `settings` are more than
+    the options say.
+    """
+    line = last_line(bench, figures, asdict(options) | dict(settings))
+    sys.stdout.write(line + "\n")
+    if options.output is not None:
+        with open_to_append(Path(options.output)) as file:
+            file.write(line + "\n")
+
+
+def last_line(bench: str, figures: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    known = {"commit": _commit(), "versions": _versions(), "hardware": hardware(), "settings": dict(settings)}
+    return json.dumps({"bench": bench, **figures, **known})
 
 
 def hardware() -> dict[str, Any]:

@@ -1,10 +1,24 @@
 """The settings of the benchmarks, one class each; light, since `--help` reads them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
-class ReaderBench:
+class BenchOptions:
+    """What all of them have."""
+
+    output: str | None = None
+    """File to which the last line is appended as well; `vlatune bench table FILE` shows what lies there beside the bars."""
+
+    def __post_init__(self) -> None:
+        """A benchmark takes minutes: a place that cannot be written to is told before them."""
+        if self.output is not None and (Path(self.output).is_dir() or not Path(self.output).parent.is_dir()):
+            raise ValueError(f"--output={self.output}: must be a file in a folder that exists; make the folder first")
+
+
+@dataclass(frozen=True)
+class ReaderBench(BenchOptions):
     root: str | None = None
     """Dataset to read; one is made per codec when left out."""
     codec: tuple[str, ...] = ("av1", "h264")
@@ -36,18 +50,18 @@ class ReaderBench:
 @dataclass(frozen=True)
 class PolicyBench:
     type: str = "pi05"
-    """Kind of policy; one whose size cannot be set is taken as it is made from scratch."""
+    """Kind of policy: pi05, pi0, smolvla, act or diffusion."""
 
 
 @dataclass(frozen=True)
-class StepBench:
+class StepBench(BenchOptions):
     policy: PolicyBench = field(default_factory=PolicyBench)
-    width: int = 2048
-    """Width of the language model of PI0.5 or PI0; the other widths follow in the published proportions."""
+    width: int | None = None
+    """Width of the language model (ACT: of its transformers, Diffusion Policy: of its U-Net's first stage); the other widths follow in the usual proportions. 2048 for PI0.5 and PI0, 960 for SmolVLA, 512 for the others when left out."""
     depth: int = 3
-    """Layers of the language model and of the action expert; the published ones have 18."""
+    """Layers of the language model and of the action expert; the published ones have 18, SmolVLA 16. ACT and Diffusion Policy have LeRobot's."""
     vision_depth: int = 4
-    """Layers of the vision tower; the published ones have 27 to the language model's 18."""
+    """Layers of the vision tower; the published ones have 27, SmolVLA 12."""
     batch_size: int = 1
     """Samples per micro-step."""
     flow_samples: int = 8
@@ -58,12 +72,12 @@ class StepBench:
     """How often every way is run."""
     cameras: int = 3
     """Pictures per sample."""
-    image_size: int = 224
-    """Pixels on a side of a picture."""
+    image_size: int | None = None
+    """Pixels on a side of a picture; 512 for SmolVLA and 224 for the others when left out."""
     tokens: int = 200
     """Prompt tokens, padding included."""
-    horizon: int = 50
-    """Actions per sample."""
+    horizon: int | None = None
+    """Actions per sample; 100 for ACT, 64 for Diffusion Policy and 50 for the others when left out."""
     small_batch_size: int = 8
     """Samples per micro-step of the small model, on which the host's own time is measured."""
     small_steps: int = 20
@@ -73,7 +87,7 @@ class StepBench:
 
 
 @dataclass(frozen=True)
-class FeedBench:
+class FeedBench(BenchOptions):
     root: str | None = None
     """Dataset to read; one is made when left out."""
     codec: str = "h264"
@@ -109,7 +123,7 @@ class FeedBench:
 
 
 @dataclass(frozen=True)
-class ResumeBench:
+class ResumeBench(BenchOptions):
     interval: int = 30
     """Optimizer steps between two checkpoints of the small model's run."""
     steps: int = 600
@@ -133,9 +147,10 @@ class ResumeBench:
 
 
 @dataclass(frozen=True)
-class TrainBench:
-    config: str = "demo"
-    """What is trained: demo (everything, small pictures), expert-balanced (a frozen prefix; step and decoding cost about the same), expert-step (the step decides) or full-video (everything, large pictures)."""
+class TrainBench(BenchOptions):
+    policy: PolicyBench = field(default_factory=PolicyBench)
+    config: str | None = None
+    """What is trained; demo (PI0.5) or video when left out. demo: what `vlatune demo` trains, small pictures; video: a small model on large pictures, decoding decides; expert-balanced: a frozen prefix, step and decoding cost about the same; expert-step: the same, the step decides; full-video: everything, large pictures; step (Diffusion Policy): the step decides."""
     root: str | None = None
     """Dataset to train on; the configuration's own is made when left out."""
     folder: str | None = None
@@ -147,9 +162,11 @@ class TrainBench:
     store_bytes: int | None = None
     """Object store of our run; the configuration's own when left out."""
     width: int | None = None
-    """Width of the language model of the PI0.5 that is made; the configuration's own when left out."""
+    """Width of the language model that is made (PI0.5, PI0; SmolVLA in multiples of 192); the configuration's own when left out."""
     depth: int | None = None
     """Its layers; the configuration's own when left out."""
+    pin: bool = False
+    """From the first log line on, the training process has one core with one thread, and everything else the other cores; the step alone has the same core. Shows the step beside readers that take nothing from it."""
     eval_split: float = 0.1
     """Share of the episodes that are held out."""
     rounds: int = 3
@@ -157,17 +174,17 @@ class TrainBench:
     alone_s: float = 8.0
     """How long the step and reading are each measured alone, after a warm-up of a quarter of it."""
     peers: tuple[str, ...] = ("lerobot", "template")
-    """What is run beside ours: lerobot, template, and augmented, which is ours with --dataset.image_transforms.enable; give the flag again for several, [] for ours alone."""
+    """What is run beside ours: lerobot, template (it knows PI0.5 alone), and augmented, which is ours with --dataset.image_transforms.enable; give the flag again for several, [] for ours alone."""
     num_workers: int = 2
     """Processes of LeRobot's DataLoader; it recommends 4, at most one per core."""
     quality: bool = False
     """Also measure seconds to a held-out error: one run of LeRobot's and of each of ours more, with checkpoints on the way."""
     flow_samples: tuple[int, ...] = (1, 4, 8)
-    """Draws per observation of our runs whose seconds to an error are measured."""
-    checkpoints: int = 8
-    """Checkpoints of a run at which the held-out error is measured."""
+    """Draws per observation of our runs whose seconds to an error are measured; a policy that takes no draws runs once."""
+    checkpoints: int = 16
+    """Checkpoints of a run, evenly spaced as `lerobot-train` saves them; the error is measured at the 1st, 2nd, 3rd, 4th, 6th, 8th, 11th, 16th, ... and the last."""
     error: float | None = None
-    """The error whose seconds are measured; 1.25 x LeRobot's last one when left out."""
+    """The error whose seconds are measured; 1.1 x LeRobot's last one when left out."""
     eval_samples: int = 256
     """Held-out samples that an error is measured on."""
     timeout_s: float = 3600.0

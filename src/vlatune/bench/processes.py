@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,10 +163,51 @@ class CpuMeter:
         }
         return CpuSeries(at_s, by_part, _grow([one.threads for one in self.readings]))
 
+    def pin(self, cores: "Cores") -> None:
+        """Every thread of every process that was read so far to its cores; what they start later begins where they are."""
+        for pid in self.titles:
+            own = cores.training if self._is_trainer(pid) else cores.rest
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                for thread in psutil.Process(pid).threads():
+                    os.sched_setaffinity(thread.id, own)
+
     def _is_trainer(self, pid: int) -> bool:
         if not self.trainer:
             return pid == self.session
         return any(self.trainer in title for title in self.titles[pid])
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Who runs where."""
+
+    training: frozenset[int]
+    """Of the process that trains."""
+    rest: frozenset[int]
+    """Of all others of its session."""
+
+
+def split_cores(usable: Iterable[int]) -> Cores:
+    """One core to train on, the others for the rest.
+
+    >>> split_cores([4, 2, 3]).training
+    frozenset({2})
+    """
+    first, *others = sorted(usable)
+    if not others:
+        raise ValueError("--pin=true: this process may use one core alone, and readers need another; leave it out")
+    return Cores(frozenset([first]), frozenset(others))
+
+
+def run_on(command: Sequence[str], env: Mapping[str, str], cores: frozenset[int] | None) -> str:
+    """What a command that ends well prints; on these cores from its beginning, or wherever it likes."""
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        if cores is not None:
+            os.sched_setaffinity(process.pid, cores)  # it has one thread yet
+        output, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{command[2]} ended with code {process.returncode}; its words are above")
+    return output
 
 
 @dataclass(frozen=True)
@@ -265,8 +306,11 @@ class NewLines:
         return lines
 
 
-def watch(program: Program, *, timeout_s: float) -> Seen:
-    """Run it to its end. Whatever it started is gone afterwards."""
+def watch(program: Program, *, timeout_s: float, cores: Cores | None = None) -> Seen:
+    """Run it to its end. Whatever it started is gone afterwards.
+
+    With `cores` everything is pinned from the first mark on: before it, programs look how many cores there are.
+    """
     marks: list[Mark] = []
     lines = NewLines(program.progress)
     begin_s = next_cpu_s = looked_s = time.monotonic()
@@ -282,6 +326,8 @@ def watch(program: Program, *, timeout_s: float) -> Seen:
             looked_s = now_s
             if now_s >= next_cpu_s:
                 meter.read()
+                if cores is not None and marks:
+                    meter.pin(cores)
                 next_cpu_s = now_s + CPU_EVERY_S
             if code is not None:
                 break

@@ -6,12 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlatune.bench.base_models import scaled_size
+from vlatune.bench.base_models import Scale, scaled_size, scaled_smolvlm
 from vlatune.bench.options import PolicyBench, StepBench
+from vlatune.bench.results_table import BARS
 from vlatune.bench.step.step_bench import WayFigures, run
 from vlatune.bench.step.step_ways import StepTime, Stopwatch, hidden_share, peak_bytes
 from vlatune.cli import main
 from vlatune.policies.pi05.size import Pi05Size
+from vlatune.policies.registry import get_policy
+from vlatune.policies.smolvla.smolvla_size import SmolVLMSize
 
 TINY = StepBench(
     width=64, depth=2, vision_depth=1, rounds=1, cameras=2, image_size=28, tokens=48, horizon=4, small_batch_size=1, small_steps=2
@@ -25,6 +28,7 @@ def test_the_last_line_holds_every_figure(capsys):
     lines = capsys.readouterr().out.splitlines()
     figures = json.loads(lines[-1])
     assert figures.keys() >= CONTRACT
+    assert all(bar.figure in figures for bar in BARS["step"] if bar.figure != "language_speedup")
     assert figures["host_syncs_per_micro_step"] == 0
     assert figures["lerobot_host_syncs_per_micro_step"] >= 5
     assert figures["flow_samples_8_cost"] > 0
@@ -38,20 +42,41 @@ def test_the_last_line_holds_every_figure(capsys):
     assert sum(line.startswith(("heads", "expert", "lora", "full")) for line in lines) == 11
 
 
-def test_another_policys_step_is_measured_by_its_type(capsys):
-    run(replace(TINY, policy=PolicyBench("pi0"), train=("expert",)))
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures["settings"]["policy"] == {"type": "pi0"}
+OTHERS = {
+    "pi0": {},
+    "smolvla": {"width": 192, "image_size": 64},
+    "act": {"width": 32, "image_size": 64},
+    "diffusion": {"width": 16, "image_size": 64},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_policys_step_is_measured_by_its_type(kind, capsys):
+    """All its ways to train, LeRobot's own step beside ours, on the same draws."""
+    run(replace(TINY, policy=PolicyBench(kind), small_steps=1, **OTHERS[kind]))
+    lines = capsys.readouterr().out.splitlines()
+    figures = json.loads(lines[-1])
+    ways = get_policy(kind).train_ways
+    assert figures.keys() >= CONTRACT
+    assert figures["settings"]["policy"] == {"type": kind}
     assert figures["host_syncs_per_micro_step"] == 0
     assert figures["lerobot_host_syncs_per_micro_step"] >= 1
-    assert figures["by_train"]["expert"]["loss_difference"] < 1e-6
-    assert figures["by_train"]["expert"]["draws_cost"] > 0
+    assert figures["by_train"].keys() == set(ways)
+    assert all(one["loss_difference"] < 1e-6 for one in figures["by_train"].values())
+    assert all(figures[f"{train}_speedup"] > 0 for train in ways)
+    if "expert" in ways:
+        assert figures["by_train"]["expert"]["draws_cost"] > 0
+    else:
+        assert figures["expert_speedup"] is figures["flow_samples_8_cost"] is None
+    assert sum(line.startswith(tuple(ways)) for line in lines) == 2 * len(ways) + 2 * ("expert" in ways) + 1
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["bench", "step", "--train=everything"], "--train=everything: must be one of heads, expert, lora, full"),
+        (["bench", "step", "--policy.type=act", "--train=expert"], "--train=expert: must be one of full"),
+        (["bench", "step", "--policy.type=smolvla", "--width=100"], "--width=100: must be a multiple of 192"),
         (["bench", "step", "--rounds=0"], "--rounds=0: must be 1 or more"),
         (["bench", "step", "--codec=av1"], "unknown flag --codec"),
         (["bench", "stpe"], "unknown benchmark 'stpe'; did you mean step?"),
@@ -63,8 +88,8 @@ def test_mistakes_are_named(words, says, capsys):
 
 
 def test_at_the_published_width_the_size_is_the_published_one():
-    options = StepBench(width=2048, depth=18, vision_depth=27, image_size=224)
-    assert scaled_size(options, vocab_size=257_152) == Pi05Size()
+    assert scaled_size(Scale(2048, 18, 27, 224), vocab_size=257_152) == Pi05Size()
+    assert scaled_smolvlm(Scale(960, 32, 12, 512), vocab_size=49_280) == SmolVLMSize()
 
 
 def test_peak_memory_is_the_most_that_was_held_at_once():

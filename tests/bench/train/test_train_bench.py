@@ -1,19 +1,25 @@
-"""What `vlatune bench train` makes of what it sees; and the command itself, with LeRobot's own program, on a small run."""
+"""What `vlatune bench train` makes of what it sees; and the command itself on a small run of ours. LeRobot's own program is in
+`test_lerobot_program.py`.
+"""
 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from summaries import summary
 
 from vlatune import cli
-from vlatune.bench.options import TrainBench
+from vlatune.bench.harness import Results
+from vlatune.bench.options import PolicyBench, TrainBench
 from vlatune.bench.processes import (
     OTHERS,
     READERS,
     TRAINING,
+    Cores,
     CpuMeter,
     CpuSeries,
     Mark,
@@ -22,10 +28,13 @@ from vlatune.bench.processes import (
     Reading,
     Seen,
     part_of,
+    split_cores,
     watch,
 )
+from vlatune.bench.results_table import BARS, rows_of
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.time_to_quality import Course, over_lerobot, wanted_error
+from vlatune.bench.train.train_bench import OURS, PEERS, Figures, OurRound, print_report
 from vlatune.bench.train.train_figures import (
     Alone,
     CpuPerSample,
@@ -34,8 +43,10 @@ from vlatune.bench.train.train_figures import (
     Window,
     figures_of,
     first_step_at,
+    measured_checkpoints,
     seconds_to_error,
     share_of_ideal,
+    share_of_predicted,
     sharing_explains,
     split_as_told,
     steady_window,
@@ -43,6 +54,7 @@ from vlatune.bench.train.train_figures import (
 )
 from vlatune.bench.train.train_programs import CASES, TrainJob, choose_log_freq, find_case
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.policies.registry import PACKAGES
 
 pytestmark = pytest.mark.early
 
@@ -130,6 +142,15 @@ def test_the_ideal_is_all_cores_at_the_cost_that_the_parts_have_alone():
     assert sharing_explains(alone, CpuPerSample(0.006, 0.0, 0.0, 0.0), cores=2) == 1.0  # never faster than alone
 
 
+def test_a_pinned_step_shares_its_core_with_its_own_process_alone():
+    alone, cpu = Alone(0.004, 0.004, 0.003), CpuPerSample(0.004, 0.0002, 0.003, 0.001)
+    assert sharing_explains(alone, cpu, cores=2, pinned=True) == pytest.approx(1.05)
+    assert share_of_predicted(200.0, alone, cores=2, pinned=True) == pytest.approx(0.8)
+    slow_reading = replace(alone, read_cpu_s=0.012)
+    assert share_of_predicted(100.0, slow_reading, cores=4, pinned=True) == pytest.approx(0.4)  # three cores read
+    assert share_of_predicted(100.0, slow_reading, cores=2, pinned=True) == pytest.approx(1.2)
+
+
 def test_the_step_in_the_run_is_without_its_wait():
     metrics = [{"optimizer_step": n, "step_s": 1.0 + n, "wait_s": 1.0} for n in (10, 20, 30, 40)]
     assert step_in_run_s(metrics, Window(Mark(10, 0.0), Mark(40, 9.0))) == pytest.approx(30.0)
@@ -144,21 +165,41 @@ def test_seconds_to_an_error_lie_between_the_checkpoints():
     assert seconds_to_error(points, marks, 0.05) is None
 
 
-def test_the_error_to_reach_lies_a_little_above_lerobots_last():
-    def course(seconds: float, *errors: float) -> Course:
-        points = tuple(ErrorPoint(20 * place, error) for place, error in enumerate(errors))
-        return Course(points, Seen(0.0, 99.0, marks_every(seconds, 4), series([0.0, 1.0])))
+def course(seconds: float, *errors: float) -> Course:
+    points = tuple(ErrorPoint(20 * place, error) for place, error in enumerate(errors))
+    return Course(points, Seen(0.0, 99.0, marks_every(seconds, 6), series([0.0, 1.0])))
 
-    courses = {
-        "lerobot": course(10.0, 1.0, 0.5, 0.4),
-        "ours": course(2.0, 1.0, 0.5, 0.4),
-        "never": course(1.0, 1.0, 0.9),
-    }
-    courses["began there"] = course(1.0, 0.3, 0.2)
-    assert wanted_error(courses, None) == pytest.approx(0.5)
+
+COURSES = {
+    "lerobot": course(10.0, 1.0, 0.7, 0.5, 0.4),
+    "ours, 1 draws": course(2.0, 1.0, 0.7, 0.5, 0.4),
+    "ours, 4 draws": course(1.0, 1.0, 0.4),
+    "ours, 8 draws": course(1.0, 1.0, 0.9),
+}
+
+
+def test_the_error_to_reach_lies_a_little_above_lerobots_last():
+    courses = COURSES | {"began there": course(1.0, 0.3, 0.2)}
+    assert wanted_error(courses, None) == pytest.approx(0.44)
     assert wanted_error(courses, 0.45) == 0.45
-    sooner = over_lerobot(courses, 0.5, ["ours", "never", "began there"])
-    assert sooner == {"ours": pytest.approx(5.0), "never": None, "began there": None}
+    sooner = over_lerobot(courses, 0.5, ["ours, 1 draws", "ours, 8 draws", "began there"])
+    assert sooner == {"ours, 1 draws": pytest.approx(5.0), "ours, 8 draws": None, "began there": None}
+
+
+def test_an_error_that_was_reached_before_the_first_checkpoint_is_called_rough():
+    assert not COURSES["lerobot"].is_rough(0.44)
+    assert COURSES["ours, 4 draws"].is_rough(0.44)
+    assert not COURSES["ours, 8 draws"].is_rough(0.44)  # never reached
+    assert not COURSES["ours, 1 draws"].is_rough(0.6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 40])
+def test_errors_are_measured_more_often_at_the_beginning_and_always_at_the_end(count):
+    places = measured_checkpoints(count)
+    assert (places[0], places[-1]) == (1, count)
+    gaps = np.diff(places)[:-1]
+    assert (np.diff(gaps) >= 0).all()
+    assert len(places) <= 2 * np.log2(count) + 2
 
 
 def test_a_process_is_a_reader_if_it_ever_read():
@@ -202,15 +243,116 @@ def test_the_last_log_line_is_that_of_the_last_step(steps):
 
 def test_options_change_a_configuration_and_a_misspelt_one_is_told():
     assert find_case(TrainBench(config="expert-step", steps=9)).steps == 9
-    assert find_case(TrainBench(config="expert-step")).width == CASES["expert-step"].width
+    assert find_case(TrainBench(config="expert-step")).width == CASES["pi05"]["expert-step"].width
     with pytest.raises(ValueError, match="did you mean expert-step"):
         find_case(TrainBench(config="expert-stop"))
 
 
-def test_a_frozen_prefix_is_asked_of_lerobot_with_its_own_flag(tmp_path):
-    config = RunConfig(dataset=DatasetConfig(root=("data",)), policy=PolicyConfig(path="base", train="expert"))
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_every_policy_has_a_configuration_by_its_type_alone(kind):
+    options = TrainBench(policy=PolicyBench(kind))
+    assert find_case(options) == CASES[kind]["demo" if kind == "pi05" else "video"]
+    assert find_case(replace(options, config="video")).image_size > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--policy.type=act", "--config=expert-step"], "--policy.type=act has no such configuration; there are demo"),
+        (["--policy.type=acd"], "--policy.type=acd: must be one of"),
+        (["--policy.type=diffusion", "--width=64"], "--width=64: --config=video trains a model of its own size"),
+        (["--peers=torch"], "--peers=torch: must be one of lerobot, template, augmented"),
+        (["--output=nowhere/results.jsonl"], "must be a file in a folder that exists"),
+        (["--checkpoints=0"], "--checkpoints=0: must be 1 or more"),
+    ],
+)
+def test_mistakes_are_named(flags, says, capsys):
+    assert cli.main(["bench", "train", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def lerobot_flags(tmp_path: Path, kind: str, train: str, **settings: object) -> set[str]:
+    policy = PolicyConfig(path="base", type=kind, train=train, **settings)
+    config = RunConfig(dataset=DatasetConfig(root=("data",)), policy=policy, torch_threads=1)
     program = ways.lerobot(TrainJob(config, (0, 2), num_workers=2), tmp_path)
-    assert {"--policy.train_expert_only=true", "--dataset.episodes=[0, 2]", "--num_workers=2"} <= set(program.command)
+    assert program.env["OMP_NUM_THREADS"] == "1"  # as many as ours, where the benchmark decides
+    assert {"--dataset.episodes=[0, 2]", "--num_workers=2"} <= set(program.command)
+    return set(program.command)
+
+
+def test_what_is_trained_is_asked_of_lerobot_with_its_own_flags(tmp_path):
+    assert {"--policy.train_expert_only=true", "--policy.dtype=float32"} <= lerobot_flags(tmp_path, "pi05", "expert")
+    whole = lerobot_flags(tmp_path, "smolvla", "full")
+    assert {"--policy.train_expert_only=false", "--policy.freeze_vision_encoder=false"} <= whole
+    assert not any(flag.startswith("--policy.dtype") for flag in whole)  # it has none
+    rates = lerobot_flags(tmp_path, "act", "full", overrides={"optimizer_lr_backbone": 0.5})
+    assert "--policy.optimizer_lr_backbone=0.5" in rates
+    assert not any("scheduler" in flag for flag in rates)
+
+
+def recorded(*, steps: int = 40) -> Figures:
+    """Two rounds of ours and one of LeRobot's, as they could have been seen."""
+
+    def figures(samples_per_s: float) -> RunFigures:
+        cpu = CpuPerSample(0.008, 0.0002, 0.004, 0.001)
+        return RunFigures(samples_per_s, samples_per_s / 2, 20.0, cpu, 0.04, steady_share=0.7, slowest_over_fastest=0.9)
+
+    ours = [OurRound(Alone(0.008, 0.008, 0.004), step_s=0.0088, summary=summary(optimizer_steps=steps))] * 2
+    results = Results({OURS: [100.0, 120.0], PEERS["lerobot"]: [25.0, 24.0]}, {PEERS["template"]: "it cannot"})
+    by_way = {OURS: [figures(100.0), figures(120.0)], PEERS["lerobot"]: [figures(25.0), figures(24.0)]}
+    return Figures(results, by_way, ours, {OURS: 0.1, PEERS["lerobot"]: 0.2}, dict(COURSES))
+
+
+def printed(capsys, options: TrainBench, figures: Figures) -> tuple[str, dict]:
+    config = RunConfig(
+        dataset=DatasetConfig(root=("data",)), policy=PolicyConfig(path="base", type=options.policy.type)
+    )
+    print_report(options, TrainJob(config, (0,), 2), figures)
+    text = capsys.readouterr().out
+    return text, json.loads(text.splitlines()[-1])
+
+
+CONTRACT = {"samples_per_s", "over_lerobot", "over_template", "share_of_ideal", "step_in_run_over_alone"}
+CONTRACT |= {"other_threads_cpu_share", "time_to_first_step_s", "time_to_quality_over_lerobot"}
+CONTRACT |= {"commit", "versions", "hardware", "settings"}
+
+
+def test_the_last_line_of_what_was_seen(capsys):
+    text, last = printed(capsys, TrainBench(config="demo", quality=True), recorded())
+    assert last.keys() >= CONTRACT
+    assert last["over_lerobot"] == pytest.approx(4.5)  # 4 in one round, 5 in the other
+    assert last["step_in_run_over_alone"] == pytest.approx(1.1)
+    assert last["share_of_predicted"] == pytest.approx(0.88)  # of 125 samples a second, which the step alone makes
+    assert last["over_template"] is None
+    assert last["not_run"] == {PEERS["template"]: "it cannot"}
+    assert last["held_out_error"] == {OURS: 0.1, PEERS["lerobot"]: 0.2}
+    assert "4.50 x" in text
+    assert "sharing the cores explains" in text
+
+
+def test_seconds_to_an_error_that_are_rough_say_so(capsys):
+    text, last = printed(capsys, TrainBench(config="demo", quality=True), recorded())
+    assert last["time_to_quality_over_lerobot"] == pytest.approx(5.0)
+    assert last["time_to_quality_is_rough"] is False  # neither LeRobot's nor ours with one draw
+    assert last["quality"]["rough"] == ["ours, 4 draws"]
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("ours, 4 draws")] == ["rough"]
+    assert "reached before the first checkpoint" in text
+    figures = recorded()
+    del figures.courses["ours, 4 draws"]
+    text, last = printed(capsys, TrainBench(config="demo", quality=True), figures)
+    assert last["quality"]["rough"] == []
+    assert "reached before the first checkpoint" not in text
+    figures.courses["lerobot"] = course(10.0, 1.0, 0.4)
+    assert printed(capsys, TrainBench(config="demo", quality=True), figures)[1]["time_to_quality_is_rough"] is True
+
+
+def test_every_bar_is_a_figure_of_the_last_line(capsys):
+    _, last = printed(capsys, TrainBench(config="demo"), recorded())
+    for bar in BARS["train"]:
+        assert all(name in last for name in bar.figure.split("/"))
+    _, pinned = printed(capsys, TrainBench(policy=PolicyBench("act"), config="video", pin=True), recorded())
+    (row,) = rows_of(pinned)
+    assert (row.of, row.figure, row.is_met) == ("act, video, pinned", "step_in_run_over_alone", False)
 
 
 def program(tmp_path: Path, code: str) -> Program:
@@ -230,18 +372,65 @@ def test_a_program_that_fails_is_told_with_its_last_words(tmp_path):
         watch(program(tmp_path, "import sys; print('no such dataset'); sys.exit(3)"), timeout_s=60)
 
 
+PINNED = """
+import os, subprocess, sys, threading, time
+training, rest = ({int(core)} for core in sys.argv[1:])
+ends = threading.Event()
+thread = threading.Thread(target=ends.wait)
+thread.start()
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+print("step", flush=True)
+until = time.monotonic() + 60
+where = lambda: [os.sched_getaffinity(one) for one in (0, thread.native_id, child.pid)]
+while where() != [training, training, rest] and time.monotonic() < until:
+    time.sleep(0.01)
+print("step", flush=True)
+child.communicate(b"x")
+ends.set()
+sys.exit(0 if time.monotonic() < until else 4)
+"""
+
+
+def test_the_training_process_gets_a_core_and_all_others_the_rest(tmp_path):
+    usable = sorted(os.sched_getaffinity(0))
+    training, rest = usable[0], usable[-1]
+    watched = program(tmp_path, PINNED)
+    watched = replace(watched, command=[*watched.command, str(training), str(rest)])
+    seen = watch(watched, timeout_s=120, cores=Cores(frozenset([training]), frozenset([rest])))
+    assert len(seen.marks) == 2
+    assert sorted(os.sched_getaffinity(0)) == usable
+
+
+def test_pinning_needs_a_second_core():
+    assert split_cores([1, 0]) == Cores(frozenset([0]), frozenset([1]))
+    with pytest.raises(ValueError, match="--pin=true: this process may use one core alone"):
+        split_cores([3])
+
+
 @pytest.mark.timeout(600)
-def test_the_whole_command_with_lerobots_own_program(dataset_v3, tmp_path, capsys):
-    """All that is measured has processes of its own; the command itself needs none."""
-    small = ["--steps=6", "--batch_size=4", "--rounds=1", "--store_bytes=90000000", "--eval_split=0.2", "--alone_s=0.2"]
-    few = ["--peers=lerobot", "--num_workers=1", "--eval_samples=4"]
+def test_the_whole_command(dataset_v3, tmp_path, capsys):
+    """All that is measured has processes of its own; the command itself needs none. What it appends to a file, `bench table` reads."""
+    small = [
+        "--steps=2",
+        "--batch_size=2",
+        "--rounds=1",
+        "--store_bytes=90000000",
+        "--eval_split=0.2",
+        "--alone_s=0.05",
+    ]
+    results = tmp_path / "results.jsonl"
+    few = ["--peers=[]", "--eval_samples=2", f"--output={results}"]
     flags = [f"--root={dataset_v3}", f"--folder={tmp_path}", *small, *few]
     assert cli.main(["bench", "train", *flags]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    above_zero = ("samples_per_s", "over_lerobot", "share_of_ideal", "step_in_run_over_alone", "time_to_first_step_s")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert results.read_text() == last + "\n"
+    figures = json.loads(last)
+    above_zero = ("samples_per_s", "share_of_ideal", "step_in_run_over_alone", "time_to_first_step_s")
     assert all(figures[name] > 0 for name in above_zero)
     assert figures["other_threads_cpu_share"] >= 0
-    assert figures["over_template"] is None
-    assert set(figures["held_out_error"]) == set(figures["rounds"]) == {"vlatune train", "lerobot-train"}
-    assert figures["settings"]["steps"] == 6
+    assert figures["over_lerobot"] is figures["over_template"] is None
+    assert set(figures["held_out_error"]) == set(figures["rounds"]) == {OURS}
+    assert (figures["settings"]["steps"], figures["settings"]["config"]) == (2, "demo")
     assert not (tmp_path / "runs").exists()
+    assert cli.main(["bench", "table", str(results)]) == 0
+    assert "| train | pi05, demo | over_lerobot | not measured | >= 2.3 |" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from vlatune.bench.feed.feed_consumers import Job, job_json, read_spec
-from vlatune.bench.harness import Results, alternate, checked_root, format_table, last_line, say
+from vlatune.bench.harness import Results, alternate, checked_root, format_table, print_last, say
 from vlatune.bench.options import FeedBench, ReaderBench
 from vlatune.bench.peer_readers import make_videos
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, load_meta
@@ -47,7 +47,7 @@ def run(options: FeedBench) -> None:
     sys.stdout.write(format_table(header, [_row(one) for one in seen]) + "\n")
     sys.stdout.write("\nrun length, and CPU time of reading a row by that in whole episodes\n")
     sys.stdout.write(format_table([str(n) for n in costs], [[f"{cost:.2f}" for cost in costs.values()]]) + "\n")
-    sys.stdout.write(last_line(_figures(seen, results) | {"cost_by_run_length": costs}, asdict(options)) + "\n")
+    print_last("feed", _figures(seen, results) | {"cost_by_run_length": costs}, options)
 
 
 def _fastest(root: str, options: FeedBench, cpus: int) -> dict[str, Callable[[], float]]:

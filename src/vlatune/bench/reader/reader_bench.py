@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import ray
 import vlatune
 from vlatune.batch import STATE
 from vlatune.bench import peer_readers as peers
-from vlatune.bench.harness import Results, alternate, checked_root, format_table, last_line, say
+from vlatune.bench.harness import Results, alternate, checked_root, format_table, print_last, say
 from vlatune.bench.options import ReaderBench
 from vlatune.bench.peer_readers import decode_rows_per_s, make_videos, start_ray
 from vlatune.bench.reader.read_task_cost import measure_reading
@@ -65,7 +65,7 @@ def run(options: ReaderBench) -> None:
     sys.stdout.write(
         f"\ncold: first row {cold['first_row_s']:.1f} s after the call, on a cluster that has just started\n"
     )
-    sys.stdout.write(last_line(_figures(measured, cold["first_row_s"]), asdict(options)) + "\n")
+    print_last("reader", _figures(measured, cold["first_row_s"]), options)
 
 
 def _measure(meta: DatasetMeta, options: ReaderBench, reading: Mapping[str, float]) -> Measured:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vlatune.bench.harness import format_table, last_line, say
+from vlatune.bench.harness import format_table, print_last, say
 from vlatune.bench.options import ResumeBench
 from vlatune.bench.processes import ends_in_order
 from vlatune.bench.resume.killed_run import Comeback, RunFigures, measure_run, stall_share
@@ -38,7 +38,7 @@ def run(options: ResumeBench) -> None:
 def check(options: ResumeBench) -> None:
     for name, value in vars(options).items():
         least = 0 if name == "seed" else 1
-        if value < least:
+        if isinstance(value, int | float) and value < least:
             raise ValueError(f"--{name}={value}: must be {least} or more")
     if options.interval < 2:
         raise ValueError(f"--interval={options.interval}: must be 2 or more, as the run is killed between two saves")
@@ -57,7 +57,7 @@ def print_report(options: ResumeBench, of_run: RunFigures, by_train: Mapping[str
         tables.append(format_table(header, profile_rows(comeback.profile())))
     sys.stdout.write("\n\n".join(tables) + "\n\n")
     sys.stdout.writelines(f"{line}\n" for line in _sentences(options, of_run))
-    sys.stdout.write(last_line(figures(options, of_run, by_train), asdict(options)) + "\n")
+    print_last("resume", figures(options, of_run, by_train), options)
 
 
 def _save_row(train: str, way: str, saves: list[Any]) -> list[str]:

@@ -1,6 +1,6 @@
-"""`vlatune bench step`: what does a micro-step of PI0.5, or of another policy, cost, LeRobot's way and ours?
+"""`vlatune bench step`: what does a micro-step of a policy cost, LeRobot's way and ours?
 
-Same weights (the very same tensors), same rows, one run, alternating. LeRobot's way is `lerobot-train`'s own step with
+Same weights, same rows, one run, alternating. LeRobot's way is `lerobot-train`'s own step with
 its processor in the loop; ours is the worker's, whose samples are prepared by the readers on other cores. For every way
 to train: seconds forward, backward, in the optimizer and on the host outside of them, peak memory of activations, host
 syncs. The host's own time is also measured on the small model, where it shows most.
@@ -11,19 +11,28 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vlatune.batch import NOISE, TIME, Columns
+from vlatune.batch import Columns
 from vlatune.bench.base_models import Base, make_base, make_rows, make_small_base
-from vlatune.bench.harness import alternate, format_table, last_line, say
+from vlatune.bench.harness import alternate, format_table, print_last, say
 from vlatune.bench.options import StepBench
 from vlatune.bench.step.host_sync import HostSyncSpy
-from vlatune.bench.step.step_ways import LeRobotWay, OurWay, StepTime, copies_hidden_share, make_accelerator, peak_bytes
+from vlatune.bench.step.step_ways import (
+    LeRobotWay,
+    OurWay,
+    StepTime,
+    copies_hidden_share,
+    load_lerobot,
+    make_accelerator,
+    peak_bytes,
+    without_dropout,
+)
 from vlatune.pipeline.sizing import usable_cpus
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.registry import get_policy
@@ -70,8 +79,8 @@ class TrainFigures:
     many_draws: WayFigures | None = None
     """Ours with `flow_samples` draws per observation, where the prefix is frozen."""
     _: KW_ONLY
-    loss_difference: float | None
-    """Relative, on the same draws; None for a policy that is given none."""
+    loss_difference: float
+    """Relative, on the same draws."""
     copies_hidden_share: float | None
     """Of the time of copies to the device, what kernels hide; None without CUDA."""
 
@@ -97,8 +106,7 @@ def run(options: StepBench) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flags = set_performance_flags(device, usable_cpus())
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
-        title = get_policy(options.policy.type).title
-        say(f"making a {title} with random weights: width {options.width}, depth {options.depth}")
+        say(f"making a {get_policy(options.policy.type).title} with random weights")
         base = make_base(Path(scratch) / "base", options)
         by_train = {train: measure(base, train, options, device) for train in options.train}
         small = measure_host(make_small_base(Path(scratch) / "small", options), options, device)
@@ -110,10 +118,10 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
     gc.collect()
     rows = make_rows(base, options.batch_size, options.seed)
     module = _load(base, train, device)
-    lerobot = LeRobotWay(module.policy, base, rows, make_accelerator(device))
+    lerobot = LeRobotWay(load_lerobot(base, module), base, rows, make_accelerator(device))
     columns = base.columns(rows, flow_samples=1)
-    ours = OurWay(module, columns, device)
-    difference = _loss_difference(lerobot, ours, columns, device)
+    ours = OurWay(module, base, columns, device)
+    difference = _loss_difference(lerobot, ours, columns)
     ways: dict[str, Way] = {"LeRobot": lerobot, "vlatune": ours}
     if train in FROZEN_PREFIX and "flow_samples" in get_policy(base.spec.type).settings:
         ways[f"vlatune, {options.flow_samples} draws"] = _with_draws(
@@ -131,9 +139,8 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
 def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFigures:
     """Ours on the small model: the device has little to do, so the host's share is at its largest."""
     rows = make_rows(base, options.small_batch_size, options.seed)
-    ways = get_policy(base.spec.type).train_ways
-    module = _load(base, "expert" if "expert" in ways else next(iter(ways)), device)
-    ours = OurWay(module, base.columns(rows, flow_samples=1), device)
+    module = _load(base, _small_train(options), device)
+    ours = OurWay(module, base, base.columns(rows, flow_samples=1), device)
     say(f"the host's own time on the small model: {options.small_steps} micro-steps")
     (figures,) = _time({"small model: vlatune": ours}, options.small_steps, say=lambda _: None)
     _count(ours, figures, device)
@@ -141,8 +148,14 @@ def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFig
     return figures
 
 
+def _small_train(options: StepBench) -> str:
+    """What the small model trains."""
+    ways = get_policy(options.policy.type).train_ways
+    return "expert" if "expert" in ways else next(iter(ways))
+
+
 def _load(base: Base, train: str, device: torch.device) -> Any:
-    options = ModuleOptions(train, "float32")
+    options = ModuleOptions(train, "float32")  # one without the setting computes in float32 anyway
     return base.adapter.load_module(base.spec, base.binding, options, device, stats=base.stats()).train()
 
 
@@ -150,7 +163,7 @@ def _with_draws(module: Any, train: str, base: Base, rows: Columns, count: int, 
     """Many draws per observation, on the same weights."""
     options = ModuleOptions(train, "float32", flow_samples=count)
     many = type(module)(module.policy, base.spec, base.binding, options).to(device).train()
-    return OurWay(many, base.columns(rows, flow_samples=count), device)
+    return OurWay(many, base, base.columns(rows, flow_samples=count), device)
 
 
 def _time(ways: Mapping[str, Way], rounds: int, *, say: Callable[[str], None]) -> list[WayFigures]:
@@ -192,12 +205,10 @@ def _step(way: Way) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _loss_difference(lerobot: LeRobotWay, ours: OurWay, columns: Columns, device: torch.device) -> float | None:
-    if NOISE not in columns or TIME not in columns:
-        return None
-    noise, time = (torch.from_numpy(columns[key][:, 0]).to(device) for key in (NOISE, TIME))
-    theirs = lerobot.loss(noise, time)
-    return float((ours.loss() - theirs).abs() / theirs)
+def _loss_difference(lerobot: LeRobotWay, ours: OurWay, columns: Columns) -> float:
+    with without_dropout(lerobot.policy), without_dropout(ours.policy):
+        theirs = lerobot.loss(columns)
+        return float((ours.loss() - theirs).abs() / theirs)
 
 
 def _check(options: StepBench) -> None:
@@ -215,13 +226,13 @@ def print_report(
     options: StepBench, by_train: Mapping[str, TrainFigures], small: WayFigures, flags: Mapping[str, object]
 ) -> None:
     rows = [row for train, figures in by_train.items() for row in _rows(train, figures, options)]
-    rows.append(_row("expert", f"vlatune, small model, batch {options.small_batch_size}", small, ""))
+    rows.append(_row(_small_train(options), f"vlatune, small model, batch {options.small_batch_size}", small, ""))
     sys.stdout.write(format_table(HEADER, rows) + "\n")
     sys.stdout.write("speed: forward and backward, LeRobot's time by this one's, median of the rounds\n")
     sys.stdout.write(f"host share of a micro-step on the small model: {small.median('host_share'):.1%}\n")
     for place, times in next(iter(by_train.values())).lerobot.sync_places.items():
         sys.stdout.write(f"LeRobot's host sync: {times} x {place}\n")
-    sys.stdout.write(last_line(_figures(options, by_train, small, flags), asdict(options)) + "\n")
+    print_last("step", _figures(options, by_train, small, flags), options)
 
 
 def _figures(
@@ -229,8 +240,10 @@ def _figures(
 ) -> dict[str, Any]:
     figures = {train: one.figures() for train, one in by_train.items()}
     draws_cost = max((one["draws_cost"] for one in figures.values() if one["draws_cost"]), default=None)
+    speedups = {f"{train}_speedup": one["speedup"] for train, one in figures.items()}
     return {
-        **{f"{train}_speedup": one["speedup"] for train, one in figures.items()},
+        **dict.fromkeys(f"{train}_speedup" for train in FROZEN_PREFIX),  # None of a policy without a prefix
+        **speedups,
         "host_syncs_per_micro_step": max(one.ours.host_syncs for one in by_train.values()),
         "lerobot_host_syncs_per_micro_step": min(one.lerobot.host_syncs for one in by_train.values()),
         "host_overhead_share": small.median("host_share"),

@@ -17,18 +17,28 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from vlatune.batch import ACTION, IMAGE_PREFIX, Columns, num_rows
+from vlatune.batch import ACTION, IMAGE_PREFIX, NOISE, TIME, Columns, num_rows
 from vlatune.bench.base_models import Base, lerobot_batch
-from vlatune.config import OptimizerConfig, SchedulerConfig
+from vlatune.config import RunConfig
+from vlatune.flags import config_from_dict
+from vlatune.policies.registry import get_policy
+from vlatune.recipes import get_recipe
 from vlatune.train.worker.device import DeviceBatch, device_batches
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer import Batch, Updater, learning_rate, make_optimizer, set_learning_rate
+from vlatune.train.worker.optimizer import (
+    Batch,
+    Updater,
+    learning_rate,
+    make_groups,
+    make_optimizer,
+    set_learning_rate,
+)
 
 PHASES = ("forward", "backward", "optimizer")
 Interval = tuple[float, float]
@@ -173,16 +183,27 @@ class TimedUpdater(Updater):
             return super().apply()
 
 
+def presets(kind: str) -> RunConfig:
+    """LeRobot's training presets of a policy, as its recipe has them."""
+    recipe = next(name for name, one in get_policy(kind).recipes.items() if not one.small)
+    return config_from_dict(RunConfig, get_recipe(recipe), f"--recipe={recipe}")
+
+
 class OurWay:
-    def __init__(self, module: Any, columns: Columns, device: torch.device) -> None:
+    def __init__(self, module: Any, base: Base, columns: Columns, device: torch.device) -> None:
         self.stopwatch = Stopwatch(device)
         self.policy = module.policy
-        config = OptimizerConfig()
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        self._module, self._peak_lr = module, config.lr
-        self._optimizer = make_optimizer(parameters, config)
+        config = presets(base.spec.type)
+        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._module, self._peak_lr, self._schedule = module, config.optimizer.lr, config.scheduler
+        groups = make_groups(trained, self._peak_lr, base.adapter.rate_factors(base.spec, self._peak_lr))
+        self._optimizer = make_optimizer(groups, config.optimizer)
         self._updater = TimedUpdater(
-            self.stopwatch, module, parameters, self._optimizer, clip_norm=config.grad_clip_norm
+            self.stopwatch,
+            module,
+            list(trained.values()),
+            self._optimizer,
+            clip_norm=config.optimizer.grad_clip_norm,
         )
         self._watch = NonFiniteWatch()
         self._batches = device_batches(itertools.repeat(columns), device)
@@ -192,7 +213,7 @@ class OurWay:
     def step(self) -> None:
         """One optimizer step of one micro-step, as the worker's loop makes it."""
         batch = self._next_batch()
-        set_learning_rate(self._optimizer, learning_rate(self._done, STEPS, self._peak_lr, SchedulerConfig()))
+        set_learning_rate(self._optimizer, learning_rate(self._done, STEPS, self._peak_lr, self._schedule))
         result = self._updater.update([batch.tensors], 1)
         self._watch.remember(result.losses, result.grad_norm, [batch.samples])
         self._done += 1
@@ -229,13 +250,14 @@ class LeRobotWay:
     """Trains what is trainable of LeRobot's `policy` on `rows`."""
 
     def __init__(self, policy: Any, base: Base, rows: Columns, accelerator: Accelerator) -> None:
+        self.policy = policy
         self._device = accelerator.device
         self.stopwatch = Stopwatch(self._device)
         self._preprocess = _make_preprocessor(policy.config, base, self._device)
         self._batch = lerobot_batch(rows, self._device)
-        preset = policy.config.get_optimizer_preset()
-        optimizer = preset.build([p for p in policy.parameters() if p.requires_grad])
-        scheduler = policy.config.get_scheduler_preset().build(optimizer, STEPS)
+        preset, schedule = policy.config.get_optimizer_preset(), policy.config.get_scheduler_preset()
+        optimizer = preset.build(policy.get_optim_params())
+        scheduler = schedule.build(optimizer, STEPS) if schedule is not None else None
         self._clip_norm = preset.grad_clip_norm
         self._policy, self._optimizer, self._scheduler = accelerator.prepare(policy, optimizer, scheduler)
         self._accelerator = accelerator
@@ -259,12 +281,13 @@ class LeRobotWay:
         loss, _ = self._policy.forward(self._preprocessed())
         self._accelerator.backward(loss)
 
-    def loss(self, noise_BTP: Tensor, time_B: Tensor) -> Tensor:
-        """Its own training loss, on draws that are given instead of its own."""
-        draws = {"sample_noise": lambda shape, device: noise_BTP, "sample_time": lambda size, device: time_B}
+    def loss(self, columns: Columns) -> Tensor:
+        """Its own training loss, on our draws instead of its own."""
+        self._policy.train()
+        drawn = {key: torch.from_numpy(columns[key]).to(self._device) for key in (NOISE, TIME) if key in columns}
         with torch.no_grad(), ExitStack() as replaced:
-            for name, draw in draws.items():
-                replaced.enter_context(_replaced(self._policy.model, name, draw))
+            for owner, name, draw in _draws(self._policy, drawn):
+                replaced.enter_context(_replaced(owner, name, draw))
             return self._policy.forward(self._preprocessed())[0]
 
     def resident(self) -> list[Tensor]:
@@ -296,6 +319,39 @@ class LeRobotWay:
             yield
 
 
+def load_lerobot(base: Base, module: Any) -> Any:
+    """LeRobot's policy for its own way. Ours trains on the very same object where it leaves that as it is; ACT's and Diffusion
+    Policy's modules change LeRobot's parts for the better, so that a second one is loaded from the same file.
+    """
+    if base.spec.type not in ("act", "diffusion"):
+        return module.policy
+    return get_policy_class(base.spec.type).from_pretrained(base.folder).to(next(module.parameters()).device).train()
+
+
+def _draws(policy: Any, drawn: dict[str, Tensor]) -> list[tuple[Any, str, Any]]:
+    """Where LeRobot's forward draws, and what it shall get there: (owner, name, function)."""
+    noise, time = drawn.get(NOISE), drawn.get(TIME)
+    if policy.config.type == "act":  # the latent's noise; none where it learns without one
+        return [] if noise is None else [(torch, "randn_like", lambda mean: noise)]
+    if policy.config.type == "diffusion":
+        return [(torch, "randn", lambda *shape, **_: noise), (torch, "randint", lambda **_: time)]
+    assert noise is not None  # flow matching: of each observation the first draw
+    assert time is not None
+    given = {"sample_noise": noise[:, 0], "sample_time": time[:, 0]}
+    return [(policy.model, name, lambda *_, value=value: value) for name, value in given.items()]
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Two forward passes of one model are equal inside."""
+    places = [(part, "p") for part in model.modules() if isinstance(part, nn.Dropout)]
+    places += [(part, "dropout") for part in model.modules() if isinstance(part, nn.MultiheadAttention)]
+    with ExitStack() as replaced:
+        for part, name in places:
+            replaced.enter_context(_replaced(part, name, 0.0))
+        yield
+
+
 def _make_preprocessor(config: Any, base: Base, device: torch.device) -> Any:
     """As `lerobot-train` makes it: the base's own pipeline with this dataset's statistics and this device."""
     stats = {key: {name: torch.from_numpy(v) for name, v in values.items()} for key, values in base.stats().items()}
@@ -321,8 +377,12 @@ def _timed(stopwatch: Stopwatch, phase: str, call: Any) -> Any:
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of this one object, its class untouched."""
+    own = vars(owner)
+    before = [own[name]] if name in own else []
     setattr(owner, name, value)
     try:
         yield
     finally:
         delattr(owner, name)
+        for one in before:
+            setattr(owner, name, one)

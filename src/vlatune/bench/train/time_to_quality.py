@@ -1,20 +1,30 @@
 """Seconds to a held-out action error, LeRobot's program and ours side by side.
 
-Each run saves checkpoints on its way; they are evaluated afterwards, by the same function on the same samples. Saving
-counts in a run's seconds, evaluating does not.
+Each run saves checkpoints on its way, evenly spaced, as LeRobot's program saves them; of these the first few and then fewer and
+fewer are evaluated afterwards, by the same function on the same samples. Saving counts in a run's seconds, evaluating does
+not. An error that was reached before the first checkpoint lies on a straight line from the start: its seconds are rough, and
+are named so.
 """
 
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vlatune.batch import Columns
 from vlatune.bench.harness import say
 from vlatune.bench.options import TrainBench
 from vlatune.bench.processes import Program, Seen, watch
 from vlatune.bench.train import train_programs as ways
-from vlatune.bench.train.train_figures import ErrorPoint, first_step_at, seconds_to_error
+from vlatune.bench.train.train_figures import (
+    ErrorPoint,
+    first_at,
+    first_step_at,
+    measured_checkpoints,
+    seconds_to_error,
+)
 from vlatune.bench.train.train_programs import TrainJob
 from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.policy_files import TOKENIZER_FOLDER
@@ -23,12 +33,12 @@ from vlatune.config import EvalConfig, ExportConfig
 from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import predict
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.model_size import write_size
-from vlatune.policies.pi05.size import read_size
+from vlatune.policies.model_size import SIZE_FILE
+from vlatune.policies.registry import get_policy
 from vlatune.run_setup import make_setup
 
-ERROR_FACTOR = 1.25
-"""Of LeRobot's last error: reached before the very end, where a curve is flat and seconds are chance."""
+ERROR_FACTOR = 1.1
+"""Of LeRobot's last error: reached before the very end, where a curve is flat and seconds are chance, and not at once."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Course:
     """A run's error on its way."""
 
     points: tuple[ErrorPoint, ...]
+    """The first is that of the base."""
     seen: Seen
 
     def seconds_to(self, error: float) -> tuple[float, float] | None:
@@ -43,70 +54,83 @@ class Course:
         at_s = seconds_to_error(self.points, self.seen.marks, error)
         return None if at_s is None else (at_s - first_step_at(self.seen.marks), at_s - self.seen.begin_s)
 
+    def is_rough(self, error: float) -> bool:
+        """Whether it was reached before the first checkpoint, where nothing is known but the base's error."""
+        place = first_at(self.points, error)
+        return place is not None and place <= 1
+
     def to_json(self) -> dict[str, Any]:
         return {"errors": [[point.optimizer_step, point.error] for point in self.points]}
 
 
+class ErrorMeter:
+    """Mean absolute open-loop error of LeRobot folders on the episodes that nobody trained on, whose rows are read once."""
+
+    def __init__(self, job: TrainJob, max_samples: int) -> None:
+        self._job, self._options = job, EvalConfig(max_samples=max_samples)
+
+    def error_of(self, folder: Path) -> float:
+        config = replace(self._job.config, policy=replace(self._job.config.policy, path=str(folder)))
+        setup = make_setup(config)
+        options = ModuleOptions(config.policy.train, "float32")
+        module = setup.adapter.load_module(setup.policy, setup.binding, options, stats=setup.stats)
+        return predict(setup, module.eval(), self._rows, self._options).error()
+
+    @cached_property
+    def _rows(self) -> Columns:
+        return read_held_out(make_setup(self._job.config), self._options.max_samples)
+
+
 def measure_quality(
-    job: TrainJob, options: TrainBench, folder: Callable[[str], Path], *, say: Callable[[str], None]
+    job: TrainJob, options: TrainBench, meter: ErrorMeter, folder: Callable[[str], Path], *, say: Callable[[str], None]
 ) -> dict[str, Course]:
     """Way -> its course: LeRobot's, where it is among the peers, and ours with each number of draws."""
     save_freq = max(1, job.config.steps // options.checkpoints)
-    start = ErrorPoint(0, held_out_error(job, Path(str(job.config.policy.path)), options.eval_samples))
+    start = ErrorPoint(0, meter.error_of(Path(str(job.config.policy.path))))
+    before = measured_checkpoints(job.config.steps // save_freq)[:-1]
+    wanted = [*(save_freq * number for number in before), job.config.steps]  # both save after the last step, too
 
-    def run(name: str, program: Program, find: Callable[[Path], list[tuple[int, Path]]]) -> Course:
+    def run(name: str, program: Program, find: Callable[[Path, int], Path]) -> Course:
         say(f"{name}: a run with checkpoints")
         seen = watch(program, timeout_s=options.timeout_s)
-        folders = find(program.output.parent)
-        points = [ErrorPoint(step, held_out_error(job, one, options.eval_samples)) for step, one in folders]
+        points = [ErrorPoint(step, meter.error_of(find(program.output.parent, step))) for step in wanted]
         say(f"{name}: held-out error {points[-1].error:.4f} after {points[-1].optimizer_step} steps")
         return Course((start, *points), seen)
 
     courses = {}
     if "lerobot" in options.peers:
-        courses["lerobot"] = run(
-            "lerobot-train",
-            ways.lerobot(job, folder("lerobot"), save_freq=save_freq),
-            lambda at: lerobot_folders(job, at),
-        )
-    for draws in options.flow_samples:
+        program = ways.lerobot(job, folder("lerobot"), save_freq=save_freq)
+        courses["lerobot"] = run("lerobot-train", program, lambda at, step: lerobot_folder(job, at, step))
+    for draws in draws_tried(job, options):
         program = ways.ours(job, folder(f"ours-{draws}"), save_freq=save_freq, flow_samples=draws)
-        courses[f"ours, {draws} draws"] = run(f"vlatune train, flow_samples={draws}", program, our_folders)
+        courses[f"ours, {draws} draws"] = run(f"vlatune train, flow_samples={draws}", program, our_folder)
     return courses
 
 
-def held_out_error(job: TrainJob, folder: Path, max_samples: int) -> float:
-    """Mean absolute open-loop error of a LeRobot folder on the episodes that nobody trained on."""
-    config = replace(job.config, policy=replace(job.config.policy, path=str(folder)))
-    setup = make_setup(config)
-    module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions(config.policy.train, "float32"))
-    rows = read_held_out(setup, max_samples)
-    return predict(setup, module.eval(), rows, EvalConfig(max_samples=max_samples)).error()
+def draws_tried(job: TrainJob, options: TrainBench) -> tuple[int, ...]:
+    return options.flow_samples if "flow_samples" in get_policy(job.config.policy.type).settings else (1,)
 
 
-def our_folders(at: Path) -> list[tuple[int, Path]]:
-    """Optimizer step and LeRobot folder of every checkpoint, in order."""
-    found = []
-    for checkpoint in list_checkpoints(at / "run"):
-        folder = at / "exports" / checkpoint.name
-        folder.parent.mkdir(exist_ok=True)
-        if not folder.exists():
-            export_run(at / "run", folder, ExportConfig(checkpoint=checkpoint.name), warn=say)
-        found.append((int(checkpoint.name), folder))
-    return sorted(found)
+def our_folder(at: Path, step: int) -> Path:
+    """LeRobot folder of the checkpoint after so many optimizer steps."""
+    found = next(one for one in list_checkpoints(at / "run") if int(one.name) == step)
+    folder = at / "exports" / found.name
+    folder.parent.mkdir(exist_ok=True)
+    if not folder.exists():
+        export_run(at / "run", folder, ExportConfig(checkpoint=found.name), warn=say)
+    return folder
 
 
-def lerobot_folders(job: TrainJob, at: Path) -> list[tuple[int, Path]]:
-    """The same of LeRobot's checkpoints; they do not know their size, and name the base's tokenizer by its path."""
+def lerobot_folder(job: TrainJob, at: Path, step: int) -> Path:
+    """The same of LeRobot's; they do not know their size, and name the base's tokenizer by its path."""
+    saved = (at / "run" / "checkpoints").iterdir()
+    folder = next(one for one in saved if one.name.isdecimal() and int(one.name) == step) / "pretrained_model"
     base = Path(str(job.config.policy.path))
-    size = read_size(base)
-    folders = [one / "pretrained_model" for one in (at / "run" / "checkpoints").iterdir() if one.name.isdecimal()]
-    for folder in folders:
-        if size is not None:
-            write_size(folder, size)
-        if (base / TOKENIZER_FOLDER).is_dir():
-            shutil.copytree(base / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
-    return sorted((int(folder.parent.name), folder) for folder in folders)
+    if (base / SIZE_FILE).exists():
+        shutil.copy(base / SIZE_FILE, folder / SIZE_FILE)
+    if (base / TOKENIZER_FOLDER).is_dir():
+        shutil.copytree(base / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
+    return folder
 
 
 def wanted_error(courses: dict[str, Course], given: float | None) -> float:

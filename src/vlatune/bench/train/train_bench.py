@@ -6,27 +6,27 @@ table and the last line of JSON are made here, too.
 """
 
 import json
+import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.bench.harness import Results, alternate, format_table, last_line, say
+from vlatune.bench.harness import CannotRunError, Results, alternate, format_table, print_last, say
 from vlatune.bench.options import TrainBench
-from vlatune.bench.processes import Program, Seen, ends_in_order, watch
+from vlatune.bench.processes import Cores, Program, Seen, ends_in_order, run_on, split_cores, watch
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.time_to_quality import (
     Course,
-    held_out_error,
-    lerobot_folders,
+    ErrorMeter,
+    lerobot_folder,
     measure_quality,
-    our_folders,
+    our_folder,
     over_lerobot,
     wanted_error,
 )
@@ -41,7 +41,7 @@ from vlatune.bench.train.train_figures import (
     steady_window,
     step_in_run_s,
 )
-from vlatune.bench.train.train_programs import TrainJob, find_case, make_job
+from vlatune.bench.train.train_programs import TrainJob, case_name, find_case, make_job
 from vlatune.pipeline.sizing import usable_cpus
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import Summary, read_summary
@@ -53,6 +53,7 @@ COLUMNS = (
     "way",
     "samples/s",
     "spread",
+    "ours by it",
     "with the start",
     "first step",
     "compute",
@@ -88,17 +89,21 @@ STEP_ALONE, READ_ALONE = "the step alone", "reading alone"
 def run(options: TrainBench) -> None:
     """Print a table and, as the last line, one JSON object."""
     _check(options)
+    options = replace(options, config=case_name(options))
     with ExitStack() as stack:
         stack.enter_context(ends_in_order())
         folder = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="vlatune-bench-")))
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        rounds = Rounds(make_job(options, folder), options, folder / "runs")
+        cores = split_cores(os.sched_getaffinity(0)) if options.pin else None
+        job = make_job(options, folder)
+        meter = ErrorMeter(job, options.eval_samples)
+        rounds = Rounds(job, options, folder / "runs", meter, cores)
         figures = rounds.measure()
         if options.quality:
-            figures.courses = measure_quality(rounds.job, options, rounds.clean_folder, say=say)
+            figures.courses = measure_quality(job, options, meter, rounds.clean_folder, say=say)
         shutil.rmtree(folder / "runs", ignore_errors=True)
-    print_report(options, rounds.job, figures)
+    print_report(options, job, figures)
 
 
 @dataclass
@@ -108,14 +113,18 @@ class Rounds:
     job: TrainJob
     options: TrainBench
     runs_folder: Path
+    meter: ErrorMeter
+    cores: Cores | None
+    """With --pin: who runs where."""
     by_way: dict[str, list[RunFigures]] = field(default_factory=dict)
     ours: list[OurRound] = field(default_factory=list)
     alone: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
     def measure(self) -> Figures:
+        cores = self.cores
         turns: dict[str, Callable[[], float]] = {
-            STEP_ALONE: lambda: self._measure_alone(STEP_ALONE, "step", "wall_s"),
-            READ_ALONE: lambda: self._measure_alone(READ_ALONE, "reading", "cpu_s"),
+            STEP_ALONE: lambda: self._measure_alone(STEP_ALONE, "step", "wall_s", cores and cores.training),
+            READ_ALONE: lambda: self._measure_alone(READ_ALONE, "reading", "cpu_s", cores and cores.rest),
             OURS: self._run_ours,
         }
         for peer in self.options.peers:
@@ -131,16 +140,15 @@ class Rounds:
         folder.mkdir(parents=True)
         return folder
 
-    def _measure_alone(self, name: str, what: str, unit: str) -> float:
+    def _measure_alone(self, name: str, what: str, unit: str, cores: frozenset[int] | None) -> float:
         command, env = ways.alone(self.job, self.clean_folder("alone"), what, self.options.alone_s)
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-        seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        seconds: dict[str, float] = json.loads(run_on(command, env, cores).splitlines()[-1])
         self.alone.setdefault(name, []).append(seconds)
         return 1 / seconds[unit]
 
     def _run_ours(self) -> float:
         folder = self.clean_folder("ours")
-        seen = watch(ways.ours(self.job, folder), timeout_s=self.options.timeout_s)
+        seen = self._watch(ways.ours(self.job, folder))
         summary = read_summary(folder / "run")
         assert summary is not None  # the run has ended well
         threads = int(summary.performance_flags["threads"] or 1)
@@ -156,13 +164,19 @@ class Rounds:
         return self._run_peer("lerobot", ways.lerobot(self.job, self.clean_folder("lerobot")))
 
     def _run_template(self) -> float:
+        if self.job.config.policy.type != "pi05":
+            raise CannotRunError("the template trains PI0.5 alone")
         return self._run_peer("template", ways.template(self.job, self.clean_folder("template")))
 
     def _run_augmented(self) -> float:
         return self._run_peer("augmented", ways.ours(self.job, self.clean_folder("augmented"), augmented=True))
 
     def _run_peer(self, name: str, program: Program) -> float:
-        return self._add(PEERS[name], watch(program, timeout_s=self.options.timeout_s), usable_cpus())
+        threads = self.job.config.torch_threads or usable_cpus()
+        return self._add(PEERS[name], self._watch(program), threads)
+
+    def _watch(self, program: Program) -> Seen:
+        return watch(program, timeout_s=self.options.timeout_s, cores=self.cores)
 
     def _add(self, way: str, seen: Seen, compute_threads: int, *, told: Mapping[str, float] | None = None) -> float:
         figures = figures_of(seen, batch_size=self.job.config.batch_size, compute_threads=compute_threads)
@@ -173,11 +187,11 @@ class Rounds:
 
     def _errors(self) -> dict[str, float]:
         """Held-out error of the last round's runs: each has seen the same number of samples."""
-        folders = {OURS: our_folders(self.runs_folder / "ours")[-1]}
+        steps = self.job.config.steps
+        folders = {OURS: our_folder(self.runs_folder / "ours", steps)}
         if PEERS["lerobot"] in self.by_way:
-            folders[PEERS["lerobot"]] = lerobot_folders(self.job, self.runs_folder / "lerobot")[-1]
-        samples = self.options.eval_samples
-        return {way: held_out_error(self.job, folder, samples) for way, (_, folder) in folders.items()}
+            folders[PEERS["lerobot"]] = lerobot_folder(self.job, self.runs_folder / "lerobot", steps)
+        return {way: self.meter.error_of(folder) for way, folder in folders.items()}
 
 
 def _check(options: TrainBench) -> None:
@@ -198,27 +212,39 @@ def _check(options: TrainBench) -> None:
 
 
 def print_report(options: TrainBench, job: TrainJob, figures: Figures) -> None:
-    config = job.config
+    config, last = job.config, _last(options, figures)
     samples = config.steps * config.batch_size
     sys.stdout.write(f"{samples} samples in batches of {config.batch_size}; CPU in ms per sample, in steady state\n")
     sys.stdout.write(format_table(COLUMNS, [_row(way, runs, figures) for way, runs in figures.by_way.items()]) + "\n")
+    sys.stdout.writelines(f"{line}\n" for line in _sentences(last))
     for way, error in figures.errors.items():
         sys.stdout.write(f"held-out action error after the same samples: {way}: {error:.4f}\n")
     if figures.courses:
         sys.stdout.write("\n" + _quality_table(figures.courses, options) + "\n")
-    sys.stdout.write(last_line(_last(options, figures), asdict(options) | _settings(job)) + "\n")
+    print_last("train", last, options, _settings(job))
 
 
 def _row(way: str, runs: Sequence[RunFigures], figures: Figures) -> list[str]:
     parts = ("compute_s", "other_threads_s", "readers_s", "others_s")
     cpu_ms = [1000 * _median(getattr(run.cpu, part) for run in runs) for part in parts]
+    ratio = figures.results.ratio(OURS, way)
     return [
         way,
         f"{_median(run.samples_per_s for run in runs):.1f}",
         figures.results.spread(way),
+        f"{ratio:.2f} x" if ratio and way != OURS else "",
         f"{_median(run.whole_samples_per_s for run in runs):.1f}",
         f"{_median(run.first_step_s for run in runs):.1f} s",
         *(f"{value:.2f}" for value in cpu_ms),
+    ]
+
+
+def _sentences(last: Mapping[str, Any]) -> list[str]:
+    return [
+        f"of what the step and reading alone allow together: {last['share_of_predicted']:.2f}; of the ideal, all cores at their cost: "
+        f"{last['share_of_ideal']:.2f}",
+        f"a step in the run by the same alone: {last['step_in_run_over_alone']:.2f}; sharing the cores explains "
+        f"{last['sharing_explains']:.2f}",
     ]
 
 
@@ -229,24 +255,28 @@ def _quality_table(courses: dict[str, Course], options: TrainBench) -> str:
     for name, course in courses.items():
         seconds = course.seconds_to(error)
         times = ["not reached", ""] if seconds is None else [f"{one:.1f} s" for one in seconds]
-        ratio = sooner[name]
-        rows.append([name, f"{course.points[-1].error:.4f}", *times, f"{ratio:.2f} x" if ratio else ""])
-    header = ["way", "last error", f"to {error:.4f}", "with the start", "sooner than lerobot-train"]
-    return format_table(header, rows)
+        ratio, rough = sooner[name], "rough" if course.is_rough(error) else ""
+        rows.append([name, f"{course.points[-1].error:.4f}", *times, f"{ratio:.2f} x" if ratio else "", rough])
+    header = ["way", "last error", f"to {error:.4f}", "with the start", "sooner than lerobot-train", ""]
+    legend = "rough: reached before the first checkpoint, so the seconds lie on a straight line from the start to it; more --checkpoints, or a smaller --error, would tell"
+    is_rough = any(course.is_rough(error) for course in courses.values())
+    return format_table(header, rows) + (f"\n{legend}" if is_rough else "")
 
 
 def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
     seen, results, cores = figures.by_way[OURS], figures.results, usable_cpus()
-    rounds = list(zip(figures.ours, seen, strict=True))
+    rounds, pinned = list(zip(figures.ours, seen, strict=True)), options.pin
     return {
         "samples_per_s": results.median(OURS),
         "over_lerobot": results.ratio(OURS, PEERS["lerobot"]),
         "over_template": results.ratio(OURS, PEERS["template"]),
         "augmented_over_plain": results.ratio(PEERS["augmented"], OURS),
         "share_of_ideal": _median(share_of_ideal(run.samples_per_s, own.alone, cores) for own, run in rounds),
-        "share_of_predicted": _median(share_of_predicted(run.samples_per_s, own.alone, cores) for own, run in rounds),
+        "share_of_predicted": _median(
+            share_of_predicted(run.samples_per_s, own.alone, cores, pinned=pinned) for own, run in rounds
+        ),
         "step_in_run_over_alone": _median(own.step_s / own.alone.step_wall_s for own, _ in rounds),
-        "sharing_explains": _median(sharing_explains(own.alone, run.cpu, cores) for own, run in rounds),
+        "sharing_explains": _median(sharing_explains(own.alone, run.cpu, cores, pinned=pinned) for own, run in rounds),
         "slowest_over_fastest": _median(run.slowest_over_fastest for run in seen),
         "other_threads_cpu_share": _median(run.other_threads_share for run in seen),
         "time_to_first_step_s": _median(run.first_step_s for run in seen),
@@ -268,10 +298,14 @@ def _quality(options: TrainBench, courses: dict[str, Course]) -> dict[str, Any]:
     error = wanted_error(courses, options.error)
     sooner = over_lerobot(courses, error, ours)
     seconds = {name: course.seconds_to(error) for name, course in courses.items()}
+    rough = [name for name, course in courses.items() if course.is_rough(error)]
+    told = "ours, 1 draws" if "ours, 1 draws" in ours else ours[0]
     return {
-        "time_to_quality_over_lerobot": sooner.get("ours, 1 draws", sooner[ours[0]]),
+        "time_to_quality_over_lerobot": sooner[told],
         "time_to_quality_by_draws": sooner,
-        "quality": {"error": error, "seconds": seconds} | {name: one.to_json() for name, one in courses.items()},
+        "time_to_quality_is_rough": not {"lerobot", told}.isdisjoint(rough),
+        "quality": {"error": error, "seconds": seconds, "rough": rough}
+        | {name: one.to_json() for name, one in courses.items()},
     }
 
 

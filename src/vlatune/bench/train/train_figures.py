@@ -6,6 +6,7 @@ Steady state is the window from a quarter of the samples to the moment at which 
           0 %                       25 %                    98 % of the readers' CPU time
 """
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -154,13 +155,15 @@ def share_of_ideal(samples_per_s: float, alone: Alone, cores: int) -> float:
     return samples_per_s * (alone.step_cpu_s + alone.read_cpu_s) / cores
 
 
-def share_of_predicted(samples_per_s: float, alone: Alone, cores: int) -> float:
+def share_of_predicted(samples_per_s: float, alone: Alone, cores: int, *, pinned: bool = False) -> float:
     """Of what the parts' own figures allow together: the step is never faster than alone, with the threads that it has.
+    `pinned`: it has one core to itself, and reading the others.
 
     >>> share_of_predicted(200.0, Alone(0.004, 0.004, 0.001), cores=2)
     0.8
     """
-    return samples_per_s * max(alone.step_wall_s, (alone.step_cpu_s + alone.read_cpu_s) / cores)
+    read_s = alone.read_cpu_s / (cores - 1) if pinned else (alone.step_cpu_s + alone.read_cpu_s) / cores
+    return samples_per_s * max(alone.step_wall_s, read_s)
 
 
 def step_in_run_s(metrics: Sequence[Mapping[str, Any]], window: Window) -> float:
@@ -170,14 +173,16 @@ def step_in_run_s(metrics: Sequence[Mapping[str, Any]], window: Window) -> float
     return statistics.median(line["step_s"] - line["wait_s"] for line in inside)
 
 
-def sharing_explains(alone: Alone, cpu: CpuPerSample, cores: int) -> float:
+def sharing_explains(alone: Alone, cpu: CpuPerSample, cores: int, *, pinned: bool = False) -> float:
     """How much longer than alone a step must take on cores that also do all the rest: `step_in_run_over_alone` at best.
+    `pinned`: of the rest only the training process' other threads are on the step's core.
 
     >>> round(sharing_explains(Alone(0.004, 0.006, 0.002), CpuPerSample(0.006, 0.0, 0.003, 0.001), cores=2), 3)
     1.25
     """
-    work_s = alone.step_cpu_s + cpu.other_threads_s + cpu.readers_s + cpu.others_s
-    return max(1.0, work_s / cores / alone.step_wall_s)
+    own_s = alone.step_cpu_s + cpu.other_threads_s
+    work_s = own_s if pinned else (own_s + cpu.readers_s + cpu.others_s) / cores
+    return max(1.0, work_s / alone.step_wall_s)
 
 
 @dataclass(frozen=True)
@@ -198,11 +203,30 @@ def seconds_at(marks: Sequence[Mark], optimizer_step: int) -> float:
 def seconds_to_error(points: Sequence[ErrorPoint], marks: Sequence[Mark], wanted: float) -> float | None:
     """The moment at which the error fell to `wanted` for the first time, between two points; None if it never did."""
     at_s = [seconds_at(marks, point.optimizer_step) for point in points]
-    for place, point in enumerate(points):
-        if point.error <= wanted:
-            if place == 0:
-                return at_s[0]
-            before = points[place - 1].error
-            share = (before - wanted) / (before - point.error)
-            return at_s[place - 1] + share * (at_s[place] - at_s[place - 1])
-    return None
+    place = first_at(points, wanted)
+    if not place:  # never, or from the start on
+        return None if place is None else at_s[0]
+    before, after = points[place - 1].error, points[place].error
+    share = (before - wanted) / (before - after)
+    return at_s[place - 1] + share * (at_s[place] - at_s[place - 1])
+
+
+def first_at(points: Sequence[ErrorPoint], wanted: float) -> int | None:
+    """The first point with this error or less.
+
+    >>> first_at([ErrorPoint(0, 0.9), ErrorPoint(10, 0.5)], 0.5)
+    1
+    """
+    return next((place for place, point in enumerate(points) if point.error <= wanted), None)
+
+
+def measured_checkpoints(count: int) -> list[int]:
+    """Of evenly spaced checkpoints, numbered from 1, those at which an error is measured: dense where curves are steep.
+
+    >>> measured_checkpoints(16)
+    [1, 2, 3, 4, 6, 8, 11, 16]
+    >>> measured_checkpoints(5)
+    [1, 2, 3, 4, 5]
+    """
+    steps = itertools.takewhile(lambda number: number < count, (round(2 ** (place / 2)) for place in itertools.count()))
+    return sorted({*steps, count})

@@ -1,20 +1,22 @@
 """What `vlatune bench train` trains, and the three programs that train it, each called as its users call it.
 
-A dataset, a base model and a run's config have the name of a configuration. `demo` is the demo's own. The others have
-three cameras of 480 x 640 in AV1, as LeRobot records it, and a PI0.5 in the published proportions, at a width that
-decides whether decoding or computing costs more. Made once and kept.
+A dataset, a base model and a run's config have the name of a configuration, of which each policy has its own. `demo` is what
+`vlatune demo` trains. The others have three cameras of 480 x 640 in AV1, as LeRobot records it: `video` with the policy's small
+twin, so that decoding decides, the rest with a model in the published proportions, at a width that decides whether decoding
+or computing costs more. Made once and kept.
 """
 
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vlatune.bench.harness import checked_root, say
-from vlatune.bench.options import StepBench, TrainBench
+from vlatune.bench.options import TrainBench
 from vlatune.bench.processes import Program
 from vlatune.config import RunConfig, to_json
 from vlatune.dataset.meta.dataset_meta import load_meta
@@ -22,9 +24,11 @@ from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.demo import ensure_base, ensure_dataset
 from vlatune.errors import did_you_mean
 from vlatune.flags import config_from_dict
+from vlatune.policies.registry import get_policy
 from vlatune.ray_internals import TRAIN_WORKER_TITLE
 from vlatune.recipes import get_recipe
 from vlatune.run_setup import make_setup
+from vlatune.train.driver.tiny_base import fit_datasets
 
 MIB = 1024 * 1024
 VIDEOS = SyntheticSpec(
@@ -39,9 +43,11 @@ VIDEOS = SyntheticSpec(
     texture=8,
     noise=2,
 )
-HORIZON, IMAGE_SIZE, PATCH_SIZE = 50, 224, 28
+HORIZON, PATCH_SIZE = 50, 28
 LOG_LINES = 40
 """Of a run, at least: as fine as steady state can be told from the rest."""
+WARM_UP_STEPS, DECAY_STEPS, DECAY_FLOOR = 50, 800, 0.05
+"""Of the learning rate, where the policy's schedule has them; both programs shorten them alike in a shorter run."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +59,44 @@ class Case:
     batch_size: int
     store_bytes: int
     lr: float
+    image_size: int = 0
+    """Pixels on a side that the small twin or the scaled model looks at; 0 for the demo's dataset and model."""
     width: int = 0
-    """Of the PI0.5 that is made; 0 for the demo's."""
+    """Of the language model that is made; 0 for the policy's small twin."""
     depth: int = 0
 
 
-CASES = {
+VIDEO = Case("full", steps=120, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=96)
+PI_CASES = {
     "demo": Case("full", steps=800, batch_size=32, store_bytes=128 * MIB, lr=3e-3),
-    "expert-balanced": Case("expert", steps=320, batch_size=16, store_bytes=256 * MIB, lr=1e-3, width=128, depth=2),
-    "expert-step": Case("expert", steps=160, batch_size=16, store_bytes=256 * MIB, lr=1e-3, width=256, depth=4),
-    "full-video": Case("full", steps=240, batch_size=16, store_bytes=256 * MIB, lr=1e-3, width=128, depth=2),
+    "video": VIDEO,
+    "expert-balanced": Case("expert", 320, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=128, depth=2),
+    "expert-step": Case("expert", 160, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=256, depth=4),
+    "full-video": Case("full", 240, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=128, depth=2),
 }
-"""A row of the demo takes 16 kB in the store, one of the others 0.45 MB: a run consumes six times or more of what can lie
-there and in the feed. At width 128 a step costs the CPU as much as decoding, about 12 ms a sample."""
+CASES: dict[str, dict[str, Case]] = {
+    "pi05": PI_CASES,
+    "pi0": PI_CASES,
+    "smolvla": {
+        "demo": PI_CASES["demo"],
+        "video": VIDEO,
+        "expert-step": Case("expert", 32, 16, store_bytes=256 * MIB, lr=1e-3, image_size=256, width=384, depth=4),
+    },
+    "act": {
+        "demo": Case("full", steps=120, batch_size=16, store_bytes=128 * MIB, lr=5e-4),
+        "video": Case("full", steps=12, batch_size=2, store_bytes=256 * MIB, lr=1e-4, image_size=640),
+    },
+    "diffusion": {
+        "demo": Case("full", steps=200, batch_size=8, store_bytes=128 * MIB, lr=1e-3),
+        "video": Case("full", steps=200, batch_size=8, store_bytes=96 * MIB, lr=1e-3, image_size=32),
+        "step": Case("full", steps=60, batch_size=8, store_bytes=96 * MIB, lr=1e-3, image_size=96),
+    },
+}
+"""Policy -> configuration. A row of the demo takes 16 kB in the store, one at 224 pixels 0.45 MB: a run consumes six times or
+more of what can lie there and in the feed. At PI0.5's width 128 a step costs the CPU as much as decoding, about 12 ms a sample.
+ACT takes pictures as they were recorded, through a ResNet: on a CPU its step decides even in `video`, by a hundred times."""
+USUAL_CASE = {"pi05": "demo"}
+"""Where --config is left out; `video` for the others."""
 
 
 @dataclass(frozen=True)
@@ -82,27 +113,31 @@ class TrainJob:
 
 def make_job(options: TrainBench, folder: Path) -> TrainJob:
     """Make what is not there yet below `folder`."""
-    case = find_case(options)
-    if options.root:
-        root = checked_root(options.root)
-    else:
-        root = str(_make_videos(folder / "videos") if case.width else ensure_dataset(folder / "dataset", 0))
-    base = folder / f"base-{case.width}x{case.depth}" if case.width else ensure_base(folder / "base", Path(root), 0)
-    if not base.exists():
-        _make_base(base, root, case)
+    case, kind = find_case(options), options.policy.type
+    root = checked_root(options.root) if options.root else str(_ensure_dataset(folder, case, kind))
+    base = _ensure_base(folder, root, case, kind)
     config = _make_config(case, root, base, options)
     setup = make_setup(config)
     positions = setup.training.position
     return TrainJob(config, tuple(setup.metas[0].episodes.index[positions].tolist()), options.num_workers)
 
 
+def case_name(options: TrainBench) -> str:
+    return options.config or USUAL_CASE.get(options.policy.type, "video")
+
+
 def find_case(options: TrainBench) -> Case:
     """The configuration with what the options say otherwise."""
-    if options.config not in CASES:
-        hint = did_you_mean(options.config, CASES) or f"; there are {', '.join(CASES)}"
-        raise ValueError(f"--config={options.config}: there is no such configuration{hint}")
+    kind = get_policy(options.policy.type).type
+    known, name = CASES.get(kind, {}), case_name(options)
+    if name not in known:
+        hint = did_you_mean(name, known) or f"; there are {', '.join(known) or 'none'}"
+        raise ValueError(f"--config={name}: --policy.type={kind} has no such configuration{hint}")
     changed = {name: getattr(options, name) for name in ("steps", "batch_size", "store_bytes", "width", "depth")}
-    return replace(CASES[options.config], **{name: value for name, value in changed.items() if value is not None})
+    case = replace(known[name], **{name: value for name, value in changed.items() if value is not None})
+    if case.width and not known[name].width:
+        raise ValueError(f"--width={case.width}: --config={name} trains a model of its own size; leave it out")
+    return case
 
 
 def choose_log_freq(steps: int) -> int:
@@ -115,52 +150,66 @@ def choose_log_freq(steps: int) -> int:
 
 
 def _make_config(case: Case, root: str, base: Path, options: TrainBench) -> RunConfig:
-    values: dict[str, Any] = get_recipe("tiny")
-    values |= {
+    """With LeRobot's presets of the policy, as its recipe has them, but for the learning rate and its schedule's length."""
+    card = get_policy(options.policy.type)
+    recipe = get_recipe(next(name for name, one in card.recipes.items() if not one.small))
+    own = {"dtype": "float32"} if "dtype" in card.settings else {}
+    own |= {"optimizer_lr_backbone": case.lr} if "optimizer_lr_backbone" in card.overrides else {}
+    lengths = {"num_warmup_steps": WARM_UP_STEPS, "num_decay_steps": DECAY_STEPS, "decay_lr": DECAY_FLOOR * case.lr}
+    if recipe["scheduler"].get("type") == "diffuser":  # the one whose warm-up stays as long in a short run
+        lengths["num_warmup_steps"] = min(WARM_UP_STEPS, case.steps // 10)
+    values: dict[str, Any] = {
         "dataset": {"root": [root], "eval_split": options.eval_split},
-        "policy": values["policy"] | {"path": str(base), "train": case.train},
-        "optimizer": values["optimizer"] | {"lr": case.lr},
-        "scheduler": values["scheduler"] | {"decay_lr": case.lr / 20},
+        "policy": own | {"type": card.type, "path": str(base), "train": case.train},
+        "optimizer": recipe["optimizer"] | {"lr": case.lr},
+        "scheduler": recipe["scheduler"] | lengths,
         "ray": {"object_store_bytes": case.store_bytes},
         "steps": case.steps,
         "batch_size": case.batch_size,
+        "torch_threads": 1 if options.pin else None,
         "seed": options.seed,
         "log_freq": choose_log_freq(case.steps),
         "save_freq": 0,
         "save_every_s": 0,
         "eval_freq": 0,
     }
-    return config_from_dict(RunConfig, values, f"--config={options.config}")
+    return config_from_dict(RunConfig, values, f"--config={case_name(options)}")
 
 
-def _make_videos(folder: Path) -> Path:
-    if not folder.exists():
+def _ensure_dataset(folder: Path, case: Case, kind: str) -> Path:
+    if not case.image_size:
+        sentences = get_policy(kind).has_prompt
+        return ensure_dataset(folder / ("dataset" if sentences else "dataset-one-task"), 0, sentences=sentences)
+    if not (videos := folder / "videos").exists():
         say(f"making a dataset of {VIDEOS.episodes} episodes of {VIDEOS.frames} frames, {VIDEOS.cameras} cameras")
-        make_dataset(folder, VIDEOS)
-    return folder
+        make_dataset(videos, VIDEOS)
+    return videos
 
 
-def _make_base(folder: Path, root: str, case: Case) -> None:
-    """A PI0.5 with random weights for the dataset's features, in the published proportions at another width."""
-    from vlatune.bench.base_models import rebuild_at, scaled_size
-    from vlatune.policies.pi05.size import read_size
-    from vlatune.policies.pi05.small import make_small_pi05
+def _ensure_base(folder: Path, root: str, case: Case, kind: str) -> Path:
+    """A model with random weights for the dataset's features."""
+    card = get_policy(kind)
+    if not case.image_size:
+        return ensure_base(folder / f"base-{kind}", Path(root), 0, card)
+    from vlatune.bench.base_models import SMOLVLA, Scale, make_scaled
 
-    say(f"making a PI0.5 with random weights: width {case.width}, depth {case.depth}")
-    meta = load_meta(root)
-    make_small_pi05(
-        folder,
-        cameras=meta.cameras,
-        state_dim=meta.features["observation.state"].shape[0],
-        action_dim=meta.features["action"].shape[0],
-        horizon=HORIZON,
-        image_size=IMAGE_SIZE,
-        tasks=meta.tasks,
-    )
-    small = read_size(folder)
-    assert small is not None  # make_small_pi05 has written it
-    proportions = StepBench(width=case.width, depth=case.depth, vision_depth=case.depth, image_size=IMAGE_SIZE)
-    rebuild_at(folder, replace(scaled_size(proportions, small.vocab_size), patch_size=PATCH_SIZE), seed=0)
+    size = f"{case.width}x{case.depth}" if case.width else "small"
+    base = folder / f"base-{kind}-{size}-{case.image_size}"
+    if base.exists():
+        return base
+    say(f"making a {card.title} with random weights: {size}")
+    fit = fit_datasets((load_meta(root),), seed=0, max_dims=card.max_dims)
+    fit = replace(fit, horizon=HORIZON, image_size=case.image_size)
+    aside = folder / f".{base.name}.making"
+    shutil.rmtree(aside, ignore_errors=True)  # of a start that was killed
+    if case.width:
+        patch_size = None if kind == SMOLVLA else PATCH_SIZE
+        make_scaled(
+            aside, kind, fit, Scale(case.width, case.depth, case.depth, case.image_size, patch_size), place=base
+        )
+    else:
+        card.adapter().make_base(aside, fit, small=True, place=base)
+    return aside.rename(base)
 
 
 LEROBOT_LINE = re.compile(rb"\bstep:\S+ smpl:\S+ ")
@@ -182,6 +231,17 @@ class TemplateJob:
     batch_size: int
     log_freq: int
     lr: float
+
+
+COSINE = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
+POLICY_FLAGS = {
+    "pi05": ("dtype", "train_expert_only", *COSINE),
+    "pi0": ("dtype", "train_expert_only", *COSINE),
+    "smolvla": ("train_expert_only", "freeze_vision_encoder", *COSINE),
+    "act": ("optimizer_lr_backbone",),
+    "diffusion": ("scheduler_warmup_steps",),
+}
+"""Fields of LeRobot's config by which a policy is told what our config says, beside those that all have."""
 
 
 def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int = 1, augmented: bool = False) -> Program:
@@ -212,7 +272,7 @@ def lerobot(job: TrainJob, folder: Path, *, save_freq: int = 0) -> Program:
         command=_python(
             "vlatune.bench.train.lerobot_main", str(job.config.policy.path), *_flags(job, folder, save_freq)
         ),
-        env=_env(folder),
+        env=_env(folder, job.config.torch_threads),
         output=folder / "output.txt",
         progress=folder / "output.txt",
         is_mark=is_lerobot_line,
@@ -235,7 +295,7 @@ def template(job: TrainJob, folder: Path) -> Program:
     )
     return Program(
         command=_python("vlatune.bench.train.template_train", json.dumps(asdict(what))),
-        env=_env(folder),
+        env=_env(folder, config.torch_threads),
         output=folder / "output.txt",
         progress=folder / "output.txt",
         is_mark=lambda line: line.startswith(f'{{"{TEMPLATE_MARK}"'.encode()),
@@ -268,13 +328,9 @@ def _flags(job: TrainJob, folder: Path, save_freq: int) -> list[str]:
         "dataset.root": config.dataset.root[0],
         "dataset.episodes": json.dumps(job.episodes),
         "policy.device": "cpu",
-        "policy.dtype": "float32",
         "policy.push_to_hub": "false",
-        "policy.train_expert_only": json.dumps(config.policy.train == "expert"),
         "policy.optimizer_lr": config.optimizer.lr,
-        "policy.scheduler_warmup_steps": config.scheduler.num_warmup_steps,
-        "policy.scheduler_decay_steps": config.scheduler.num_decay_steps,
-        "policy.scheduler_decay_lr": config.scheduler.decay_lr,
+        **_policy_flags(config),
         "output_dir": folder / "run",
         "steps": config.steps,
         "batch_size": config.batch_size,
@@ -288,12 +344,28 @@ def _flags(job: TrainJob, folder: Path, save_freq: int) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
+def _policy_flags(config: RunConfig) -> dict[str, Any]:
+    values = {
+        "dtype": "float32",
+        "train_expert_only": json.dumps(config.policy.train == "expert"),
+        "freeze_vision_encoder": json.dumps(config.policy.train != "full"),
+        "optimizer_lr_backbone": config.policy.overrides.get("optimizer_lr_backbone"),
+        "scheduler_warmup_steps": config.scheduler.num_warmup_steps,
+        "scheduler_decay_steps": config.scheduler.num_decay_steps,
+        "scheduler_decay_lr": config.scheduler.decay_lr,
+    }
+    return {f"policy.{name}": values[name] for name in POLICY_FLAGS.get(config.policy.type, ())}
+
+
 def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-def _env(folder: Path) -> dict[str, str]:
-    """A user's: no cluster of others, no setting of this process' threads, nothing fetched, caches below the folder."""
+def _env(folder: Path, threads: int | None = None) -> dict[str, str]:
+    """A user's: no cluster of others, no setting of this process' threads, nothing fetched, caches below the folder.
+    `threads` is how many a peer computes with, where it is not its own choice.
+    """
     ours_alone = ("RAY_ADDRESS", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in ours_alone}
-    return kept | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return kept | given | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
