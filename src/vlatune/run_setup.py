@@ -50,6 +50,7 @@ from vlatune.policies.base import (
     read_policy,
     stack_stats,
     stats_needed,
+    why_one_robot,
 )
 from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.registry import get_adapter, get_policy
@@ -193,7 +194,7 @@ def _join(
         return join_bindings(metas, bindings)
     if adapter.mixes_robots:
         return mix_bindings(policy, bindings)
-    reason = f"--policy.type={config.policy.type} cannot be trained on several robots at once: it does not mask what one of them lacks"
+    reason = why_one_robot(config.policy.type)
     try:
         join_bindings(metas, bindings)
     except ValueError as error:

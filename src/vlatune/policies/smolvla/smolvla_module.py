@@ -22,6 +22,7 @@ from vlatune.batch import (
     ACTION_DIM_MASK,
     ACTION_IS_PAD,
     CAMERA_MASK,
+    DATASET,
     NOISE,
     STATE,
     TIME,
@@ -88,7 +89,7 @@ class SmolVLAModule(nn.Module):
         size = self.size = spec.size
         delivered = {target for _, target in binding.cameras}
         self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
-        self.action_dim = binding.action_dim
+        self.action_dim, self.num_datasets = binding.action_dim, len(binding.parts)
         self.flow_samples = options.flow_samples
         self.dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
         self.train_prefix = options.train in TRAIN_PREFIX
@@ -106,7 +107,7 @@ class SmolVLAModule(nn.Module):
         """Mean over the dataset's action dims and all time steps that lie inside their episode, of samples and draws.
 
         In evaluation, as LeRobot has it for single samples, the mean of the samples' own: it is the same for every batch size.
-        Of several robots that of each sample, (B,), over the dims of its own; in training time steps count alike there, too.
+        Of several robots that of each sample, (B,), over the dims of its own.
         """
         if self.training:  # evaluation takes one, however many training does
             check_draws(batch[NOISE], batch[TIME], self.flow_samples)
@@ -122,24 +123,27 @@ class SmolVLAModule(nn.Module):
             run_cross=self._cross_layer,
         )
         losses = functional.mse_loss(wanted, guessed, reduction="none")
-        inside_BT, draws = ~batch[ACTION_IS_PAD], batch[NOISE].shape[1]
+        inside = repeat_each(~batch[ACTION_IS_PAD], batch[NOISE].shape[1])
         if ACTION_DIM_MASK in batch:
-            return self._by_sample(
-                losses * repeat_each(inside_BT, draws)[:, :, None], inside_BT, batch[ACTION_DIM_MASK]
-            )
-        losses, inside = losses[:, :, : self.action_dim], repeat_each(inside_BT, draws)
+            return self._by_sample(losses * inside[:, :, None], batch)
+        losses = losses[:, :, : self.action_dim]
         sums, counts = (losses * inside[:, :, None]).sum(dim=(1, 2)), inside.sum(dim=1) * self.action_dim
         if self.training:
             return sums.sum() / counts.sum().clamp_min(1)
         return (sums / counts.clamp_min(1)).mean()
 
-    def _by_sample(self, losses_MTP: Tensor, inside_BT: Tensor, mask_BP: Tensor) -> Tensor:
-        """(B,): the mean over a sample's draws, own dims and time steps inside its episode. Training's mean of them is one
-        over time steps: a sample with more of them counts for more, as in LeRobot's.
+    def _by_sample(self, losses_MTP: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """(B,): each sample's mean over its draws, its robot's dims and the time steps inside its episode.
+
+        In training a sample counts by its time steps there, within the samples of its dataset: the mean of a dataset's is what
+        LeRobot's loss would be on them alone.
         """
-        over_all_steps_B = mean_over_own_dims(losses_MTP, mask_BP)
-        share_B = inside_BT.to(losses_MTP.dtype).mean(dim=1)
-        return over_all_steps_B / (share_B.mean() if self.training else share_B).clamp_min(SMALLEST_SHARE)
+        share_B, dataset_B = (~batch[ACTION_IS_PAD]).to(losses_MTP.dtype).mean(dim=1), batch[DATASET]
+        if self.training:
+            both_2D = share_B.new_zeros(2, self.num_datasets)
+            both_2D.index_add_(1, dataset_B, torch.stack([share_B, torch.ones_like(share_B)]))
+            share_B = (both_2D[0] / both_2D[1])[dataset_B]
+        return mean_over_own_dims(losses_MTP, batch[ACTION_DIM_MASK]) / share_B.clamp_min(SMALLEST_SHARE)
 
     @torch.no_grad()
     def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
