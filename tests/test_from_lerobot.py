@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from vlatune import cli
-from vlatune.config import RunConfig
+from vlatune.config import ImageTransformConfig, ImageTransformsConfig, RunConfig
 from vlatune.flags import leaf_types, parse_flags
 from vlatune.from_lerobot import REQUIRED, ROWS, translate
 
@@ -95,6 +95,12 @@ def test_as_people_type_it():
     assert (found.num_workers, found.steps) == (4, 500)
 
 
+def test_augmentation_is_lerobots():
+    assert not config(COMMAND).dataset.image_transforms.enable
+    found = config(f"{COMMAND} --dataset.image_transforms.enable=true --dataset.image_transforms.random_order=true")
+    assert found.dataset.image_transforms == ImageTransformsConfig(enable=True, random_order=True)
+
+
 def test_our_flags_go_before_it():
     assert config(COMMAND, "--steps=9", "--policy.train=heads").policy.train == "heads"
     assert config(COMMAND, "--steps=9").steps == 9
@@ -112,7 +118,6 @@ def test_who_trains():
         ("--policy.chunk_size=20", "policy.chunk_size=20: the base's config.json says it"),
         ("--resume=true", "resume=true: a run of LeRobot's cannot be continued"),
         ("--optimizer.type=sgd", "optimizer.type=sgd: AdamW is the only optimizer"),
-        ("--dataset.image_transforms.enable=true", "pictures are not augmented that way"),
         ("--env=pusht", "nothing is simulated"),
         ("--policy.freeze_vision_encoder=true", "the vision tower is frozen with the language model"),
         ("--stepz=3", "stepz: LeRobot has no such field; did you mean steps?"),
@@ -144,13 +149,22 @@ def train_config(tmp_path_factory) -> Path:
     from lerobot.configs.default import DatasetConfig
     from lerobot.configs.train import TrainPipelineConfig
     from lerobot.policies.pi05 import PI05Config
+    from lerobot.transforms import ImageTransformConfig, ImageTransformsConfig
 
     policy = PI05Config(
         device="cpu", push_to_hub=False, train_expert_only=True, optimizer_lr=1e-4, gradient_checkpointing=True
     )
     policy.pretrained_path = Path("lerobot/pi05_base")
     made = TrainPipelineConfig(
-        dataset=DatasetConfig(repo_id="me/fold", episodes=[0, 2]),
+        dataset=DatasetConfig(
+            repo_id="me/fold",
+            episodes=[0, 2],
+            image_transforms=ImageTransformsConfig(
+                enable=True,
+                max_num_transforms=2,
+                tfs={"dark": ImageTransformConfig(0.5, "GammaCorrection", {"gamma": (0.5, 2.0)})},
+            ),
+        ),
         policy=policy,
         steps=77,
         batch_size=3,
@@ -170,6 +184,9 @@ def test_a_train_config_is_the_same_run(train_config):
     assert (found.optimizer.lr, found.optimizer.grad_clip_norm) == (1e-4, 1.0)
     assert (found.scheduler.num_warmup_steps, found.scheduler.num_decay_steps) == (1000, 30_000)
     assert found.policy.gradient_checkpointing
+    augmentation = found.dataset.image_transforms
+    assert (augmentation.enable, augmentation.max_num_transforms, augmentation.random_order) == (True, 2, False)
+    assert augmentation.tfs == {"dark": ImageTransformConfig(0.5, "GammaCorrection", {"gamma": (0.5, 2.0)})}
 
 
 def test_a_command_may_name_the_file(train_config):

@@ -66,9 +66,11 @@ ROWS: Mapping[str, Row] = {
     "dataset.video_backend": left_out("PyAV decodes, to the same frames"),
     "dataset.return_uint8": left_out("pixels are uint8 up to the device anyway"),
     "dataset.depth_output_unit": left_out("depth is not read"),
-    "dataset.use_imagenet_stats": left_out("a policy's adapter decides what normalises pictures"),
-    "dataset.image_transforms.": left_out("they are switched by dataset.image_transforms.enable"),
-    "dataset.image_transforms.enable": unlike(False, "pictures are not augmented that way; switch it off"),
+    "dataset.use_imagenet_stats": same("dataset.use_imagenet_stats", True),
+    "dataset.image_transforms.enable": same("dataset.image_transforms.enable", False),
+    "dataset.image_transforms.max_num_transforms": same("dataset.image_transforms.max_num_transforms", 3),
+    "dataset.image_transforms.random_order": same("dataset.image_transforms.random_order", False),
+    "dataset.image_transforms.tfs": same("dataset.image_transforms.tfs"),
     "env": unlike(None, "nothing is simulated while training; evaluate the export with lerobot-eval"),
     "env.": left_out("see env"),
     "reward_model": unlike(None, "reward models are not trained here"),
@@ -188,7 +190,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and name != "rename_map":
+        if isinstance(value, Mapping) and value and name not in ("rename_map", "dataset.image_transforms.tfs"):
             yield from _flat(value, f"{name}.")
         else:
             yield name, value

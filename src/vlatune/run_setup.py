@@ -37,7 +37,7 @@ from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, read_policy
 from vlatune.policies.base_folder import resolve_folder
-from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings
+from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings, why_one_robot
 from vlatune.policies.normalisation import run_stats
 from vlatune.policies.registry import get_adapter, get_policy
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE, TrainedSample
@@ -170,7 +170,7 @@ def _join(
         return join_bindings(metas, bindings)
     if adapter.mixes_robots:
         return mix_bindings(policy, bindings)
-    reason = f"--policy.type={config.policy.type} cannot be trained on several robots at once: it does not mask what one of them lacks"
+    reason = why_one_robot(config.policy.type)
     try:
         join_bindings(metas, bindings)
     except ValueError as error:

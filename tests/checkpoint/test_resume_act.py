@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from safetensors.torch import load_file
 from small_run import SmallRun, running, small_config
 
 from vlatune.batch import ACTION, STATE, TASK
 from vlatune.checkpoint.export import export_run
+from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import ExportConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.policies.act.act_adapter import ActAdapter
@@ -64,6 +66,12 @@ def test_it_goes_on_to_the_bit(runs):
     assert resumed_losses == losses
     assert all(torch.equal(resumed.trainable[name], weight) for name, weight in whole.trainable.items())
     assert [group["lr"] for group in resumed.optimizer.param_groups] == pytest.approx([1e-3, 3e-4])
+    ends = [list_checkpoints(run.config.run_dir)[-1] for run in (whole, resumed)]
+    for name in ("trainable.safetensors", "optimizer.safetensors", "rng.safetensors"):
+        assert (ends[0] / name).read_bytes() == (ends[1] / name).read_bytes(), name
+    before = load_file(list_checkpoints(resumed.config.run_dir)[-2] / "rng.safetensors")
+    after = load_file(ends[1] / "rng.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in after)  # dropout draws from them
 
 
 def test_its_settings_must_be_the_same(runs):

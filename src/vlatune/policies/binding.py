@@ -90,6 +90,14 @@ def mix_bindings(spec: PolicySpec, bindings: Sequence[Binding]) -> Binding:
     )
 
 
+def why_one_robot(type_name: str) -> str:
+    """Of a policy whose adapter does not say `mixes_robots`."""
+    return (
+        f"--policy.type={type_name} cannot be trained on several robots at once: it is made for the dims and cameras of one, and does "
+        f"not mask what another lacks"
+    )
+
+
 def mixture_masks(spec: PolicySpec, binding: Binding) -> tuple[MixtureMasks, ...]:
     """What adds the columns MIXTURE_KEYS; nothing where there is one robot."""
     if not binding.parts:

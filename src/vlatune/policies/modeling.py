@@ -129,6 +129,18 @@ def check_draws(noise_BKTP: Tensor, time_BK: Tensor, flow_samples: int) -> None:
         )
 
 
+def valid_tokens(token_mask_BL: Tensor, camera_mask_BC: Tensor | None, num_image_tokens: int) -> Tensor:
+    """(B, N): of image tokens, camera by camera, and words: False for padded words, and for pictures that a sample's robot
+    lacks. Without a mask of cameras all samples have all of them.
+    """
+    if camera_mask_BC is None:
+        seen_BN = token_mask_BL.new_ones(len(token_mask_BL), num_image_tokens)
+    else:
+        num_cameras = camera_mask_BC.shape[1]
+        seen_BN = camera_mask_BC[..., None].expand(-1, -1, num_image_tokens // num_cameras).flatten(1)
+    return torch.cat([seen_BN, token_mask_BL], dim=1)
+
+
 def repeat_each(values: Tensor, times: int) -> Tensor:
     """Every row `times` times in a row."""
     return values[:, None].expand(-1, times, *values.shape[1:]).flatten(0, 1)

@@ -339,6 +339,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
         ({"episodes_per_file": 0}, "--episodes_per_file=0: must be 1 or more"),
         ({"version": "v3"}, "--version=v3: must be one of v3.0, v2.1"),
         ({"codec": "vp9"}, "--codec=vp9: must be one of h264, hevc, av1"),
+        ({"state_noise": 2.0}, "--state_noise=2.0: must be 0 to 1"),
     ],
 )
 def test_what_cannot_be_made_is_refused(change: dict, complaint: str, tmp_path: Path) -> None:
@@ -357,6 +358,27 @@ def test_texture_and_noise_are_the_same_for_the_same_seed_and_spare_the_frame_id
         assert one.read_bytes() == two.read_bytes()
         assert one.stat().st_size > 2 * plain.stat().st_size
         assert frame_ids(one) == [(e, f) for e in range(2) for f in range(6)]
+
+
+def test_rough_readings_hide_where_the_gripper_is_heading_and_pictures_and_actions_do_not(tmp_path: Path) -> None:
+    exact = SyntheticSpec(episodes=12, frames=20, one_task=True, cameras=1)
+    rough = replace(exact, state_noise=0.05)
+    for name, spec in {"exact": exact, "rough": rough, "again": rough}.items():
+        make_dataset(tmp_path / name, spec)
+    films = {name: sorted((tmp_path / name / "videos").rglob("*.mp4")) for name in ("exact", "rough")}
+    assert [file.read_bytes() for file in films["exact"]] == [file.read_bytes() for file in films["rough"]]
+    rows = {name: read_rows(tmp_path / name) for name in ("exact", "rough", "again")}
+    state, action = ({name: one[key] for name, one in rows.items()} for key in ("observation.state", "action"))
+    np.testing.assert_array_equal(state["rough"], state["again"])
+    np.testing.assert_array_equal(action["rough"], action["exact"])
+    assert (state["rough"] - state["exact"]).std() == pytest.approx(0.05, rel=0.1)
+    velocity = np.concatenate([action["exact"][at : at + 19, :2] for at in range(0, 240, 20)])
+    moved = {
+        name: np.concatenate([np.diff(state[name][at : at + 20, :2], axis=0) for at in range(0, 240, 20)]) * 10
+        for name in ("exact", "rough")
+    }
+    assert np.abs(moved["exact"] - velocity).mean() < 1e-5
+    assert np.abs(moved["rough"] - velocity).mean() > 1.2 * np.abs(velocity - velocity.mean(axis=0)).mean()
 
 
 @pytest.mark.parametrize("codec", ["av1", "h264", "hevc"])

@@ -101,6 +101,11 @@ def test_the_loss_of_an_evaluation_is_that_of_its_samples_whatever_the_batch(set
     assert abs(float(theirs.mean()) / float(lerobot_loss(lerobot_policy, batch)) - 1) > 1e-3  # rows of other lengths
 
 
+def test_an_evaluation_takes_one_draw_however_many_training_does(setup, batch):
+    """As validation while a run trains does, with the module that trains."""
+    assert torch.equal(load(setup, "expert", flow_samples=DRAWS).eval()(batch), load(setup, "expert").eval()(batch))
+
+
 def test_another_number_of_draws_than_announced_is_refused(setup, draws):
     with pytest.raises(ValueError, match=r"3 draws of noise and 3 of time .* --policy.flow_samples=1"):
         load(setup, "heads")(draws)

@@ -143,6 +143,8 @@ class SyntheticSpec:
     """Noise of the camera, in grey levels (standard deviation); a webcam has 1 to 4."""
     one_task: bool = False
     """Every episode has the same sentence, so that the pictures alone say what to do: for policies without a prompt."""
+    state_noise: float = 0.0
+    """Noise of the state's readings (standard deviation; the table is 2 wide). Two exact ones in a row tell where the gripper is heading, and a policy that sees both need not look at pictures."""
 
 
 def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int], None] | None = None) -> None:
@@ -155,7 +157,7 @@ def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int
     with whole_folder(folder) as aside, DatasetWriter(aside, form) as writer:
         for place in LAYOUTS[spec.version].plan(episode_lengths(spec), spec.episodes_per_file):
             episode = make_episode(spec.seed, place.episode_index, place.length, spec.fps, one_task=spec.one_task)
-            vectors = {"observation.state": episode.state_TS, "action": episode.action_TA}
+            vectors = {"observation.state": _readings(episode, place, spec), "action": episode.action_TA}
             films = {key: _film(episode, place, camera, spec, grain) for camera, key in enumerate(form.video_keys)}
             writer.add_episode(place, episode.task, vectors, films)
             if on_episode is not None:
@@ -168,8 +170,8 @@ def validate(spec: SyntheticSpec) -> None:
     at_least = {"episodes": 1, "frames": 1, "cameras": 1, "height": MIN_SIDE, "width": MIN_SIDE, "fps": 1, "seed": 0}
     for name, least in (at_least | {"episodes_per_file": 1}).items():
         _require(getattr(spec, name) >= least, spec, name, f"must be {least} or more")
-    for name in ("texture", "noise"):
-        _require(0 <= getattr(spec, name) <= 64, spec, name, "must be 0 to 64")
+    for name, most in {"texture": 64, "noise": 64, "state_noise": 1}.items():
+        _require(0 <= getattr(spec, name) <= most, spec, name, f"must be 0 to {most}")
     for name in ("height", "width"):
         _require(getattr(spec, name) % 2 == 0, spec, name, "must be even, as video has one colour for 2x2 pixels")
     for name, choices in {"version": LAYOUTS, "codec": ENCODERS}.items():
@@ -239,6 +241,15 @@ def _cut(tile_HWC: np.ndarray, image_HWC: np.ndarray, seed: list[int]) -> np.nda
     height, width, _ = image_HWC.shape
     top, left = np.random.default_rng(seed).integers(0, (height, width), endpoint=True)
     return tile_HWC[top : top + height, left : left + width]
+
+
+def _readings(episode: WorldEpisode, place: EpisodePlace, spec: SyntheticSpec) -> np.ndarray:
+    """The state as the robot reports it; pictures show where it really is."""
+    if not spec.state_noise:
+        return episode.state_TS
+    rng = np.random.default_rng([spec.seed, place.episode_index, 0, 0, 1])  # nothing else is drawn from five numbers
+    noise_TS = rng.normal(0.0, spec.state_noise, episode.state_TS.shape)
+    return (episode.state_TS + noise_TS).astype(np.float32)
 
 
 def _film(

@@ -25,7 +25,6 @@ SCHEMA = Schema(type="pi0", config=CONFIG_FIELDS, steps={"pi0_new_line_processor
 class Pi0Adapter(Pi05Adapter):
     kind = PI0
     schema = SCHEMA
-    mixes_robots = False  # its state is a token of all dims, of which no mask is known
 
     def make_prompt(self, binding: Binding) -> Transform:
         return NewlinePrompt()

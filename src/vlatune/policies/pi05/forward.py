@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlatune.policies.modeling import KeyValue, encode_time, noisy_and_wanted, repeat_each, to_pixels
+from vlatune.policies.modeling import KeyValue, encode_time, noisy_and_wanted, repeat_each, to_pixels, valid_tokens
 from vlatune.policies.pi05.layers import Rope, expert_layer, make_rope, prefix_key_value, prefix_layer
 from vlatune.policies.pi05.size import NUM_HEADS
 
@@ -72,11 +72,7 @@ def compute_prefix(
     words_BLD = embed_words(paligemma.language_model.embed_tokens, tokens_BL, dtype)
     hidden_BND = torch.cat([*embed_images(model, images, dtype), words_BLD], dim=1)
     num_image_tokens = hidden_BND.shape[1] - tokens_BL.shape[1]
-    if camera_mask_BC is None:
-        seen_BN = token_mask_BL.new_ones(len(tokens_BL), num_image_tokens)
-    else:
-        seen_BN = camera_mask_BC[..., None].expand(-1, -1, num_image_tokens // len(images)).flatten(1)
-    valid_BN = torch.cat([seen_BN, token_mask_BL], dim=1)
+    valid_BN = valid_tokens(token_mask_BL, camera_mask_BC, num_image_tokens)
     rope = make_rope(paligemma.language_model.rotary_emb, torch.cumsum(valid_BN, dim=1) - 1, dtype)
     *layers, last = paligemma.language_model.layers
     seen = []

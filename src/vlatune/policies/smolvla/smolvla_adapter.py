@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, MIXTURE_KEYS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
     NO_OVERRIDES,
@@ -25,6 +25,7 @@ from vlatune.policies.base import (
     check_action_steps,
 )
 from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.binding import mixture_masks
 from vlatune.policies.flow_matching import PadActions, camera_names, draw_flow
 from vlatune.policies.model_size import SIZE_FILE
 from vlatune.policies.normalisation import make_normalisers
@@ -79,6 +80,7 @@ STATE_TOKENS = 1
 class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
     schema = SCHEMA
     carried_files = (SIZE_FILE,)
+    mixes_robots = True
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> SmolVLASpec:
         """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
@@ -112,6 +114,8 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
     def make_transforms(self, spec: SmolVLASpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, end the sentence, tokenise, normalise, pad, draw: LeRobot's processors in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
+        masks = mixture_masks(spec, binding)
+        also = MIXTURE_KEYS if masks else ()
         return (
             Rename(dict(binding.cameras)),
             NewlinePrompt(),
@@ -119,7 +123,8 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
             *make_normalisers(spec, stats),
             PadActions(spec.max_action_dim),
             draw_flow(spec, draw),
-            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT)),
+            *masks,
+            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT, *also)),
         )
 
     def step_flops(self, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> float:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlatune.policies.modeling import KeyValue, gated_mlp, project, repeat_each, to_pixels
+from vlatune.policies.modeling import KeyValue, gated_mlp, project, repeat_each, to_pixels, valid_tokens
 from vlatune.policies.smolvla.smolvla_size import SmolVLASize
 
 MAX_WAVELENGTH = 10_000
@@ -43,7 +43,7 @@ class Seen:
 
     layers: Sequence[KeyValue]
     valid_BS: Tensor
-    """False for padded words."""
+    """False for padded words, and for pictures that a sample's robot lacks."""
 
 
 OwnLayer = Callable[[Any, Tensor, Rope, KeyValue | None, Tensor], tuple[Tensor, KeyValue]]
@@ -147,13 +147,16 @@ def look(
     wavelengths: Tensor,
     dtype: torch.dtype,
     run_layer: OwnLayer = own_layer,
+    camera_mask_BC: Tensor | None = None,
 ) -> Seen:
-    """`images` are uint8 (B, 3, H, W), one per camera that has data, in the policy's order."""
+    """`images` are uint8 (B, 3, H, W), one per camera that has data, in the policy's order; all samples have all of them
+    where there is no mask.
+    """
     vlm = model.vlm_with_expert.get_vlm_model()
     words_BLD = vlm.text_model.embed_tokens(tokens_BL).to(dtype) * math.sqrt(size.vlm.width)
     hidden_BND = torch.cat([*embed_images(vlm, images, places_N, dtype), words_BLD], dim=1)
     num_image_tokens = hidden_BND.shape[1] - tokens_BL.shape[1]
-    valid_BN = torch.cat([token_mask_BL.new_ones(len(tokens_BL), num_image_tokens), token_mask_BL], dim=1)
+    valid_BN = valid_tokens(token_mask_BL, camera_mask_BC, num_image_tokens)
     rope = make_rope(torch.cumsum(valid_BN, dim=1) - 1, wavelengths)
     mask = valid_BN[:, None, None, :]
     seen = []

@@ -17,8 +17,20 @@ from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import (
+    ACTION,
+    ACTION_DIM_MASK,
+    ACTION_IS_PAD,
+    CAMERA_MASK,
+    DATASET,
+    NOISE,
+    STATE,
+    TIME,
+    TOKEN_MASK,
+    TOKENS,
+)
 from vlatune.policies.base import Binding, ModuleOptions
+from vlatune.policies.flow_matching import mean_over_own_dims
 from vlatune.policies.loading import decode_config, fill, parameters_on_meta, put, read_tensors, round_input
 from vlatune.policies.modeling import (
     ADAPTER,
@@ -59,6 +71,8 @@ is neither of them."""
 TRAIN_PREFIX = ("lora", "language", "full")
 """Ways that train something of the vision-language model, which then needs gradients."""
 ADAPTED = r".*\.(text_model|lm_expert)\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+SMALLEST_SHARE = 1e-6
+"""Of a chunk inside its episode, where none of it is: its loss is 0 all the same."""
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 
 
@@ -75,7 +89,7 @@ class SmolVLAModule(nn.Module):
         size = self.size = spec.size
         delivered = {target for _, target in binding.cameras}
         self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
-        self.action_dim = binding.action_dim
+        self.action_dim, self.num_datasets = binding.action_dim, len(binding.parts)
         self.flow_samples = options.flow_samples
         self.dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
         self.train_prefix = options.train in TRAIN_PREFIX
@@ -93,6 +107,7 @@ class SmolVLAModule(nn.Module):
         """Mean over the dataset's action dims and all time steps that lie inside their episode, of samples and draws.
 
         In evaluation, as LeRobot has it for single samples, the mean of the samples' own: it is the same for every batch size.
+        Of several robots that of each sample, (B,), over the dims of its own.
         """
         if self.training:  # evaluation takes one, however many training does
             check_draws(batch[NOISE], batch[TIME], self.flow_samples)
@@ -107,18 +122,36 @@ class SmolVLAModule(nn.Module):
             run_own=self._own_layer,
             run_cross=self._cross_layer,
         )
-        losses = functional.mse_loss(wanted, guessed, reduction="none")[:, :, : self.action_dim]
-        inside = ~repeat_each(batch[ACTION_IS_PAD], self.flow_samples)
+        losses = functional.mse_loss(wanted, guessed, reduction="none")
+        inside = repeat_each(~batch[ACTION_IS_PAD], batch[NOISE].shape[1])
+        if ACTION_DIM_MASK in batch:
+            return self._by_sample(losses * inside[:, :, None], batch)
+        losses = losses[:, :, : self.action_dim]
         sums, counts = (losses * inside[:, :, None]).sum(dim=(1, 2)), inside.sum(dim=1) * self.action_dim
         if self.training:
             return sums.sum() / counts.sum().clamp_min(1)
         return (sums / counts.clamp_min(1)).mean()
+
+    def _by_sample(self, losses_MTP: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """(B,): each sample's mean over its draws, its robot's dims and the time steps inside its episode.
+
+        In training a sample counts by its time steps there, within the samples of its dataset: the mean of a dataset's is what
+        LeRobot's loss would be on them alone.
+        """
+        share_B, dataset_B = (~batch[ACTION_IS_PAD]).to(losses_MTP.dtype).mean(dim=1), batch[DATASET]
+        if self.training:
+            both_2D = share_B.new_zeros(2, self.num_datasets)
+            both_2D.index_add_(1, dataset_B, torch.stack([share_B, torch.ones_like(share_B)]))
+            share_B = (both_2D[0] / both_2D[1])[dataset_B]
+        return mean_over_own_dims(losses_MTP, batch[ACTION_DIM_MASK]) / share_B.clamp_min(SMALLEST_SHARE)
 
     @torch.no_grad()
     def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
         """Cameras without data are left out: LeRobot masks every token of them."""
         images = [to_pixels(batch[camera]) for camera in self.cameras]
         there = [torch.ones(len(one), dtype=torch.bool, device=one.device) for one in images]
+        if CAMERA_MASK in batch:
+            there = list(batch[CAMERA_MASK].unbind(dim=1))
         actions_BTP = self.policy.model.sample_actions(
             images, there, batch[TOKENS], batch[TOKEN_MASK], self._state(batch), noise=noise_BTP
         )
@@ -143,6 +176,7 @@ class SmolVLAModule(nn.Module):
                 batch[TOKEN_MASK],
                 places_N=self.places,
                 run_layer=self._prefix_layer,
+                camera_mask_BC=batch.get(CAMERA_MASK),
                 **parts,
             )
         return add_state(model, seen, self._state(batch), run_layer=self._own_layer, **parts)

@@ -17,6 +17,7 @@ from vlatune.dataset.features import as_flag, likely_name
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.files import put_folder, read_json, remove_leftovers, write_json
 from vlatune.policies.base import Fit
+from vlatune.policies.binding import why_one_robot
 from vlatune.policies.registry import get_policy
 from vlatune.report.run_folder import CONFIG_FILE, RunFolder
 from vlatune.train.driver.resume_rules import check_run, only_one
@@ -38,7 +39,9 @@ def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callabl
     if (folder.path / CONFIG_FILE).exists() and (folder.path / BASE).is_dir():
         return config  # the run has begun with it
     policy = get_policy(config.policy.type)
-    mixed = config.dataset.robots != "one" and policy.adapter().mixes_robots and _differ(config, metas)
+    mixed = config.dataset.robots != "one" and _differ(config, metas)
+    if mixed and not policy.adapter().mixes_robots:
+        raise ValueError(f"the datasets are of several robots; {why_one_robot(policy.type)}; train on those of one")
     fit = fit_datasets(metas, seed=config.seed, max_dims=policy.max_dims, mixed=mixed)
     fit = replace(fit, overrides=config.policy.overrides)
     with only_one(folder):
