@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME, TOKEN_MASK, TOKENS
-from vlatune.policies.base import Binding, ModuleOptions
+from vlatune.policies.base import Binding, LossParts, ModuleOptions
 from vlatune.policies.loading import decode_config, fill, parameters_on_meta, put, read_tensors, round_input
 from vlatune.policies.modeling import (
     ADAPTER,
@@ -68,6 +68,7 @@ class SmolVLAModule(nn.Module):
     time_scale: Tensor
     wavelengths: Tensor
     places: Tensor
+    loss_parts: LossParts | None = None
 
     def __init__(self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
@@ -109,6 +110,7 @@ class SmolVLAModule(nn.Module):
         )
         losses = functional.mse_loss(wanted, guessed, reduction="none")[:, :, : self.action_dim]
         inside = ~repeat_each(batch[ACTION_IS_PAD], self.flow_samples)
+        self.loss_parts = LossParts(losses.detach(), counted=inside[:, :, None])
         sums, counts = (losses * inside[:, :, None]).sum(dim=(1, 2)), inside.sum(dim=1) * self.action_dim
         if self.training:
             return sums.sum() / counts.sum().clamp_min(1)
