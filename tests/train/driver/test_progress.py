@@ -31,7 +31,7 @@ def shown(text: str) -> list[int]:
 
 def view(**changes: Any) -> View:
     told = record(1200) | {"loss": 0.0312, "kept_share": 0.01, "kept_by": None, "object_store_bytes": 112_000_000}
-    told |= {"loss_by_task": {"fold \x1b[2Jthe [bold]towel": 0.25, "open": 0.125, "push": None}}
+    told |= {"loss_by_task": {"fold \x1b[2Jthe [bold]towel ▁": 0.25, "open": 0.125, "push": None}}
     given: dict[str, Any] = {
         "name": "fold",
         "total_steps": 3000,
@@ -53,7 +53,7 @@ def test_everything_is_told():
     assert told["fold"].startswith("step 1,200 of 3,000 ━")
     assert told["fold"].endswith(" 40%")
     assert told["loss"] == "0.0312  █▅▃▁  grad 1.00  rate 1.0e-03"
-    assert told["hardest"] == "0.2500  fold ?[2Jthe [bold]towel"
+    assert told["hardest"] == "0.2500  fold ?[2Jthe [bold]towel ▁"
     assert told["held out"] == "0.0521 at 1,100, best 0.0499 at 1,000"
     assert told["speed"] == "9 samples/s, 500 ms a step, data wait 0 %"
     assert told["held up by"] == "nothing, it computes"
@@ -89,7 +89,7 @@ def test_the_phases_of_a_start():
     told = [what_starts(states, 2, 10) for states in ([], [loading, reading], [reading, reading])]
     assert told[0].startswith("2 workers: Ray starts them")
     assert told[1] == "the model to be loaded, the first batch to be read"
-    assert told[2] == "the first line, of step 10"
+    assert told[2] == "step 10, whose line is the first"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,7 @@ def test_all_steps_are_shown_once_although_the_file_was_cut_and_grew_again_betwe
     following._look()
     following.begin(NO_WORKERS, from_step=4, restarts=1)
     assert following.view().waits_for is not None
+    assert following.view().newest["optimizer_step"] == 7  # still told, though it is made again
     metrics.keep_until(4)
     following._look()
     assert following.view().waits_for is not None  # lines of before are no steps of this attempt

@@ -81,7 +81,13 @@ def lines(view: View, width: int, *, plain: bool = False) -> list[tuple[str, str
     if view.waits_for is not None:
         made.append(("waits for", view.waits_for))
     made += [("time", _times(view)), ("saved", _saved(view))]
+    if plain:
+        made = [(_ascii(what), _ascii(text)) for what, text in made]
     return [(what[: LABEL_CHARS - 1], text[: max(0, width - LABEL_CHARS)]) for what, text in made]
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()
 
 
 def _progress(view: View, width: int, *, plain: bool) -> list[tuple[str, str]]:
@@ -144,9 +150,14 @@ def _store(used_bytes: float, capacity_bytes: int | None) -> str:
 
 
 def _times(view: View) -> str:
-    to_go = "" if view.to_go_s is None else f", about {format_seconds(round(view.to_go_s))} to go"
+    to_go = "" if view.to_go_s is None else f", about {_whole_seconds(view.to_go_s)} to go"
     restarts = f"; {plural(view.restarts, 'restart')}" if view.restarts else ""
-    return f"{format_seconds(round(view.elapsed_s))} gone{to_go}{restarts}"
+    return f"{_whole_seconds(view.elapsed_s)} gone{to_go}{restarts}"
+
+
+def _whole_seconds(seconds: float) -> str:
+    """A clock that is drawn again and again does not show tenths."""
+    return format_seconds(round(seconds)).replace(".0 s", " s")
 
 
 def _saved(view: View) -> str:
@@ -156,13 +167,13 @@ def _saved(view: View) -> str:
     return f"{plural(len(view.checkpoints), 'checkpoint')}{newest}"
 
 
-def what_starts(states: "Sequence[RankState]", num_workers: int, log_freq: int) -> str:
+def what_starts(states: "Sequence[RankState]", num_workers: int, first_line: int) -> str:
     """What an attempt waits for before its first line, by what is heard of the workers."""
     if not states:
         return f"{plural(num_workers, 'worker')}: Ray starts them, imports take most of it"
     if any(state.moves == 0 for state in states):
         return "the model to be loaded, the first batch to be read"
-    return f"the first line, of step {log_freq}" if log_freq > 1 else "the first step"
+    return f"step {first_line:,}, whose line is the first"
 
 
 def to_renderable(view: View, width: int, *, plain: bool = False) -> Any:
@@ -185,6 +196,7 @@ class Progress:
         self._began_s = time.monotonic()
         self._metrics = JsonlTail(folder.metrics, from_end=True)
         self._validations = JsonlTail(folder.validations)
+        self._newest: dict[str, Any] = {}
         self._recent: list[dict[str, Any]] = []
         """Newest lines of this attempt."""
         self._came_s = 0.0
@@ -216,15 +228,13 @@ class Progress:
 
     def view(self) -> View:
         """Of this moment."""
-        line = self._recent[-1] if self._recent else {}
-        states = self._group.states if self._group else ()
         return View(
             name=printable(self._config.job_name),
             total_steps=self._config.steps,
             elapsed_s=time.monotonic() - self._began_s,
-            step=line.get("optimizer_step", self._from_step),
-            waits_for=None if line else what_starts(states, self._config.num_workers, self._config.log_freq),
-            newest=line,
+            step=self._recent[-1]["optimizer_step"] if self._recent else self._from_step,
+            waits_for=None if self._recent else self._waits_for(),
+            newest=self._newest,
             to_go_s=self._to_go_s(),
             losses=[loss for _, loss in self._losses],
             errors=dict(self._errors),
@@ -232,6 +242,11 @@ class Progress:
             checkpoints=None if self._config.storage_path else LocalStore(self._folder.path / CHECKPOINTS).steps(),
             store_bytes=self._store_bytes,
         )
+
+    def _waits_for(self) -> str:
+        every, states = self._config.log_freq, self._group.states if self._group else ()
+        first_line = min(self._config.steps, (self._from_step // every + 1) * every)
+        return what_starts(states, self._config.num_workers, first_line)
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -265,7 +280,8 @@ class Progress:
             self._losses.pop()
         self._losses.append((step, line["loss"]))
         if step > self._from_step:
-            self._recent, self._came_s = [*self._recent, line][-ETA_LINES:], time.monotonic()
+            self._newest, self._came_s = line, time.monotonic()
+            self._recent = [*self._recent, line][-ETA_LINES:]
         if step > self._shown:
             self._shown = step
             if self._screen is None and (step == self._config.steps or self._is_due(step)):
