@@ -118,6 +118,22 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         yield show if sys.stderr.isatty() else lambda done, total: None
 
 
+def make_view(stream: TextIO) -> Any:
+    """rich's region at the end of a terminal that is drawn again and again, and gone when it ends; lines come above it, as
+    with `make_bar`.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(
+        console=Console(file=stream),
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+        redirect_stderr=sys.stderr.isatty(),
+    )
+
+
 def make_bar(stream: TextIO) -> Any:
     """rich's, with room for a text (`told`) behind it. Lines that are printed meanwhile to a terminal come above it; those
     to a file stay what they are.

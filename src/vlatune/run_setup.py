@@ -33,6 +33,7 @@ from vlatune.dataset.video.resize import Letterbox, letterbox_box
 from vlatune.files import read_json, write_json
 from vlatune.outgoing import progress_bar, warn
 from vlatune.pipeline.augmentation import Augment, make_augment
+from vlatune.pipeline.loss_groups import LossGroups, WithLossGroups, make_loss_groups
 from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, read_policy
@@ -83,8 +84,18 @@ class Setup:
     @cached_property
     def data_plan(self) -> DataPlan:
         """What the workers' feeds read: made once, on the driver, and sent to every worker with the rest."""
-        specs, transforms = self.training_specs(), self.training_transforms()
-        return DataPlan(self.metas, self.training, specs, self.order, transforms, self.batch_size)
+        transforms = (WithLossGroups(self.loss_groups, self.training_transforms()),)
+        return DataPlan(self.metas, self.training, self.training_specs(), self.order, transforms, self.batch_size)
+
+    @cached_property
+    def loss_groups(self) -> LossGroups:
+        """Whose losses are told apart."""
+        return make_loss_groups(
+            [meta.tasks for meta in self.metas],
+            [len(meta.episodes) for meta in self.metas],
+            dims=self.binding.action_dim,
+            robots=len(self.binding.parts),
+        )
 
     def with_lanes(self, lanes: int) -> "Setup":
         """Their number stays with a run: one that goes on has its checkpoint's."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.files import write_json, write_text
-from vlatune.report.sinks import MetricsFile, TensorBoardSink, read_jsonl
+from vlatune.report.sinks import MetricsFile, read_jsonl
 
 
 def write_steps(path, steps):
@@ -84,25 +84,11 @@ def test_write_text_survives_half_a_surrogate_pair(tmp_path):
     assert (tmp_path / "page.html").read_text() == "a?b"
 
 
-def test_tensorboard_reads_what_the_sink_wrote(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoardSink(tmp_path)
-    for step in (1, 2, 3):
-        sink.append({"optimizer_step": step, "loss": 1 / step, "note": "words are left out"})
-    sink.keep_until(2)
-    sink.append({"optimizer_step": 3, "loss": 0.25})
-    sink.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["loss"]
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 0.5), (3, 0.25)]
-
-
 def test_nothing_here_loads_torch_or_ray(tmp_path):
     code = (
-        "import sys; import vlatune.report.html, vlatune.report.meters; from vlatune.report.sinks import TensorBoardSink;"
-        f"TensorBoardSink({str(tmp_path)!r}).close();"
+        "import sys; import vlatune.report.html, vlatune.report.meters, vlatune.report.sinks;"
+        "from vlatune.train.driver.trackers import TensorBoardTracker;"
+        f"TensorBoardTracker({str(tmp_path)!r}).finish([]);"
         "sys.exit(str({'torch', 'ray', 'tensorflow', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from faults import Fault, Faults, arm
-from tensorboard.summary.writer import event_file_writer
 
 from vlatune.batch import Columns
 from vlatune.config import RunConfig
@@ -34,8 +33,8 @@ from vlatune.train.worker import loop, metrics_logger
 from vlatune.train.worker_job import WorkerJob
 
 WORKERS = 2
-BEFORE_FORKING = (pi05_load, pi05_module, event_file_writer)
-"""Imported once here; a worker would import them when it loads the model and opens its log, ten seconds each time."""
+BEFORE_FORKING = (pi05_load, pi05_module)
+"""Imported once here; a worker would import them when it loads the model, ten seconds each time."""
 
 
 class ReadyBatches:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from terminal import on_terminal, without_escapes
 from without_ray import worker_here
 
 from vlatune import cli
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ray
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
 METRICS |= {"object_store_bytes", "epoch", "samples_seen", "wait_s"}
-METRICS |= {"other_threads_share", "kept_share", "kept_by", "idle_share"}
+METRICS |= {"other_threads_share", "kept_share", "kept_by", "idle_share", "loss_by_task", "loss_by_dim"}
 SUMMARY = {"optimizer_steps", "final_loss", "samples_per_s", "wait_share", "time_to_first_batch_s", "spilled_bytes"}
 SUMMARY |= {"fallback_bytes", "peak_object_store_bytes", "restarts", "verdict"}
 
@@ -169,18 +169,37 @@ sys.exit(code)
 """
 
 
+def check_terminal(written: str) -> None:
+    """What a start waits for, then the figures, and in the end plain lines alone."""
+    drawn = without_escapes(written)
+    starts = ["1 worker: Ray starts them", "the model to be loaded"]
+    for what in (*starts, "train       step 12 of 12", "loss ", "held out ", "speed ", "store ", "time ", "saved "):
+        assert any(what in line for line in drawn), (what, written)
+    narrow = drawn[next(place for place, line in enumerate(drawn) if line.startswith("held up by")) + 30 :]
+    views = [line for line in narrow if line.startswith(("train ", "loss ", "time ", "saved "))]
+    assert views
+    assert max(map(len, views)) < 60
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # the cursor is there again
+    (last,) = [place for place, line in enumerate(drawn) if "step 12/12  loss " in line]
+    assert "3 checkpoints, the newest of step 12; 0 restarts" in drawn[last + 1]
+    assert "vlatune: report: " in drawn[last + 2]
+    assert drawn[last + 3].startswith("vlatune: finished: 12 steps, loss ")
+
+
 def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others(base_config, first_run, tmp_path):
     """As a process of its own, which RAY_ADDRESS leads to a cluster that it has not started and must not end.
 
-    With --deterministic=true, which changes nothing on a CPU; the worker's own process tells that it is on there.
+    With --deterministic=true, which changes nothing on a CPU; the worker's own process tells that it is on there. And on a
+    terminal, which becomes narrow after a while.
     """
     second, file = tmp_path / "second", tmp_path / "run.json"
     file.write_text(json.dumps(to_json(replace(base_config, output_dir=str(second)))))
     env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", TOLD_OF_TORCH, "train", f"--config_path={file}", "--deterministic=true"]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "torch in the driver: False" in done.stdout  # seconds before the first step
+    code, written = on_terminal(command, env=env, columns=100, then={"held up by": 60})
+    assert code == 0, written
+    check_terminal(written)
+    assert "torch in the driver: False" in written  # seconds before the first step
     assert losses(second) == losses(first_run)
     assert json.loads((second / "config.json").read_text())["deterministic"] is True
     by_run = [json.loads((one / "summary.json").read_text())["performance_flags"] for one in (first_run, second)]
@@ -192,6 +211,19 @@ def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others
 def test_two_workers_take_the_same_samples_and_learn_the_same(first_run, two_workers_run):
     assert (two_workers_run / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
     assert losses(two_workers_run) == pytest.approx(losses(first_run), rel=1e-3)
+    ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (two_workers_run, first_run))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss_by_dim"] == pytest.approx(other["loss_by_dim"], rel=1e-2)
+        told = [
+            {name: loss for name, loss in line["loss_by_task"].items() if loss is not None} for line in (mine, other)
+        ]
+        assert told[0] == pytest.approx(told[1], rel=1e-2)
+    by_run = [read_summary(folder) for folder in (two_workers_run, first_run)]
+    places = [{(one["dataset"], one["episode"]): one for one in run.loss_by_episode} for run in by_run if run]
+    assert places[0].keys() == places[1].keys() != set()
+    for place, one in places[0].items():
+        assert one["samples"] == places[1][place]["samples"]
+        assert one["loss"] == pytest.approx(places[1][place]["loss"], rel=1e-2)
 
 
 def test_evaluation_is_deterministic_and_renews_the_report(first_run):

@@ -103,10 +103,12 @@ def test_the_killed_run_is_the_undisturbed_one(runs, case):
     run_dir, clean = runs[case], runs["clean"]
     assert (run_dir / "restarts").read_text() == str(len(CASES[case]))
     ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (run_dir, clean))
-    for key in ("optimizer_step", "loss", "grad_norm", "lr", "samples_seen"):
+    for key in ("optimizer_step", "loss", "loss_by_task", "loss_by_dim", "grad_norm", "lr", "samples_seen"):
         assert [line[key] for line in ours] == [line[key] for line in theirs], key
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
-    assert weights(run_dir) == weights(clean)
+    assert weights(run_dir) == weights(clean)  # with the sums of losses by episode
+    told = [json.loads((folder / "summary.json").read_text())["loss_by_episode"] for folder in (run_dir, clean)]
+    assert told[0] == told[1] != []
     assert [path for prefix in (ASIDE, REMOVING) for path in (run_dir / "checkpoints").glob(f"{prefix}*")] == []
 
 

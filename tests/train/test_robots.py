@@ -17,7 +17,20 @@ from exported import lerobot_actions, load_lerobot, noise_for
 from safetensors.torch import load_file
 
 from vlatune import cli
-from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, DATASET, IDS, NOISE, SLOT, STATE, TIME, TOKENS, Columns
+from vlatune.batch import (
+    ACTION,
+    ACTION_DIM_MASK,
+    CAMERA_MASK,
+    IDS,
+    LOSS_GROUPS,
+    NOISE,
+    SLOT,
+    STATE,
+    TASK,
+    TIME,
+    TOKENS,
+    Columns,
+)
 from vlatune.bench.step.host_sync import HostSyncSpy
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
@@ -35,11 +48,12 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.adapter import Pi05Adapter
 from vlatune.policies.pi05.small import make_small_pi05
 from vlatune.report.sinks import read_jsonl
+from vlatune.report.summary import read_summary
 from vlatune.run_setup import Setup, make_setup, mixture_lines
 from vlatune.train.driver import trainer
 from vlatune.train.driver.tiny_base import fit_datasets
 from vlatune.train.worker import loop
-from vlatune.train.worker.optimizer import Updater, make_optimizer
+from vlatune.train.worker.optimizer import LossTable, Updater, make_optimizer
 
 TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))
 ROBOTS = {
@@ -179,7 +193,6 @@ def test_a_robots_rows_are_those_of_a_run_on_it_alone(config: RunConfig, setup: 
         assert made[camera].any() == there
         if there:
             np.testing.assert_array_equal(made[camera], wanted[camera])
-    assert set(made[DATASET].tolist()) == {number}
 
 
 def test_chunks_are_in_each_robots_own_frames_or_in_seconds(config: RunConfig, setup: Setup) -> None:
@@ -245,22 +258,28 @@ def test_draws_of_one_sample_are_averaged(setup: Setup, mixed: Columns) -> None:
         torch.testing.assert_close(two(as_batch(both)), torch.stack(singles).mean(dim=0), rtol=1e-5, atol=1e-7)
 
 
-def test_losses_by_dataset_are_added_up_without_a_wait(module: Any, mixed: Columns) -> None:
+def test_losses_by_dataset_are_added_up_without_a_wait(setup: Setup, module: Any, mixed: Columns) -> None:
     parameters = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters, OptimizerConfig(lr=0.0, weight_decay=0.0))
-    updater = Updater(module, parameters, optimizer, clip_norm=1.0, num_datasets=3)
-    batch = as_batch(mixed)
-    with HostSyncSpy([*module.parameters(), *module.buffers(), *batch.values(), updater.by_dataset_2D]) as spy:
+    table, groups = LossTable(setup.loss_groups, torch.device("cpu")), setup.loss_groups
+    updater = Updater(module, parameters, optimizer, clip_norm=1.0, losses=table)
+    numbers = groups.numbers(mixed | {TASK: np.full(len(mixed["index"]), "", dtype=object)})
+    batch = as_batch(mixed | {LOSS_GROUPS: numbers})
+    with HostSyncSpy([*module.parameters(), *module.buffers(), *batch.values(), table.sums_2G]) as spy:
         updater.update(iter([batch, batch]), 2)
     assert spy.table() == []
     with torch.no_grad():
         losses_B = module(batch)
-    wanted = [losses_B[batch[DATASET] == number].mean().item() for number in range(3)]
-    counted = loop.loss_by_dataset(updater.by_dataset_2D.flatten().tolist())["loss_by_dataset"]
-    assert counted == pytest.approx(wanted, rel=1e-6)
-    assert updater.by_dataset_2D[1].tolist() == [2 * n for n in np.bincount(mixed["dataset_index"]).tolist()]
-    assert loop.loss_by_dataset([0.0, 3.0, 0.0, 4.0]) == {"loss_by_dataset": [None, 0.75]}
-    assert loop.loss_by_dataset([]) == {}
+    wanted = [losses_B[torch.from_numpy(mixed["dataset_index"] == number)].mean().item() for number in range(3)]
+    told = groups.to_metrics(table.interval_2I.flatten().tolist())
+    assert told["loss_by_dataset"] == pytest.approx(wanted, rel=1e-5)
+    assert table.interval_2I[1, :3].tolist() == [2 * n for n in np.bincount(mixed["dataset_index"]).tolist()]
+    dims = [part.action_dim for part in setup.binding.parts]
+    having = [
+        sum(n for n, own in zip(table.interval_2I[1, :3].tolist(), dims, strict=True) if own > dim) for dim in range(6)
+    ]
+    of_chunk = setup.policy.horizon
+    assert table.interval_2I[1, groups.dim_columns].tolist() == [of_chunk * n for n in having]
 
 
 # What is refused
@@ -352,6 +371,12 @@ def test_a_run_logs_and_shows_every_datasets_loss(run_dir: Path) -> None:
     assert counts.sum() == 32
     assert counts.min() > 0
     assert np.average(line["loss_by_dataset"], weights=counts) == pytest.approx(line["loss"], rel=1e-5)
+    assert len(line["loss_by_dim"]) == 6
+    summary = read_summary(run_dir)
+    assert summary is not None
+    worst = [one["loss"] for one in summary.loss_by_episode]
+    assert worst == sorted(worst, reverse=True)
+    assert sum(one["samples"] for one in summary.loss_by_episode) == 16  # of the second half
     page = (run_dir / "report.html").read_text()
     assert "Loss by dataset" in page
     assert "Augmented pictures" in page
@@ -367,8 +392,10 @@ def test_a_run_goes_on_as_if_nothing_had_happened(
     (again / "summary.json").unlink()
     assert cli.main(["train", *flags, f"--output_dir={again}"]) == 0
     lines = [read_jsonl(folder / "metrics.jsonl")[-1] for folder in (run_dir, again)]
-    for key in ("loss", "loss_by_dataset", "grad_norm", "lr"):
+    for key in ("loss", "loss_by_dataset", "loss_by_task", "loss_by_dim", "grad_norm", "lr"):
         assert lines[0][key] == lines[1][key], key
+    told = [json.loads((folder / "summary.json").read_text())["loss_by_episode"] for folder in (run_dir, again)]
+    assert told[0] == told[1]
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(again / "samples.jsonl")
     weights = [load_file(list_checkpoints(folder)[-1] / "trainable.safetensors") for folder in (run_dir, again)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

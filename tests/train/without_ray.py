@@ -135,7 +135,7 @@ class NoSpills:
 class NoSupervisor:
     """Nobody watches."""
 
-    monitor = None
+    monitor, states = None, ()
 
     def __init__(self, *_: object, **__: object) -> None: ...
 

@@ -177,6 +177,32 @@ def mark_config(file: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {"use_peft": True}, indent=2))
 
 
+LOSSES, LOSS_SUMS = "losses.safetensors", "sums"
+"""File, and the one array in it: (ranks, 2, groups), each rank's sums and counts by group."""
+
+
+def load_loss_sums(folder: Path, rank: int, num_workers: int, into: Tensor) -> None:
+    """A rank's sums go on; where the number of workers is another, each has the same part of all. Checkpoints of older
+    versions have none, and those of other groups (--allow_changed) are of no use: sums then begin with zero.
+    """
+    if not (folder / LOSSES).exists():
+        return
+    try:
+        sums_R2G = load_file(real_path(folder, LOSSES))[LOSS_SUMS]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(
+            f"'{folder / LOSSES}' is damaged ({str(error)[:200]}); restore the checkpoint, or remove it"
+        ) from error
+    if sums_R2G.dtype != np.float32 or sums_R2G.ndim != 3 or not np.isfinite(sums_R2G).all():
+        raise ValueError(
+            f"'{folder / LOSSES}' is damaged ('{LOSS_SUMS}' is {sums_R2G.dtype} of {sums_R2G.shape}, expected finite float32 of "
+            f"(ranks, 2, groups)); restore the checkpoint, or remove it"
+        )
+    if sums_R2G.shape[1:] == into.shape:
+        own = sums_R2G[rank] if len(sums_R2G) == num_workers else sums_R2G.sum(axis=0) / np.float32(num_workers)
+        into.copy_(torch.from_numpy(own))
+
+
 RNG = "rng.safetensors"
 Arrays = dict[str, np.ndarray]
 

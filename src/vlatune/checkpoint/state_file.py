@@ -34,8 +34,6 @@ class TrainState:
     """Hashes of dataset and base model, and versions."""
     binding: Mapping[str, Any]
     """The policy's inputs matched with the dataset's features: what an export needs of the dataset."""
-    losses_by_dataset: tuple[Any, ...] = ()
-    """Of several robots, each rank's sums and counts by dataset since that line, (2, datasets); others have none."""
     format: int = FORMAT
 
     @property
@@ -64,15 +62,14 @@ def parse_state(data: bytes, where: str) -> TrainState:
             f"checkpoint {where}: format {raw.get('format')}, this version reads {FORMAT}; use the version that wrote it"
         )
     names = {field.name for field in fields(TrainState)}
-    raw.setdefault("losses_by_dataset", [])  # checkpoints of one robot did not have it
+    raw.pop("losses_by_dataset", None)  # older ones have it; it is in a file of its own now
     if raw.keys() != names:
         odd = ", ".join(sorted(raw.keys() ^ names))
         raise ValueError(
             f"checkpoint {where}: {STATE} has not the expected fields ({odd}); use the version that wrote it"
         )
     _check_kinds(raw, where)
-    raw |= {name: tuple(raw[name]) for name in ("loss_sums", "losses_by_dataset")}
-    return TrainState(**raw)
+    return TrainState(**raw | {"loss_sums": tuple(raw["loss_sums"])})
 
 
 def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
@@ -82,22 +79,12 @@ def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
     good["lanes"] = type(raw["lanes"]) is int and 0 < raw["lanes"] < 2**31
     sums = raw["loss_sums"]
     good["loss_sums"] = isinstance(sums, list) and len(sums) > 0 and all(type(one) in (int, float) for one in sums)
-    tables = raw["losses_by_dataset"]
-    good["losses_by_dataset"] = good["loss_sums"] and isinstance(tables, list) and all(map(_is_table, tables))
-    good["losses_by_dataset"] = good["losses_by_dataset"] and len(tables) in (0, len(sums))
     good |= {name: isinstance(raw[name], dict) for name in ("config", "fingerprints", "binding")}
     for name, is_good in good.items():
         if not is_good:
             raise ValueError(
                 f"checkpoint {where}: {STATE}: {name} is {str(raw[name])[:60]}, which no run writes; restore the checkpoint, or remove it"
             )
-
-
-def _is_table(values: Any) -> bool:
-    """Two lines of as many numbers."""
-    if not (isinstance(values, list) and len(values) == 2 and all(isinstance(line, list) for line in values)):
-        return False
-    return len(values[0]) == len(values[1]) and all(type(one) in (int, float) for line in values for one in line)
 
 
 def read_state(folder: Path) -> TrainState:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -143,8 +143,19 @@ class ModuleOptions:
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
+class LossParts(NamedTuple):
+    """What a loss is the mean of, detached, on the device: for losses by task, by action dim and by episode."""
+
+    errors_MTA: torch.Tensor
+    """Draws of a sample stand in a row, M is B times their number; dims that are padding for all are cut off."""
+    counted: torch.Tensor | None = None
+    """Which of them count, of a shape that broadcasts to theirs; None: all."""
+
+
 class PolicyModule(Protocol):
-    """The torch side; a real `nn.Module`."""
+    """The torch side; a real `nn.Module`. It may have `loss_parts`, the `LossParts` of its newest forward pass; where it has
+    none, losses are told apart by task and episode only where they come for each sample.
+    """
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss of the batch, 0-d, on the device; of several robots that of each sample, (B,). No host sync."""

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines, TensorBoard.
+"""Where a run's numbers go: JSON lines, which everything else follows (`JsonlTail`): the terminal, trackers, the report.
 
 A JSON-lines file may lose its last line to a kill at the wrong moment; the reader skips that one line, and the writer
 cuts it before it appends. On resume `keep_until` forgets what the checkpoint does not know, so that no optimizer step is
@@ -7,24 +7,12 @@ recorded twice. Numbers that are not finite are refused: JSON has no word for th
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vlatune.files import MAX_LINES_BYTES, open_file, open_to_append, open_to_change, require_finite, write_aside
 from vlatune.limits import check_limit, limit
-
-
-class Sink(Protocol):
-    """Takes a run's records, each a dict with an `optimizer_step`."""
-
-    def append(self, record: dict[str, Any], /) -> None: ...
-    def keep_until(self, optimizer_step: int, /) -> None:
-        """Forget what came after this step: the run goes on from its checkpoint."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class MetricsFile:
@@ -74,41 +62,6 @@ class JsonlTail:
             return []
         self._offset += len(whole) + 1
         return [json.loads(line) for line in whole.splitlines()]
-
-
-class TensorBoardSink:
-    """The same records as TensorBoard scalars, written without importing torch or TensorFlow.
-
-    Protobuf makes its classes when imported, where a type checker cannot see them.
-    """
-
-    def __init__(self, folder: Path):
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(folder))
-
-    def append(self, record: dict[str, Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        lists = {k: v for k, v in record.items() if isinstance(v, list)}
-        parts = {f"{k}/{place}": one for k, values in lists.items() for place, one in enumerate(values)}
-        numbers = {k: v for k, v in (record | parts).items() if isinstance(v, int | float) and k != "optimizer_step"}
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in numbers.items()]
-        step = record["optimizer_step"]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
-
-    def keep_until(self, optimizer_step: int) -> None:
-        """TensorBoard hides what earlier files recorded from the step of a session's start on."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-
-        begin = SessionLog(status=SessionLog.SessionStatus.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=optimizer_step + 1, session_log=begin))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ known to run at the speed that it has alone, and when a run was too short to tel
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,6 +54,21 @@ def judge(summary: Summary, config: dict[str, Any]) -> Verdict:
         return Verdict("bad", "no optimizer step was taken; the reason is in logs/")
     found = _spilled(summary, config) or _held_up(summary, config) or _checkpointed(summary) or _computed(summary)
     return Verdict(found.tone, found.line + _caveats(steps, summary.restarts))
+
+
+def interval_verdict(line: Mapping[str, Any]) -> str:
+    """What held up the steps of one line of metrics.jsonl, in few words: data, own process, readers, other load, a limit."""
+    spilled, wait, kept = (line.get(name) for name in ("spilled_bytes", "wait_share", "kept_share"))
+    if spilled:
+        return f"the object store: {format_bytes(spilled)} spilled"
+    whom = str(line.get("kept_by") or "other load")
+    if whom == "other load" and (line.get("idle_share") or 0.0) >= IDLE_SHARE_FREE:
+        whom = "a limit"
+    parts = [("data", wait or 0.0, WAIT_SHARE_FINE), (whom, kept or 0.0, CONTENTION_FINE)]
+    worst = sorted((part for part in parts if part[1] >= part[2]), key=lambda part: -part[1])
+    if worst:
+        return ", ".join(f"{name} {format_share(share)}" for name, share, _ in worst)
+    return "nothing, it computes" if kept is not None else "not by data; more is not known here"
 
 
 def eval_meaning(evaluation: dict[str, Any]) -> str:

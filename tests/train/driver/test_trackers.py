@@ -1,6 +1,7 @@
 """Trackers follow the run folder: every point once over restarts, their failures are nobody's, read back by their own libraries."""
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from vlatune.config import MlflowConfig, RunConfig, WandbConfig
 from vlatune.report.run_folder import RunFolder
 from vlatune.report.sinks import MetricsFile
-from vlatune.train.driver.trackers import TrackerFeed, flat_settings, make_trackers, tracked
+from vlatune.train.driver import trackers
+from vlatune.train.driver.trackers import TrackerFeed, flat_numbers, flat_settings, make_trackers, tracked
 
 
 class Recorder:
@@ -29,7 +31,8 @@ def write_steps(folder: Path, begin: int, end: int) -> None:
     metrics = MetricsFile(RunFolder(folder).metrics)
     metrics.keep_until(begin - 1)
     for step in range(begin, end):
-        metrics.append({"optimizer_step": step, "loss": 1.0 / step, "kept_by": "readers"})
+        by_task = {"fold, it": 0.5, "open": None}
+        metrics.append({"optimizer_step": step, "loss": 1.0 / step, "loss_by_task": by_task, "kept_by": "readers"})
     metrics.close()
 
 
@@ -97,8 +100,77 @@ def test_settings_are_flags_without_secrets(monkeypatch):
     assert "efgh+secret" not in json.dumps(flat)
 
 
-def test_nothing_is_started_without_being_asked_for():
-    assert make_trackers(RunConfig()) == {}
+def test_nothing_but_tensorboard_is_started_without_being_asked_for():
+    assert make_trackers(RunConfig()).keys() == {"tensorboard"}
+
+
+def test_a_tracker_that_hangs_holds_up_neither_the_others_nor_the_end_of_a_run(tmp_path, monkeypatch, capsys):
+    """It hangs in its first point, before the others have any: they get all of theirs, and the end comes."""
+    monkeypatch.setattr(trackers, "FINISH_S", 0.1)
+    let_go, hangs, good = threading.Event(), threading.Event(), Recorder()
+
+    class Hanging(Recorder):
+        def send(self, optimizer_step: int, numbers: Mapping[str, float]) -> None:
+            hangs.set()
+            let_go.wait()
+
+    class AfterIt(Recorder):
+        def send(self, optimizer_step: int, numbers: Mapping[str, float]) -> None:
+            hangs.wait()
+            good.send(optimizer_step, numbers)
+
+        def finish(self, files: list[Path]) -> None:
+            done.set()
+
+    done = threading.Event()
+    monkeypatch.setattr(trackers, "POLL_S", 0.0)
+    write_steps(tmp_path, 1, 4)
+    feed = TrackerFeed(tmp_path, {"hanging": lambda _: (Hanging(), "1"), "other": lambda _: (AfterIt(), "2")})
+    feed.close()
+    assert done.wait(30)
+    let_go.set()
+    assert [step for step, _ in good.points] == [1, 2, 3]
+    told = capsys.readouterr().err
+    assert "hanging: it does not answer for 0.1 s; the run goes on without it" in told
+    assert json.loads((tmp_path / "logs/trackers.json").read_text())["other"]["sent"]["metrics"] == 3
+
+
+def test_a_tracker_that_fails_on_the_way_goes_on_behind_what_it_has_sent(tmp_path, capsys):
+    class FailsAtThree(Recorder):
+        def send(self, optimizer_step: int, numbers: Mapping[str, float]) -> None:
+            if optimizer_step == 3:
+                raise OSError("disk full")
+            super().send(optimizer_step, numbers)
+
+    first, second = FailsAtThree(), Recorder()
+    write_steps(tmp_path, 1, 5)
+    follow(tmp_path, first)
+    assert "recorder: disk full; the run goes on" in capsys.readouterr().err
+    follow(tmp_path, second)
+    assert [step for step, _ in first.points + second.points] == [1, 2, 3, 4]
+
+
+def test_groups_are_figures_of_their_own():
+    line = {"optimizer_step": 3, "loss": 1, "loss_by_task": {"fold, it": 2.0, "open": None}, "loss_by_dim": [0.5, None]}
+    assert flat_numbers(line) == {"loss": 1.0, "loss_by_task/fold, it": 2.0, "loss_by_dim/0": 0.5}
+
+
+def test_tensorboard_has_every_point_once_after_a_killed_and_resumed_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = RunConfig(output_dir=str(tmp_path))
+    write_steps(tmp_path, 1, 5)
+    with tracked(config):
+        pass
+    write_steps(tmp_path, 3, 8)
+    write_validation(tmp_path, 6)
+    with tracked(config):
+        pass
+    events = EventAccumulator(str(tmp_path / "logs/tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "loss_by_task/fold, it", "val_action_error", "val_loss"]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [(event.step, event.value) for event in events.Scalars("val_action_error")] == [(6, 0.25)]
 
 
 @pytest.mark.early
@@ -156,5 +228,6 @@ def test_mlflow_on_a_folder_has_every_point_once_after_a_killed_and_resumed_run(
         pass
     client = mlflow.MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name("vlatune").experiment_id])
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "loss")] == [1, 2, 3, 4, 5, 6, 7]
+    for name in ("loss", "loss_by_task/fold_ it"):
+        assert [point.step for point in client.get_metric_history(run.info.run_id, name)] == [1, 2, 3, 4, 5, 6, 7]
     assert run.data.params["steps"] == "3000"

@@ -27,7 +27,7 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.run_setup import Setup, make_setup
 from vlatune.train.worker.collectives import mean_and_each
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer import Ema, Updater, make_optimizer
+from vlatune.train.worker.optimizer import Ema, LossTable, Updater, make_optimizer
 from vlatune.train.worker.transfer import StreamTransfer, collate
 
 FRAMES = np.arange(2)
@@ -73,17 +73,17 @@ def make_batch(setup: Setup) -> dict[str, torch.Tensor]:
     rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, FRAMES, FRAMES))
     transfer = StreamTransfer(Machine())
     with unset_fake_temporarily():  # NumPy's part, on the host
-        staged = transfer.stage(collate(apply_all(setup.training_transforms(), rows)))
+        staged = transfer.stage(collate(apply_all(setup.data_plan.transforms, rows)))
     return transfer.receive(transfer.send(staged), transfer.ask()).tensors
 
 
 class NoBackward(Updater):
     """All of an update but the two parts for which there are no kernels."""
 
-    def __init__(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, module: Any, optimizer: torch.optim.Optimizer, losses: LossTable | None = None) -> None:
         self.trained = [p for p in module.parameters() if p.requires_grad]
         optimizer.step = lambda: None
-        super().__init__(module, self.trained, optimizer, clip_norm=1.0)
+        super().__init__(module, self.trained, optimizer, clip_norm=1.0, losses=losses)
 
     def backward(self, loss: torch.Tensor, share: float) -> None:
         assert is_fake_cuda(loss.detach() * 0.0 + share)
@@ -97,11 +97,13 @@ def test_an_update_never_leaves_the_device(setup, train):
         batch = make_batch(setup)
         assert all(is_fake_cuda(tensor) for tensor in batch.values())
         module, trained, optimizer = make_learner(setup, train)
-        updater, ema, watch = NoBackward(module, optimizer), Ema(trained, 0.9), NonFiniteWatch()
+        losses = LossTable(setup.loss_groups, CUDA)
+        updater, ema, watch = NoBackward(module, optimizer, losses), Ema(trained, 0.9), NonFiniteWatch()
         result = updater.update([batch, batch], 2)
         ema.update()
         watch.remember(result.losses, result.grad_norm, [FRAMES])
-        on_device = (result.losses, result.loss, result.grad_norm, updater.guard.skipped, *ema.tensors().values())
+        on_device = (result.losses, result.loss, result.grad_norm, updater.guard.skipped, losses.sums_2G)
+        on_device = (*on_device, *ema.tensors().values())
         assert all(is_fake_cuda(tensor) for tensor in on_device)
         watch.look(0.0, 1, gather=lambda mine: [mine])  # the host knows the number; nothing more is read
 

@@ -1,5 +1,6 @@
 """A worker's loop without Ray: real model, real optimizer, real checkpoints; only the feed hands out ready batches."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -217,4 +218,45 @@ def test_a_run_that_was_asked_to_stop_saves_and_goes_on_later(config, run, tmp_p
     assert tensors(checkpoints(asked.run_dir)[STEPS]).keys() == tensors(checkpoints(whole)[STEPS]).keys()
     for name, tensor in tensors(checkpoints(asked.run_dir)[STEPS]).items():
         assert torch.equal(tensor, tensors(checkpoints(whole)[STEPS])[name]), name
-    assert read_jsonl(asked.run_dir / "metrics.jsonl")[-1]["loss"] == read_jsonl(whole / "metrics.jsonl")[-1]["loss"]
+    lines = [read_jsonl(folder / "metrics.jsonl")[-1] for folder in (asked.run_dir, whole)]
+    for key in ("loss", "loss_by_task", "loss_by_dim"):
+        assert lines[0][key] == lines[1][key], key
+    told = [json.loads((folder / "summary.json").read_text())["loss_by_episode"] for folder in (asked.run_dir, whole)]
+    assert told[0] == told[1]
+
+
+def test_losses_are_told_by_action_dim_and_by_episode(config, run):
+    """All frames are of episode 1; its samples are those of the second half."""
+    run_dir = run(config)
+    for line in read_jsonl(run_dir / "metrics.jsonl"):
+        assert np.mean(line["loss_by_dim"]) == pytest.approx(line["loss"], rel=1e-5)
+        (loss,) = [one for one in line["loss_by_task"].values() if one is not None]
+        assert loss == pytest.approx(line["loss"], rel=1e-5)
+    (worst,) = json.loads((run_dir / "summary.json").read_text())["loss_by_episode"]
+    last = read_jsonl(run_dir / "metrics.jsonl")[-1]  # steps 4 to 6
+    assert worst == {"dataset": 0, "episode": 1, "loss": pytest.approx(last["loss"], rel=1e-5), "samples": 12}
+
+
+def test_a_checkpoint_of_an_older_version_is_gone_on_from(config, run, tmp_path):
+    """It has no sums by group, and those by dataset on its page of JSON."""
+    whole = run(config)
+    older = replace(config, output_dir=str(tmp_path / "older"))
+    run(older, requests={4 * MICRO_STEPS: Request.STOP})
+    newest = max(checkpoints(older.run_dir).items())[1]
+    make_older(newest)
+    run(older)
+    lines = [read_jsonl(folder / "metrics.jsonl")[-1] for folder in (older.run_dir, whole)]
+    assert lines[0]["loss"] == lines[1]["loss"]
+    assert len(lines[0]["loss_by_dim"]) == len(lines[1]["loss_by_dim"])
+
+
+def make_older(checkpoint: Path) -> None:
+    """As it was written before losses were told apart by task, dim and episode; its manifest is right."""
+    (checkpoint / "losses.safetensors").unlink()
+    state = json.loads((checkpoint / "state.json").read_text()) | {"losses_by_dataset": []}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = {name: manifest["files"][name] for name in manifest["files"] if name != "losses.safetensors"}
+    data = (checkpoint / "state.json").read_bytes()
+    files["state.json"] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"files": files}))

@@ -27,7 +27,7 @@ from vlatune.files import real_path
 from vlatune.pipeline.transforms import NORMALISE_EPS
 from vlatune.policies.act.act_options import PRETRAINED
 from vlatune.policies.act.act_spec import WEIGHTS, ActSpec
-from vlatune.policies.base import Stats
+from vlatune.policies.base import LossParts, Stats
 from vlatune.policies.loading import fill_whole
 from vlatune.policies.normalisation import STATS_OF_MODE
 
@@ -41,6 +41,8 @@ class ActModule(nn.Module):
 
     picture_low_V311: Tensor
     picture_span_V311: Tensor
+    loss_parts: LossParts | None = None
+    """Without the latent's divergence."""
 
     def __init__(self, policy: ACTPolicy, spec: ActSpec, stats: Stats) -> None:
         super().__init__()
@@ -58,11 +60,11 @@ class ActModule(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """LeRobot's loss: the mean absolute error of actions that belong to their episode, and in training the latent's divergence."""
         if not (self.has_latent and self.training):
-            return _action_loss(self._decode(batch, self._no_latent(batch)), batch)
+            return self._action_loss(self._decode(batch, self._no_latent(batch)), batch)
         mean_BL, log_variance_BL = self._encode(batch)
         latent_BL = mean_BL + log_variance_BL.div(2).exp() * batch[NOISE]
         divergence_BL = -0.5 * (1 + log_variance_BL - mean_BL.pow(2) - log_variance_BL.exp())
-        return _action_loss(self._decode(batch, latent_BL), batch) + divergence_BL.sum(-1).mean() * self.kl_weight
+        return self._action_loss(self._decode(batch, latent_BL), batch) + divergence_BL.sum(-1).mean() * self.kl_weight
 
     @torch.no_grad()
     def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor | None = None) -> Tensor:
@@ -76,6 +78,13 @@ class ActModule(nn.Module):
 
     def as_lerobot(self) -> ACTPolicy:
         return self.policy
+
+    def _action_loss(self, predicted_BTA: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        error_BTA = F.l1_loss(batch[ACTION], predicted_BTA, reduction="none")
+        valid_BT1 = ~batch[ACTION_IS_PAD][..., None]
+        self.loss_parts = LossParts(error_BTA.detach(), counted=valid_BT1)
+        num_valid = valid_BT1.sum() * error_BTA.shape[-1]
+        return (error_BTA * valid_BT1).sum() / num_valid.clamp_min(1)
 
     def _no_latent(self, batch: Mapping[str, Tensor]) -> Tensor:
         state = batch[STATE]
@@ -133,13 +142,6 @@ class ActModule(nn.Module):
 
 def _without_map(attention: nn.Module, inputs: tuple[Any, ...], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return inputs, {**settings, "need_weights": False}
-
-
-def _action_loss(predicted_BTA: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    error_BTA = F.l1_loss(batch[ACTION], predicted_BTA, reduction="none")
-    valid_BT1 = ~batch[ACTION_IS_PAD][..., None]
-    num_valid = valid_BT1.sum() * error_BTA.shape[-1]
-    return (error_BTA * valid_BT1).sum() / num_valid.clamp_min(1)
 
 
 def picture_scale(spec: ActSpec, stats: Stats) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
 from vlatune.files import whole_folder
-from vlatune.policies.base import ModuleOptions, Stats
+from vlatune.policies.base import LossParts, ModuleOptions, Stats
 from vlatune.policies.diffusion.diffusion_samples import DiffusionSpec
 from vlatune.policies.loading import decode_config, fill_whole
 from vlatune.policies.processors import plain_processors
@@ -72,6 +72,7 @@ class DiffusionModule(nn.Module):
     signal: Tensor
     noise_share: Tensor
     step_noise: Tensor
+    loss_parts: LossParts | None = None
 
     def __init__(self, policy: DiffusionPolicy, spec: DiffusionSpec, schedule: Schedule, stats: Stats) -> None:
         super().__init__()
@@ -99,8 +100,10 @@ class DiffusionModule(nn.Module):
         guess = self.policy.diffusion.unet(noisy, time, global_cond=condition)
         errors = functional.mse_loss(guess, noise if config.prediction_type == "epsilon" else action, reduction="none")
         if not config.do_mask_loss_for_padding:
+            self.loss_parts = LossParts(errors.detach())
             return errors.mean()
         valid = ~batch[ACTION_IS_PAD][..., None]
+        self.loss_parts = LossParts(errors.detach(), counted=valid)
         return (errors * valid).sum() / (valid.sum() * errors.shape[-1]).clamp_min(1)
 
     @torch.no_grad()

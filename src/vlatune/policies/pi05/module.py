@@ -12,9 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, NOISE, TIME, TOKEN_MASK, TOKENS
-from vlatune.policies.base import Binding, ModuleOptions, PolicySpec
+from vlatune.policies.base import Binding, LossParts, ModuleOptions, PolicySpec
 from vlatune.policies.flow_matching import mean_over_own_dims
-from vlatune.policies.modeling import check_draws, how_to_run, make_time_scale, merge_adapters, to_pixels
+from vlatune.policies.modeling import (
+    check_draws,
+    how_to_run,
+    make_time_scale,
+    merge_adapters,
+    repeat_each,
+    to_pixels,
+)
 from vlatune.policies.pi05.forward import EmbedSuffix, compute_prefix, embed_actions, flow_losses
 from vlatune.policies.pi05.layers import expert_layer, prefix_layer
 from vlatune.policies.pi05.load import PiPolicy, load_policy, make_whole, plan_policy
@@ -25,6 +32,7 @@ class Pi05Module(nn.Module):
     """A `PI05Policy` that takes batches as `batch.py` describes them."""
 
     time_scale: Tensor
+    loss_parts: LossParts | None = None
 
     def __init__(self, policy: PiPolicy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
@@ -71,9 +79,13 @@ class Pi05Module(nn.Module):
             embed=self.embedding(batch),
             run_layer=self._expert_layer,
         )
-        if ACTION_DIM_MASK in batch:
-            return mean_over_own_dims(losses_BTP, batch[ACTION_DIM_MASK])
-        return losses_BTP[:, :, : self.action_dim].mean()
+        losses_BTA, own_BP = losses_BTP[:, :, : self.action_dim], batch.get(ACTION_DIM_MASK)
+        if own_BP is None:
+            self.loss_parts = LossParts(losses_BTA.detach())
+            return losses_BTA.mean()
+        own_BA = repeat_each(own_BP[:, : self.action_dim], batch[TIME].shape[1])
+        self.loss_parts = LossParts(losses_BTA.detach(), counted=own_BA[:, None])
+        return mean_over_own_dims(losses_BTP, own_BP)
 
     @torch.no_grad()
     def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from vlatune.batch import (
     TOKEN_MASK,
     TOKENS,
 )
-from vlatune.policies.base import Binding, ModuleOptions
+from vlatune.policies.base import Binding, LossParts, ModuleOptions
 from vlatune.policies.flow_matching import mean_over_own_dims
 from vlatune.policies.loading import decode_config, fill, parameters_on_meta, put, read_tensors, round_input
 from vlatune.policies.modeling import (
@@ -82,6 +82,7 @@ class SmolVLAModule(nn.Module):
     time_scale: Tensor
     wavelengths: Tensor
     places: Tensor
+    loss_parts: LossParts | None = None
 
     def __init__(self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
@@ -122,11 +123,14 @@ class SmolVLAModule(nn.Module):
             run_own=self._own_layer,
             run_cross=self._cross_layer,
         )
-        losses = functional.mse_loss(wanted, guessed, reduction="none")
+        losses_MTP = functional.mse_loss(wanted, guessed, reduction="none")
         inside = repeat_each(~batch[ACTION_IS_PAD], batch[NOISE].shape[1])
-        if ACTION_DIM_MASK in batch:
-            return self._by_sample(losses * inside[:, :, None], batch)
-        losses = losses[:, :, : self.action_dim]
+        losses, counted, own_BP = losses_MTP[:, :, : self.action_dim], inside[:, :, None], batch.get(ACTION_DIM_MASK)
+        if own_BP is not None:
+            counted = counted * repeat_each(own_BP[:, : self.action_dim], batch[NOISE].shape[1])[:, None]
+        self.loss_parts = LossParts(losses.detach(), counted=counted)
+        if own_BP is not None:
+            return self._by_sample(losses_MTP * inside[:, :, None], batch)
         sums, counts = (losses * inside[:, :, None]).sum(dim=(1, 2)), inside.sum(dim=1) * self.action_dim
         if self.training:
             return sums.sum() / counts.sum().clamp_min(1)

@@ -8,6 +8,7 @@ tried again.
 import math
 import os
 import traceback
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig
@@ -66,12 +67,18 @@ def _train_until_done(config: RunConfig, folder: RunFolder, start: ResumePoint, 
 
     _introduce(config, start, folder, cluster.sizing)
     terminated = Ending()
-    with signals_set(terminated):  # also between two attempts
-        _try_until_done(config, folder, start, cluster, terminated)
+    progress = Progress(folder, config, store_bytes=cluster.sizing.store_bytes)
+    with signals_set(terminated), closing(progress):  # also between two attempts
+        _try_until_done(config, folder, start, cluster, terminated, progress)
 
 
 def _try_until_done(
-    config: RunConfig, folder: RunFolder, start: ResumePoint, cluster: Cluster, terminated: "Ending"
+    config: RunConfig,
+    folder: RunFolder,
+    start: ResumePoint,
+    cluster: Cluster,
+    terminated: "Ending",
+    progress: Progress,
 ) -> None:
     from vlatune.train.driver.supervisor import Supervisor
 
@@ -79,6 +86,7 @@ def _try_until_done(
     attempt = in_vain = 0
     while True:
         try:
+            progress.begin(supervisor, from_step=start.step or 0, restarts=attempt)
             _run_group(config, start, folder, cluster, supervisor, attempt)
             return
         except Exception as error:
@@ -124,7 +132,7 @@ def _run_group(
         monitor=supervisor.monitor,
     )
     try:
-        _fit(config, start, folder, cluster, supervisor, job)
+        _fit(config, folder, cluster, supervisor, job)
     finally:
         if not cluster.lost_part():  # which takes all its processes along, and would not answer
             end_coordinators(job.coordinators)
@@ -145,14 +153,7 @@ def _start_reading(config: RunConfig, start: ResumePoint, cluster: Cluster, firs
     )
 
 
-def _fit(
-    config: RunConfig,
-    start: ResumePoint,
-    folder: RunFolder,
-    cluster: Cluster,
-    supervisor: "Supervisor",
-    job: "WorkerJob",
-) -> None:
+def _fit(config: RunConfig, folder: RunFolder, cluster: Cluster, supervisor: "Supervisor", job: "WorkerJob") -> None:
     from vlatune.train.driver.trainer import make_trainer, run_worker
     from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
 
@@ -166,11 +167,7 @@ def _fit(
         own_cluster=cluster.ours,
         environment=DETERMINISTIC_ENVIRONMENT if config.deterministic else {},
     )
-    progress = Progress(folder.metrics, config.steps, from_step=start.step or 0)
-    try:
-        supervisor.run(trainer.fit, job.restarts)
-    finally:
-        progress.close()
+    supervisor.run(trainer.fit, job.restarts)
 
 
 def run_shape(config: RunConfig, setup: Setup) -> "RunShape":

@@ -71,10 +71,12 @@ class Supervisor:
         self._attempt, self._requested, self._began = 0, NO_REQUEST, False
         self._terminated = terminated
         self._told_nodes: set[str] = set()
+        self.states: Sequence[RankState] = ()
+        """The workers of this attempt, as last heard of; none before they began."""
 
     def run(self, fit: Callable[[], object], attempt: int) -> None:
         """Call `fit` and watch; raises what it raises, or why the group was ended."""
-        self._attempt, self._requested, self._began = attempt, NO_REQUEST, False
+        self._attempt, self._requested, self._began, self.states = attempt, NO_REQUEST, False, ()
         with signals_set(self._terminated):  # a cluster that was started anew has put Ray's handler there again
             error = self._watch(_on_thread(fit))
         remove_empty_stacks(self._folder.path)
@@ -101,6 +103,7 @@ class Supervisor:
             if asked is None or not ray.wait([asked], timeout=0)[0]:
                 continue
             states, asked = _answer(asked), None
+            self.states = states
             self._began = self._began or bool(states)
             if self._terminated.is_set() and stop_by_s == float("inf"):
                 stop_by_s, looked_s = now_s + self._stop(), 0.0

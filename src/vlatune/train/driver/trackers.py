@@ -1,12 +1,15 @@
-"""Weights & Biases and MLflow, fed from the driver: they follow what rank 0 writes, so that no tracker runs in the process
-that trains, and none can hold it up or end it.
+"""TensorBoard, Weights & Biases and MLflow, fed from the driver: they follow what rank 0 writes, so that no tracker runs in
+the process that trains, and none can hold it up or end it.
 
 Points go out once. A tracker remembers up to which optimizer step it has sent each file, in `logs/trackers.json` beside the
 id of its run; steps that are made again after a restart have the same numbers, and are not sent again. The same command,
 given again, goes on with the same charts. A tracker that fails says so once and is left alone.
 """
 
+import copy
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,8 @@ from vlatune.report.summary import SUMMARY_FILE
 
 STATE_FILE = "trackers.json"
 POLL_S = 2.0
+FINISH_S = 60.0
+"""How long all trackers together may take for the rest, when the run is done."""
 
 
 class Tracker(Protocol):
@@ -30,22 +35,24 @@ class Tracker(Protocol):
         ...
 
 
+Begin = Callable[[str | None], tuple[Tracker, str]]
+"""Run id of before, or None -> tracker and run id; may take its time."""
+
+
 @contextmanager
 def tracked(config: RunConfig) -> Iterator[None]:
-    """Trackers that the config switches on follow the run folder meanwhile; at the end they get the report."""
-    begin = make_trackers(config)
-    feed = TrackerFeed(config.run_dir, begin) if begin else None
+    """Trackers follow the run folder meanwhile; at the end they get the report."""
+    feed = TrackerFeed(config.run_dir, make_trackers(config))
     try:
         yield
     finally:
-        if feed:
-            feed.close()
+        feed.close()
 
 
-def make_trackers(config: RunConfig) -> dict[str, Callable[[str | None], tuple[Tracker, str]]]:
-    """Name -> what begins it: run id of before, or None -> tracker and run id. Only those that the config switches on."""
+def make_trackers(config: RunConfig) -> dict[str, Begin]:
+    """Name -> what begins it: TensorBoard, and those that the config switches on."""
     settings = flat_settings(to_json(config))
-    found: dict[str, Callable[[str | None], tuple[Tracker, str]]] = {}
+    found: dict[str, Begin] = {"tensorboard": lambda _: begin_tensorboard(config.run_dir)}
     if config.wandb.enable:
         found["wandb"] = lambda run_id: begin_wandb(config.wandb, config.job_name, config.run_dir, settings, run_id)
     if config.mlflow.enable:
@@ -63,68 +70,74 @@ def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 class TrackerFeed:
-    """Follows a run's files on a thread of the driver until closed."""
+    """Follows a run's files until closed, on a thread of the driver for each tracker: none waits for another."""
 
-    def __init__(self, run_dir: Path, begin: Mapping[str, Callable[[str | None], tuple[Tracker, str]]]) -> None:
-        folder = RunFolder(run_dir)
+    def __init__(self, run_dir: Path, begin: Mapping[str, Begin]) -> None:
         self._run_dir = run_dir
-        self._tails = {"metrics": JsonlTail(folder.metrics), "validation": JsonlTail(folder.validations)}
         self._state: dict[str, Any] = _read_state(run_dir)
-        self._trackers: dict[str, Tracker] = {}
-        self._begin = dict(begin)
+        self._writing = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
-        self._thread.start()
+        self._threads = {
+            name: threading.Thread(target=self._follow, args=(name, one), name=f"tracker {name}", daemon=True)
+            for name, one in begin.items()
+        }
+        for thread in self._threads.values():
+            thread.start()
 
     def close(self) -> None:
-        """Everything that is written is sent; waits for the trackers, which may have a network to wait for."""
+        """Everything that is written is sent. A tracker may have a network to wait for; one that hangs is left behind."""
         self._stop.set()
-        self._thread.join()
+        until_s = time.monotonic() + FINISH_S
+        for name, thread in self._threads.items():
+            thread.join(max(0.0, until_s - time.monotonic()))
+            if thread.is_alive():
+                self._give_up(name, f"it does not answer for {FINISH_S:g} s")
 
-    def _follow(self) -> None:
-        for name, begin in self._begin.items():
-            self._guarded(name, lambda name=name, begin=begin: self._start(name, begin))
-        while not self._stop.wait(POLL_S):
-            self._send_new()
-        self._send_new()
-        files = [file for name in (REPORT_FILE, SUMMARY_FILE) if (file := self._run_dir / name).is_file()]
-        for name, tracker in list(self._trackers.items()):
-            self._guarded(name, lambda tracker=tracker: tracker.finish(files))
-
-    def _start(self, name: str, begin: Callable[[str | None], tuple[Tracker, str]]) -> None:
-        known = self._state.setdefault(name, {})
-        tracker, run_id = begin(known.get("run_id"))
-        known["run_id"] = run_id
-        self._trackers[name] = tracker
-        self._write_state()
-
-    def _send_new(self) -> None:
-        for source, tail in self._tails.items():
-            lines = tail.read_new()
-            for name, tracker in list(self._trackers.items()):
-                self._guarded(name, lambda s=source, ls=lines, n=name, t=tracker: self._send(s, ls, n, t))
-            if lines:
-                self._write_state()
-
-    def _send(self, source: str, lines: list[dict[str, Any]], name: str, tracker: Tracker) -> None:
-        sent = self._state[name].setdefault("sent", {})
-        for line in lines:
-            step = line["optimizer_step"]
-            if step > sent.get(source, -1):
-                numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "optimizer_step"}
-                tracker.send(step, numbers)
-                sent[source] = step
-
-    def _guarded(self, name: str, act: Callable[[], object]) -> None:
+    def _follow(self, name: str, begin: Begin) -> None:
         """A tracker must not end a run: whatever goes wrong in it is said once, and it is left alone."""
         try:
-            act()
+            self._feed(name, begin)
         except Exception as error:
-            self._trackers.pop(name, None)
-            warn(f"vlatune: warning: {name}: {error}; the run goes on without it, its figures are in metrics.jsonl")
+            self._give_up(name, str(error))
 
-    def _write_state(self) -> None:
-        write_json(make_folder(self._run_dir, LOGS) / STATE_FILE, self._state)
+    def _feed(self, name: str, begin: Begin) -> None:
+        known: dict[str, Any] = {"sent": {}, **self._state.get(name, {})}
+        tracker, known["run_id"] = begin(known.get("run_id"))
+        self._remember(name, known)
+        folder, is_last = RunFolder(self._run_dir), False
+        tails = {"metrics": JsonlTail(folder.metrics), "validation": JsonlTail(folder.validations)}
+        while not is_last:
+            is_last = self._stop.wait(POLL_S)
+            try:
+                for source, tail in tails.items():
+                    _send(tracker, tail.read_new(), known["sent"], source)
+            finally:
+                self._remember(name, known)
+        tracker.finish([file for one in (REPORT_FILE, SUMMARY_FILE) if (file := self._run_dir / one).is_file()])
+
+    def _give_up(self, name: str, reason: str) -> None:
+        warn(f"vlatune: warning: {name}: {reason}; the run goes on without it, its figures are in metrics.jsonl")
+
+    def _remember(self, name: str, known: Mapping[str, Any]) -> None:
+        with self._writing:
+            if self._state.get(name) != known:
+                self._state[name] = copy.deepcopy(dict(known))
+                write_json(make_folder(self._run_dir, LOGS) / STATE_FILE, self._state)
+
+
+def _send(tracker: Tracker, lines: list[dict[str, Any]], sent: dict[str, int], source: str) -> None:
+    for line in lines:
+        if line["optimizer_step"] > sent.get(source, -1):
+            tracker.send(line["optimizer_step"], flat_numbers(line))
+            sent[source] = line["optimizer_step"]
+
+
+def flat_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """{"loss": 1.0, "loss_by_task": {"fold": 2.0}, "loss_by_dim": [3.0]} -> loss, loss_by_task/fold, loss_by_dim/0."""
+    parts = {key: dict(enumerate(one)) if isinstance(one, list) else one for key, one in line.items()}
+    inner = {f"{key}/{name}": one for key, of in parts.items() if isinstance(of, dict) for name, one in of.items()}
+    numbers = {key: one for key, one in (parts | inner).items() if isinstance(one, int | float)}
+    return {key: float(one) for key, one in numbers.items() if key != "optimizer_step"}
 
 
 def _read_state(run_dir: Path) -> dict[str, Any]:
@@ -138,6 +151,33 @@ def _read_state(run_dir: Path) -> dict[str, Any]:
     if not fits:
         raise ValueError(f"{file}: expected an object of objects; remove it; charts then begin anew")
     return state
+
+
+class TensorBoardTracker:
+    """TensorBoard's scalars, written without importing torch or TensorFlow.
+
+    Protobuf makes its classes when imported, where a type checker cannot see them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+
+    def send(self, optimizer_step: int, numbers: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=optimizer_step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def finish(self, files: list[Path]) -> None:
+        self._writer.close()
+
+
+def begin_tensorboard(run_dir: Path) -> tuple[Tracker, str]:
+    return TensorBoardTracker(make_folder(run_dir, f"{LOGS}/tensorboard")), "local"
 
 
 class WandbTracker:
@@ -175,13 +215,17 @@ def begin_wandb(
     return WandbTracker(run), run_id
 
 
+NOT_IN_MLFLOW = re.compile(r"[^\w./ -]")
+"""Characters that MLflow refuses in the name of a figure: a sentence's comma, say."""
+
+
 class MlflowTracker:
     def __init__(self, client: Any, run_id: str) -> None:
         self._client, self._run_id = client, run_id
 
     def send(self, optimizer_step: int, numbers: Mapping[str, float]) -> None:
         for key, value in numbers.items():
-            self._client.log_metric(self._run_id, key, float(value), step=optimizer_step)
+            self._client.log_metric(self._run_id, NOT_IN_MLFLOW.sub("_", key), value, step=optimizer_step)
 
     def finish(self, files: list[Path]) -> None:
         for file in files:

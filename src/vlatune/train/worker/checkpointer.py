@@ -6,11 +6,12 @@ copy of the tensors to the host, through a bounded buffer (`checkpoint/snapshot.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
@@ -19,10 +20,13 @@ from vlatune.checkpoint.local_store import OnPhase, Score, no_phase
 from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep, Snapshot, Staging, TorchHost
 from vlatune.checkpoint.state import (
+    LOSS_SUMS,
+    LOSSES,
     RNG,
     Tensors,
     get_rng,
     load_ema,
+    load_loss_sums,
     load_optimizer,
     load_rng,
     load_trainable,
@@ -45,6 +49,8 @@ class Learning:
     trainable: Tensors
     optimizer: torch.optim.Optimizer
     ema: Tensors | None = None
+    loss_sums: Tensor | None = None
+    """This rank's table of losses by group, as the next log line will read it."""
 
 
 class Checkpointer:
@@ -68,8 +74,6 @@ class Checkpointer:
         self._writer: BackgroundWriter | None = None
         self._rng: dict[str, Any] | None = None
         self._loss_sum, self._loss_count = torch.zeros((), device=device), 0
-        self.losses_by_dataset = torch.zeros(2, len(binding.parts), device=device)
-        """This rank's sums and counts since the last log line, as the checkpoint has them; of several robots."""
 
     def restore(self) -> tuple[int, Tensor, int]:
         """Load the checkpoint; returns its step, this rank's losses since the last log line, and their number."""
@@ -83,10 +87,8 @@ class Checkpointer:
             if self._learning.ema is not None:
                 load_ema(folder, self._learning.ema)
             self._rng = load_rng(folder, self._rank, self._config.num_workers)
-        if state.losses_by_dataset and self._binding.parts:
-            stored = torch.tensor(state.losses_by_dataset, device=self._device)
-            same = state.num_workers == self._config.num_workers
-            self.losses_by_dataset = stored[self._rank] if same else stored.mean(dim=0)
+            if self._learning.loss_sums is not None:
+                load_loss_sums(folder, self._rank, self._config.num_workers, self._learning.loss_sums)
         return state.optimizer_step, zero + state.loss_sum(self._rank, self._config.num_workers), state.loss_count
 
     def begin(self) -> None:
@@ -117,20 +119,20 @@ class Checkpointer:
         gather: Callable[[Any], list[Any]],
         *,
         val_error: float | None = None,
-        by_dataset_2D: Tensor | None = None,
     ) -> None:
         """Copy now, write meanwhile and later; all ranks call it at the same step. `val_error` is the newest validation's."""
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
-        tables = [by_dataset_2D.tolist()] if self._binding.parts and by_dataset_2D is not None else []  # the same
-        everyone = gather((*sums, get_rng(self._device), *tables))
+        table = None if self._learning.loss_sums is None else self._learning.loss_sums.cpu().numpy().copy()  # the same
+        everyone = gather((*sums, get_rng(self._device), table))
         if self._writer:
             self._writer.wait()  # the buffer is for one save at a time
             tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
             snapshot = self._staging.begin(tensors)
             state = self._state(done, tuple(one[0] for one in everyone), loss_count)
-            state = replace(state, losses_by_dataset=tuple(table for one in everyone for table in one[3:]))
             mean_loss = sum(one[1] for one in everyone) / len(everyone) / max(1, self._loss_count)
             files = self._files(snapshot, state, stack_rng([one[2] for one in everyone]))
+            if table is not None:
+                files[LOSSES] = partial(save_arrays, {LOSS_SUMS: np.stack([one[3] for one in everyone])})
             self._writer.save(done, files, score=Score(mean_loss, val_error), on_failure=snapshot.break_off)
             snapshot.copy()
             self._writer.check()

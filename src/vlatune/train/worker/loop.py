@@ -5,7 +5,7 @@ except at log steps and checkpoints, where one transfer brings the numbers over.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,7 @@ from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import (
     Batch,
     Ema,
+    LossTable,
     StepResult,
     Updater,
     learning_rate,
@@ -70,14 +71,6 @@ def work(worker: "Worker") -> None:
         worker.run()
     finally:
         worker.close()
-
-
-def loss_by_dataset(sums_and_counts: Sequence[float]) -> dict[str, list[float | None]]:
-    """For metrics.jsonl, in the order of the roots; None where no sample of a dataset came. Empty of one robot."""
-    half = len(sums_and_counts) // 2
-    pairs = zip(sums_and_counts[:half], sums_and_counts[half:], strict=True)
-    losses = [total / count if count else None for total, count in pairs]
-    return {"loss_by_dataset": losses} if losses else {}
 
 
 class DriverLink(Protocol):
@@ -125,6 +118,7 @@ class Worker:
         self.optimizer = make_optimizer(groups, self.config.optimizer)
         decay = self.config.optimizer.ema_decay
         self.ema = Ema(self.trainable, decay) if decay else None
+        self.losses = LossTable(job.setup.loss_groups, self.device)
         self.checkpointer = self._make_checkpointer()
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
         wrapped = make_parallel(module) if share.num_workers > 1 else module
@@ -134,9 +128,8 @@ class Worker:
             list(trained.values()),
             self.optimizer,
             clip_norm=self.config.optimizer.grad_clip_norm,
-            num_datasets=len(job.setup.binding.parts),
+            losses=self.losses,
         )
-        self.updater.by_dataset_2D += self.checkpointer.losses_by_dataset
         self.watch = NonFiniteWatch()
         self.logger = MetricsLogger(job, self.first_step, flags) if share.rank == 0 else None
         self.last_step = self.config.steps
@@ -154,7 +147,7 @@ class Worker:
             set_learning_rate(self.optimizer, rate)
             result = self.updater.update(self._take(), self.config.grad_accum)
             done += 1
-            self._note(result)
+            self._note(done, result)
             agreed = self.consensus.take()
             if self.validator and self.validator.is_due(done):
                 self._validate(done, self.validator)
@@ -163,9 +156,10 @@ class Worker:
             if agreed >= Request.SAVE or self._is_due(done, self.config.save_freq):
                 self._save(done)
             self.consensus.give(self._request())
+        by_rank = self.consensus.gather(self.losses.episodes_2E.cpu().numpy())  # device sync: the loop is over
         self.checkpointer.finish()
         if self.logger and done == self.last_step:
-            self.logger.finish(self.meter.totals(), done, self.first_batch_s)
+            self.logger.finish(self.meter.totals(), done, self.first_batch_s, np.sum(by_rank, axis=0))
 
     def close(self) -> None:
         self.feed.close()
@@ -177,7 +171,7 @@ class Worker:
             self.logger.close()
         self.while_running.close()
 
-    def _note(self, result: StepResult) -> None:
+    def _note(self, done: int, result: StepResult) -> None:
         """An update is made: count it, on the host and on the device."""
         self.watch.remember(result.losses, result.grad_norm, self.taken)
         if self.config.log_samples:
@@ -185,6 +179,8 @@ class Worker:
         if self.ema:
             self.ema.update()
         self.loss_sum, self.loss_count = self.loss_sum + result.loss, self.loss_count + 1
+        if done == self.config.steps // 2:
+            self.losses.episodes_2E.zero_()  # what an episode cost before the model knew any says little of it
         self.checkpointer.stepped(result.loss)
         self.meter.waited(self.batches.take_waited_s())
         self.meter.stepped(self.config.global_batch)
@@ -217,7 +213,8 @@ class Worker:
 
     def _make_checkpointer(self) -> Checkpointer:
         averages = self.ema.tensors() if self.ema else None
-        setup, learning = self.job.setup, Learning(self.trainable, self.optimizer, averages)
+        setup = self.job.setup
+        learning = Learning(self.trainable, self.optimizer, averages, self.losses.sums_2G)
         return Checkpointer(
             self.job.checkpoints,
             self.config,
@@ -251,18 +248,18 @@ class Worker:
     def _log(self, done: int, result: StepResult, rate: float) -> None:
         """The one place, beside saving, where the host waits for the device."""
         three = torch.stack([self.loss_sum / self.loss_count, result.grad_norm, self.updater.guard.skipped])
-        numbers = torch.cat([three, self.updater.by_dataset_2D.flatten()])
+        numbers = torch.cat([three, self.losses.interval_2I.flatten()])
         restarts = getattr(self.feed, "restarts", 0)  # a stand-in for the feed need not count
         spent_s = self.meter.take_spent(self._stages_s(), restarts)
         means, by_worker_s = mean_and_each(numbers, spent_s, self.share, dist.all_reduce)
-        mean_loss, grad_norm, skipped, *by_dataset = means
+        mean_loss, grad_norm, skipped, *by_group = means
         rates = self.meter.take_interval(by_worker_s)
         self.watch.look(skipped, done, self.consensus.gather)
         self.loss_sum, self.loss_count = torch.zeros_like(self.loss_sum), 0
-        self.updater.by_dataset_2D.zero_()
+        self.losses.interval_2I.zero_()
         samples = self._gather_samples(done)
         if self.logger:
-            self.logger.log(done, mean_loss, grad_norm, rate, rates | loss_by_dataset(by_dataset))
+            self.logger.log(done, mean_loss, grad_norm, rate, rates | self.job.setup.loss_groups.to_metrics(by_group))
             self.logger.log_samples(samples)
 
     def _save(self, done: int) -> None:
@@ -273,14 +270,7 @@ class Worker:
         if self.logger:
             self.logger.log_samples(samples)
         error = self.validator.newest_error() if self.validator else None
-        self.checkpointer.save(
-            done,
-            self.loss_sum,
-            self.loss_count,
-            self.consensus.gather,
-            val_error=error,
-            by_dataset_2D=self.updater.by_dataset_2D,
-        )
+        self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather, val_error=error)
         self.meter.saved(time.perf_counter() - begin)
 
     def _mean_over_workers(self, values: Tensor) -> list[float]:

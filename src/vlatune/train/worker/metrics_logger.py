@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from vlatune.checkpoint.store import open_store, place_of
 from vlatune.config import to_json
 from vlatune.dataset.order.shuffle_meter import measure_shuffle
@@ -14,7 +16,7 @@ from vlatune.errors import RunStoppedError
 from vlatune.files import make_folder, open_to_append
 from vlatune.pipeline.memory import SpillMeter
 from vlatune.report.run_folder import WRITER_LOCK, RunFolder, read_validation_errors
-from vlatune.report.sinks import MetricsFile, Sink, TensorBoardSink, read_jsonl
+from vlatune.report.sinks import MetricsFile, read_jsonl
 from vlatune.report.summary import Scalar, Summary, write_summary
 from vlatune.report.verdict import verdict
 from vlatune.train.fingerprint import versions_in
@@ -31,14 +33,10 @@ class MetricsLogger:
         folder = RunFolder(self.run_dir)
         self.writer_lock = hold_writer_lock(self.run_dir)
         self.spill = SpillMeter()
-        self.validations = MetricsFile(folder.validations)
+        self.metrics, self.validations = MetricsFile(folder.metrics), MetricsFile(folder.validations)
         self.samples = MetricsFile(folder.samples) if job.config.log_samples else None
-        self.sinks: list[Sink] = [
-            MetricsFile(folder.metrics),
-            TensorBoardSink(make_folder(self.run_dir, "logs/tensorboard")),
-        ]
-        for sink in self._all_sinks():
-            sink.keep_until(first_step)
+        for file in self._files():
+            file.keep_until(first_step)
         with open_to_append(make_folder(self.run_dir, "logs") / "worker.log") as file:
             file.write(
                 f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
@@ -61,8 +59,7 @@ class MetricsLogger:
             "samples_seen": done * order.global_batch,
         }
         self.last_loss = loss
-        for sink in self.sinks:
-            sink.append(line)
+        self.metrics.append(line)
         allowed = self.job.config.max_spilled_bytes
         if store.spilled_bytes + store.fallback_bytes > allowed:
             raise RunStoppedError(
@@ -71,10 +68,7 @@ class MetricsLogger:
             )
 
     def log_validation(self, done: int, loss: float, action_error: float) -> None:
-        line = {"optimizer_step": done, "val_loss": loss, "val_action_error": action_error}
-        self.validations.append(line)
-        for sink in self.sinks[1:]:  # metrics.jsonl has a line per log step alone
-            sink.append(line)
+        self.validations.append({"optimizer_step": done, "val_loss": loss, "val_action_error": action_error})
 
     def validation_errors(self) -> dict[int, float]:
         """Optimizer step -> action error, of all validations that count: those up to the checkpoint of this start."""
@@ -85,7 +79,8 @@ class MetricsLogger:
             for record in records:
                 self.samples.append(record)
 
-    def finish(self, totals: dict, steps: int, first_batch_s: float | None) -> None:
+    def finish(self, totals: dict, steps: int, first_batch_s: float | None, by_episode_2E: np.ndarray) -> None:
+        """The summary; `by_episode_2E` are all workers' sums and counts of losses."""
         store = self.spill.close()
         summary = Summary(
             optimizer_steps=steps,
@@ -106,6 +101,7 @@ class MetricsLogger:
             kept_by=totals["kept_by"],
             performance_flags=dict(self.performance_flags),
             best_validation=self._best_validation(),
+            loss_by_episode=self.job.setup.loss_groups.worst_episodes(by_episode_2E),
             shuffle=measure_shuffle(self.job.setup.order).to_json(),
             versions=versions_in(self.job.checkpoints.fingerprints),
             **self._checkpoints(),
@@ -129,12 +125,12 @@ class MetricsLogger:
         return {"checkpoint_place": place_of(store), "checkpoints": steps}
 
     def close(self) -> None:
-        for sink in self._all_sinks():
-            sink.close()
+        for file in self._files():
+            file.close()
         self.writer_lock.close()
 
-    def _all_sinks(self) -> list[Sink]:
-        return [*self.sinks, self.validations, *([self.samples] if self.samples else [])]
+    def _files(self) -> list[MetricsFile]:
+        return [self.metrics, self.validations, *([self.samples] if self.samples else [])]
 
 
 def hold_writer_lock(run_dir: Path, *, wait_s: float = LOCK_WAIT_S) -> IO[str]:

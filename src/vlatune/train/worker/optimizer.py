@@ -1,6 +1,7 @@
 """What is optimised, how, at which rate, and its moving average. The rate is a pure function of the optimizer step.
 
-`Updater` makes one optimizer update over micro-batches. No Ray, no host sync: loss and gradient norm stay on the device.
+`Updater` makes one optimizer update over micro-batches. No Ray, no host sync: loss, gradient norm and the table of losses by group
+stay on the device.
 
 An update whose loss or gradient is not finite is not made, on no worker, and neither is any after it; `non_finite_guard.py` says
 how, and how the host learns of it.
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vlatune.batch import DATASET
+from vlatune.batch import LOSS_GROUPS
 from vlatune.config import OptimizerConfig, SchedulerConfig
+from vlatune.pipeline.loss_groups import LossGroups
+from vlatune.policies.base import LossParts
 from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
 RATE_FACTOR = "rate_factor"
@@ -131,6 +134,36 @@ class Ema:
 Batch = Mapping[str, Tensor]
 
 
+class LossTable:
+    """Losses by robot, task, action dim and episode, added up on the device; `pipeline/loss_groups.py` says where each is."""
+
+    def __init__(self, groups: LossGroups, device: torch.device) -> None:
+        self.sums_2G = torch.zeros(2, groups.columns, device=device)
+        """Sums of losses, and how many they are: a part of the run's state."""
+        self.interval_2I, self.episodes_2E = self.sums_2G.split([groups.interval, groups.episodes], dim=1)
+        """What a log line reads and sets to zero, and the rest: views."""
+        self._dims_2A = self.sums_2G[:, groups.dim_columns]
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, parts: LossParts | None, groups_BR: Tensor) -> None:
+        """A micro-batch: its loss, what it is the mean of where the policy tells, and its rows' columns. No host sync."""
+        if parts is not None:
+            sums_2BA = self._by_sample_and_dim(parts, len(groups_BR))
+            self._dims_2A += sums_2BA.sum(dim=1)
+            sums_B, counts_B = sums_2BA.sum(dim=2)
+            loss = sums_B / counts_B.clamp_min(1)
+        if loss.ndim:
+            each_2B = torch.stack([loss.float(), torch.ones_like(loss, dtype=torch.float32)])
+            each_2BR = each_2B[:, :, None].expand(-1, -1, groups_BR.shape[1])
+            self.sums_2G.index_add_(1, groups_BR.flatten(), each_2BR.flatten(1))
+
+    def _by_sample_and_dim(self, parts: LossParts, samples: int) -> Tensor:
+        errors_MTA = parts.errors_MTA.float()
+        counted = torch.ones_like(errors_MTA) if parts.counted is None else parts.counted.expand_as(errors_MTA).float()
+        both = torch.stack([errors_MTA * counted, counted])
+        return both.unflatten(1, (samples, -1)).sum(dim=(2, 3))
+
+
 @dataclass(frozen=True)
 class StepResult:
     losses: Tensor
@@ -159,11 +192,10 @@ class Updater:
         optimizer: torch.optim.Optimizer,
         *,
         clip_norm: float,
-        num_datasets: int = 0,
+        losses: LossTable | None = None,
     ) -> None:
-        """`clip_norm` 0 leaves gradients as they are. Of several robots the losses of each dataset are added up, too."""
-        self.by_dataset_2D = torch.zeros(2, num_datasets, device=parameters[0].device)
-        """Sums of the samples' losses, and how many they are, since somebody set them to zero."""
+        """`clip_norm` 0 leaves gradients as they are. `losses` gets those of every group, where batches have LOSS_GROUPS."""
+        self.losses = losses
         self.guard = NonFiniteGuard(optimizer, parameters[0].device)
         self._module = module
         self._parameters = parameters
@@ -192,11 +224,10 @@ class Updater:
     def forward(self, batch: Batch) -> Tensor:
         """The first of an update's three parts; all are public, so that each can be timed."""
         loss = self._module(batch)
-        if loss.ndim == 0:
-            return loss
-        each = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
-        self.by_dataset_2D.index_add_(1, batch[DATASET], each)
-        return loss.mean()
+        if self.losses is not None:
+            policy = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
+            self.losses.add(loss, getattr(policy, "loss_parts", None), batch[LOSS_GROUPS])
+        return loss.mean() if loss.ndim else loss
 
     def backward(self, loss: Tensor, share: float) -> None:
         """A loss that is not finite becomes NaN in every gradient, so that the exchange tells all workers."""
