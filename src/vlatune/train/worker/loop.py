@@ -272,6 +272,7 @@ class Worker:
         self.watch.look(skipped, done, self.consensus.gather)
         if self.logger:
             self.logger.log_samples(samples)
+            self.logger.log_event("checkpoint", done)
         error = self.validator.newest_error() if self.validator else None
         self.checkpointer.save(
             done,

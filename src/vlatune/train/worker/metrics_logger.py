@@ -39,6 +39,8 @@ class MetricsLogger:
         ]
         for sink in self._all_sinks():
             sink.keep_until(first_step)
+        self.events = MetricsFile(folder.events)  # never cut back: a start that was in vain has happened, too
+        self.log_event("start", first_step)
         with open_to_append(make_folder(self.run_dir, "logs") / "worker.log") as file:
             file.write(
                 f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
@@ -76,6 +78,10 @@ class MetricsLogger:
         for sink in self.sinks[1:]:  # metrics.jsonl has a line per log step alone
             sink.append(line)
 
+    def log_event(self, event: str, done: int) -> None:
+        """A point of the run's time line: a start, a checkpoint, the end."""
+        self.events.append({"event": event, "optimizer_step": done, "time_s": time.time()})
+
     def validation_errors(self) -> dict[int, float]:
         """Optimizer step -> action error, of all validations that count: those up to the checkpoint of this start."""
         return read_validation_errors(self.run_dir)
@@ -86,6 +92,7 @@ class MetricsLogger:
                 self.samples.append(record)
 
     def finish(self, totals: dict, steps: int, first_batch_s: float | None) -> None:
+        self.log_event("end", steps)
         store = self.spill.close()
         summary = Summary(
             optimizer_steps=steps,
@@ -129,7 +136,7 @@ class MetricsLogger:
         return {"checkpoint_place": place_of(store), "checkpoints": steps}
 
     def close(self) -> None:
-        for sink in self._all_sinks():
+        for sink in (*self._all_sinks(), self.events):
             sink.close()
         self.writer_lock.close()
 
