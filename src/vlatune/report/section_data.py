@@ -103,12 +103,10 @@ def first_batch(run: Run) -> Html:
 
 def _first_card(sample: TrainedSample) -> Html:
     place = f"episode {sample.episode_index}, frame {sample.frame_index}"
-    pairs = [
-        _picture(image, camera, place, what)
-        for camera in sample.images
-        for image, what in ((sample.images[camera], ""), (sample.trained[camera], ", augmented"))
-        if not what or sample.is_augmented
-    ]
+    pairs = []
+    for camera, image in sample.images.items():
+        pairs.append(_picture(image, camera, place))
+        pairs += [_picture(sample.trained[camera], camera, place, ", augmented")] if sample.is_augmented else []
     sentence = [tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")] if sample.task.strip() else []
     return tag("article", tag("div", *pairs, class_="cameras"), *sentence, tag("p", place, class_="muted"))
 
