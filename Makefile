@@ -5,12 +5,13 @@ NAME ?= reader
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz audit lint bench lock clean
+.PHONY: help setup demo test browser-test fuzz audit lint bench lock clean
 
 help:
 	@echo "make setup   build .venv from requirements.lock"
 	@echo "make demo    make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report"
 	@echo "make test    run the tests"
+	@echo "make browser-test  run the tests of the report's pages in Chromium"
 	@echo "make fuzz    change files at random and read them, FUZZ_MINUTES=20"
 	@echo "make audit   hold the installed packages against requirements.lock and their own hashes"
 	@echo "make lint    check style, format and types"
@@ -27,6 +28,10 @@ demo: setup
 # Two processes, one of which has all tests that share a Ray cluster (tests/conftest.py); ARGS="-n 0" runs all in one.
 test: setup
 	@$(VENV)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+
+# Fails where no browser is found: CONTRIBUTING.md has the reason why `make test` leaves them out.
+browser-test: setup
+	@$(VENV)/python -m pytest -n 0 -m browser tests/report $(ARGS)
 
 # The same seed gives the same cases; ARGS="--seed=5000", ARGS="--case=17" for one of them with its traceback.
 fuzz: setup

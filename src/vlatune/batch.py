@@ -19,6 +19,7 @@ S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C ch
 | `slot`                         | int64   | (N,)         | plan: place in the run's order    |
 | `action_dim_mask`              | bool    | (N, P)       | transforms, of several robots: dims that the row's robot has |
 | `camera_mask`                  | bool    | (N, cameras) | likewise: cameras that it has   |
+| `dataset`                      | int64   | (N,)         | likewise: `dataset_index`, for the device |
 | `loss_groups`                  | int64   | (N, groups)  | pipeline, in training: the row's columns in the table of losses |
 
 A policy that learns by diffusion has one draw: `noise` (N, T, A) and `time` int64 (N,), a step of its noise schedule.
@@ -41,8 +42,8 @@ NOISE = "noise"
 TIME = "time"
 SLOT = "slot"
 """Place in the run's order: optimizer step by optimizer step, lane by lane, whatever the number of workers."""
-ACTION_DIM_MASK, CAMERA_MASK = "action_dim_mask", "camera_mask"
-MIXTURE_KEYS = (ACTION_DIM_MASK, CAMERA_MASK)
+ACTION_DIM_MASK, CAMERA_MASK, DATASET = "action_dim_mask", "camera_mask", "dataset"
+MIXTURE_KEYS = (ACTION_DIM_MASK, CAMERA_MASK, DATASET)
 """Columns of rows of several robots; others do not have them."""
 LOSS_GROUPS = "loss_groups"
 IDS = ("dataset_index", "index", "episode_index", "frame_index")

@@ -124,15 +124,20 @@ def export(options: ExportConfig, run_dir: str, folder: str) -> None:
 
 def report(options: ReportConfig, *run_dirs: str) -> None:
     from vlatune.report.compare import write_comparison
-    from vlatune.report.html import watch_report, write_report
+    from vlatune.report.html import watch, write_report
 
-    folders = [Path(one) for one in run_dirs]
-    if len(folders) > 1:
-        say(str(write_comparison(folders, Path(options.output or "comparison.html"))))
-    elif options.watch:
-        watch_report(folders[0], every_s=options.every_s, say=say)
+    folders, reload_s = [Path(one) for one in run_dirs], options.every_s if options.watch else None
+    file = Path(options.output) if options.output else None
+
+    def write() -> Path:
+        if len(folders) > 1:
+            return write_comparison(folders, file or Path("comparison.html"), reload_s=reload_s)
+        return write_report(folders[0], file=file, reload_s=reload_s)
+
+    if options.watch:
+        watch(write, folders, every_s=options.every_s, say=say)
     else:
-        say(str(write_report(folders[0])))
+        say(str(write()))
 
 
 def bench(_: NoFlags, name: str) -> None:

@@ -331,11 +331,11 @@ class ExportConfig:
 @dataclass(frozen=True)
 class ReportConfig:
     watch: bool = False
-    """Write the page again while the run goes on, until it is finished or Ctrl-C."""
+    """Write the page again while the runs go on, until they are finished or Ctrl-C; the page loads itself again."""
     every_s: float = 10.0
     """Seconds between two pages of --watch."""
     output: str | None = None
-    """File for a comparison of several runs; comparison.html in this folder when left out."""
+    """File for the page; RUN/report.html when left out, and of several runs comparison.html in this folder."""
 
 
 @dataclass(frozen=True)

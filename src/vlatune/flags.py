@@ -11,9 +11,10 @@ import ast
 import dataclasses
 import inspect
 import json
+import shlex
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -79,7 +80,24 @@ def flags_of(config: Any) -> list[str]:
         if value != default or (name == "recipe" and recipe):
             again = is_repeatable(kind) and value and isinstance(value[0], str | dict)
             words += [f"--{name}={_as_text(one)}" for one in (value if again else [value])]
-    return words
+    usual = _open_values(plain)
+    given = {name: value for name, value in _open_values(config).items() if value != usual.get(name)}
+    return words + [f"--{name}={_as_text(value)}" for name, value in given.items()]
+
+
+def typed(words: Iterable[str]) -> str:
+    """Words of a command as a person types them: --rename_map='{"a": "b"}'."""
+    parts = [word.partition("=") for word in words]
+    return " ".join(f"{name}={shlex.quote(value)}" if equals else shlex.quote(name) for name, equals, value in parts)
+
+
+def _open_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of what was given of the flags that are no fields."""
+    own = _open_field(type(config))
+    found = {prefix + name: value for name, value in getattr(config, own[0]).items()} if own else {}
+    for name, kind in _field_types(type(config)).items():
+        found |= _open_values(getattr(config, name), f"{prefix}{name}.") if is_config(kind) else {}
+    return found
 
 
 def _leaf(config: Any, name: str) -> Any:

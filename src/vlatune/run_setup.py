@@ -31,7 +31,7 @@ from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.resize import Letterbox, letterbox_box
 from vlatune.files import read_json, write_json
-from vlatune.outgoing import progress_bar, warn
+from vlatune.outgoing import progress_bar, redacted, warn
 from vlatune.pipeline.augmentation import Augment, make_augment
 from vlatune.pipeline.loss_groups import LossGroups, WithLossGroups, make_loss_groups
 from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
@@ -45,6 +45,8 @@ from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE, TrainedSample
 
 FIRST_SAMPLES = 4
 """Of the first batch that the report shows."""
+MAX_TASKS, MAX_TASK_CHARS = 100, 1000
+"""Of the sentences that the report lists."""
 
 
 @dataclass(frozen=True)
@@ -197,18 +199,44 @@ def _make_mixture(config: RunConfig, training: Selection, num_datasets: int) -> 
     return Mixture(tuple(training.dataset.tolist()), weights) if weights else None
 
 
+def describe_data(setup: Setup) -> dict[str, Any]:
+    """What the run is trained on, for the report: plain JSON values."""
+    datasets, shares = range(len(setup.metas)), _shares(setup)
+    tasks = list(dict.fromkeys(task for meta in setup.metas for task in meta.tasks))
+    return {
+        "datasets": [
+            {
+                "root": redacted(setup.metas[number].root.url),
+                "episodes": int((setup.training.dataset == number).sum()),
+                "held_out": int((setup.held_out.dataset == number).sum()),
+                "frames": int(setup.training.length[setup.training.dataset == number].sum()),
+                "share": float(shares[number]),
+            }
+            for number in datasets
+        ],
+        "tasks": [task[:MAX_TASK_CHARS] for task in tasks[:MAX_TASKS]],
+        "num_tasks": len(tasks),
+    }
+
+
+def _shares(setup: Setup) -> np.ndarray:
+    """Of the samples, that each dataset gives."""
+    frames = np.bincount(setup.training.dataset, weights=setup.training.length, minlength=len(setup.metas))
+    weights = np.asarray(setup.order.mixture.weights) if setup.order.mixture else frames
+    return weights / weights.sum()
+
+
 def mixture_lines(setup: Setup) -> list[str]:
     """What a person must know of a run on several robots: what each is, its share, and how long its chunks are."""
     if not setup.binding.parts:
         return []
-    frames = np.bincount(setup.training.dataset, weights=setup.training.length, minlength=len(setup.metas))
-    weights = np.asarray(setup.order.mixture.weights) if setup.order.mixture else frames
+    shares = _shares(setup)
     lines = ["several robots: padded to the widest, masked, each with its own statistics"]
     for number, (meta, part, spec) in enumerate(zip(setup.metas, setup.binding.parts, setup.specs, strict=True)):
         offsets = next(vector.offsets for vector in spec.vectors if vector.column == ACTION) or (0,)
         lacks = f"; without {', '.join(part.missing_cameras)}" if part.missing_cameras else ""
         lines.append(
-            f"dataset {number}, {meta.root.url}: {weights[number] / weights.sum():.1%} of the samples; {part.state_dim} state and "
+            f"dataset {number}, {meta.root.url}: {shares[number]:.1%} of the samples; {part.state_dim} state and "
             f"{part.action_dim} action dims{lacks}; {len(offsets)} actions reach {offsets[-1] / meta.fps:.2f} s at {meta.fps:g} frames per second"
         )
     return lines
@@ -255,17 +283,16 @@ def read_first_rows(setup: Setup, specs: Sequence[ReadSpec], share: Share, count
 
 def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSample]:
     """Some samples of the run's first step, before and after the user's augmentation: what the report shows of it."""
-    assert setup.augment is not None
     rows = read_first_rows(setup, setup.specs, Share(0, 1), count)
     plain = {name: _newest(rows[name]).copy() for name, _ in setup.binding.cameras}
-    rows = setup.augment(rows)
+    rows = setup.augment(rows) if setup.augment else rows
     return [
         TrainedSample(
             int(rows["episode_index"][row]),
             int(rows["frame_index"][row]),
             str(rows[TASK][row]),
             {target: plain[name][row] for name, target in own},
-            {target: _newest(rows[name])[row] for name, target in own},
+            {target: _newest(rows[name])[row] for name, target in own if setup.augment},
         )
         for row, own in enumerate(_cameras_of(setup, number) for number in rows["dataset_index"].tolist())
     ]

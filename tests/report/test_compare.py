@@ -1,13 +1,14 @@
 """Several runs on one page; a page that is written while a run goes on."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from summaries import summary
 
 from vlatune import cli
-from vlatune.report.html import watch_report
+from vlatune.report.html import watch, write_report
 from vlatune.report.summary import write_summary
 
 HOSTILE = "<script>alert(1)</script>"
@@ -39,7 +40,8 @@ def test_runs_are_drawn_over_each_other_and_what_differs_is_listed(tmp_path, cap
     assert "0.03 at step 10" in page
     assert HOSTILE not in page
     assert ">steps<" not in page  # the same in both
-    assert "<script" not in page
+    assert page.count("<script") == 1
+    assert page.count("<li>") == 2  # the verdicts, first
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
@@ -68,7 +70,7 @@ def test_a_page_is_written_again_until_the_run_is_finished(tmp_path):
         if len(slept) == 2:
             write_summary(run, summary())
 
-    watch_report(run, every_s=1.0, say=said.append, sleep=sleep)
+    watch(lambda: write_report(run), [run], every_s=1.0, say=said.append, sleep=sleep)
     assert len(slept) == 2
     assert "not finished: 19 optimizer steps" in slept[0]
     assert "not finished: 21 optimizer steps" in slept[1]
@@ -78,4 +80,28 @@ def test_a_page_is_written_again_until_the_run_is_finished(tmp_path):
 
 def test_a_wrong_pace_is_named(tmp_path):
     with pytest.raises(ValueError, match="--every_s=0"):
-        watch_report(make_run(tmp_path / "run"), every_s=0, say=lambda _: None)
+        watch(lambda: tmp_path, [make_run(tmp_path / "run")], every_s=0, say=lambda _: None)
+
+
+def test_a_comparison_is_watched_until_all_runs_are_finished(tmp_path, monkeypatch, capsys):
+    done, going = make_run(tmp_path / "done"), make_run(tmp_path / "going", finished=False)
+    file, slept = tmp_path / "both.html", []
+
+    def sleep(seconds: float) -> None:
+        slept.append((seconds, file.read_text()))
+        write_summary(going, summary())
+
+    monkeypatch.setattr("vlatune.report.html.watch", partial(watch, sleep=sleep))
+    assert cli.main(["report", str(done), str(going), f"--output={file}", "--watch=true", "--every_s=3"]) == 0
+    ((seconds, page),) = slept
+    assert seconds == 3.0
+    assert 'http-equiv="refresh"' in page
+    assert 'http-equiv="refresh"' not in file.read_text()
+    assert "until all runs are finished" in capsys.readouterr().out
+
+
+def test_one_run_can_be_written_elsewhere(tmp_path, capsys):
+    run, file = make_run(tmp_path / "run"), tmp_path / "page.html"
+    assert cli.main(["report", str(run), f"--output={file}"]) == 0
+    assert file.exists()
+    assert not (run / "report.html").exists()

@@ -1,27 +1,36 @@
+import base64
+import hashlib
 import json
 import re
+import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import resources
 
 import numpy as np
 import pytest
+from run_folders import HOSTILE, TASKS, metrics_line, sample, split_line, write_lines, write_whole_run
 from summaries import summary
 
+from vlatune.config import RunConfig
 from vlatune.files import write_json
+from vlatune.flags import config_from_dict, parse_flags
 from vlatune.report.html import EvalSample, load_eval_samples, save_eval_samples, write_report
 from vlatune.report.run_folder import TrainedSample, load_first_batch, save_first_batch
 from vlatune.report.summary import write_summary
 
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&\ud800"
 SECTIONS = [
     "Learning",
+    "Speed, and where the time went",
+    "Object store against its limit",
+    "Starts and checkpoints",
+    "Data seen",
+    "First batch",
     "What the model saw and what it predicted",
     "Evaluation on held-out episodes",
-    "Where the time went",
-    "How the samples were mixed",
-    "Memory and object store",
-    "Settings and versions",
+    "Settings, versions, command",
 ]
+PAGE_JS = resources.files("vlatune.report").joinpath("page.js").read_text()
 
 
 class Page(HTMLParser):
@@ -45,35 +54,12 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if "style" not in self.open:
+        if "style" not in self.open and "script" not in self.open:
             self.texts.append(data)
 
     @property
     def text(self) -> str:
         return "\n".join(self.texts)
-
-
-def sample(task="put the cube in the bowl", camera="observation.images.top", size=24, dims=3):
-    rng = np.random.default_rng(0)
-    true_TA = rng.normal(size=(10, dims))
-    image = rng.integers(0, 256, (3, size, size), dtype=np.uint8)
-    return EvalSample(3, 12, task, {camera: image}, true_TA, true_TA + 0.1, np.arange(10) < 8)
-
-
-def metrics_line(step):
-    return {
-        "optimizer_step": step,
-        "loss": 1 / step,
-        "grad_norm": 1.0,
-        "lr": 1e-5,
-        "samples_per_s": 30.0,
-        "wait_share": 0.01,
-        "step_s": 0.26,
-        "spilled_bytes": 0,
-        "object_store_bytes": 10**8,
-        "epoch": 0,
-        "samples_seen": 8 * step,
-    }
 
 
 def write_run(run_dir, *, job_name="demo", num_lines=20):
@@ -85,7 +71,7 @@ def write_run(run_dir, *, job_name="demo", num_lines=20):
         "ray": {"object_store_bytes": 512_000_000},
     }
     write_json(run_dir / "config.json", config)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(metrics_line(n + 1)) + "\n" for n in range(num_lines)))
+    write_lines(run_dir / "metrics.jsonl", [metrics_line(number + 1) for number in range(num_lines)])
 
 
 TIME_S = {"start": 14.0, "wait": 1.0, "compute": 80.0, "checkpoint": 5.0, "total": 100.0}
@@ -153,14 +139,33 @@ def test_a_whole_run_is_told_in_order(tmp_path):
     assert "No evaluation yet" not in page.text
 
 
-def test_the_page_needs_nothing_from_outside_and_runs_nothing(tmp_path):
-    write_run(tmp_path)
-    write_end(tmp_path)
-    page = page_of(tmp_path, eval_samples=[sample()])
+def test_the_page_needs_nothing_from_outside_and_runs_nothing_but_its_own_script(tmp_path):
+    page = page_of(write_whole_run(tmp_path))
     assert not re.search(r"https?://|@import|url\(", page.html)
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert not {"link", "iframe", "object"} & set(page.tags)
+    assert page.html.count("<script") == 1
+    assert f"<script>{PAGE_JS}</script>" in page.html
     assert all(value.startswith("data:image/") for _, name, value in page.attributes if name in ("src", "href"))
-    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
+    (allowed,) = [value for _, name, value in page.attributes if name == "content" and value.startswith("default-src")]
+    digest = base64.b64encode(hashlib.sha256(PAGE_JS.encode()).digest()).decode()
+    assert allowed == f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+
+
+def test_the_script_makes_no_markup_and_asks_nobody():
+    for word in ("innerHTML", "outerHTML", "insertAdjacent", "eval", "Function", "fetch", "XMLHttp", "import(", "</"):
+        assert word not in PAGE_JS
+
+
+def test_a_chart_brings_the_figures_that_it_draws(tmp_path):
+    page = page_of(write_whole_run(tmp_path))
+    charts = [json.loads(value) for tag, name, value in page.attributes if (tag, name) == ("figure", "data-chart")]
+    assert len(charts) == page.tags.count("svg") > 10
+    loss = next(chart for chart in charts if chart["title"].startswith("Loss (log"))
+    logged, smoothed, held_out = loss["lines"]
+    assert (logged["name"], logged["xs"][:2], logged["ys"][:2]) == ("logged", [1, 2], [1.0, 0.5])
+    assert smoothed["xs"] is None  # those of the line before
+    assert held_out["xs"] == [50, 100, 150, 200, 250]
+    assert (loss["log"], loss["unit"], loss["x"]) == (True, "number", [1.0, 300.0])
 
 
 def test_strings_of_strangers_stay_text(tmp_path):
@@ -172,7 +177,7 @@ def test_strings_of_strangers_stay_text(tmp_path):
     write_summary(tmp_path, replace(END, verdict=HOSTILE, versions={HOSTILE: HOSTILE}))
     save_eval_samples(tmp_path, [sample(task=HOSTILE, camera=HOSTILE)])
     page = page_of(tmp_path)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1
     assert page.tags.count("img") == 1
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(HOSTILE.replace("\ud800", "?")) >= 5
@@ -270,14 +275,20 @@ def test_a_broken_sample_file_is_named(tmp_path):
 
 def test_augmented_pictures_are_shown_beside_those_that_were_read(tmp_path) -> None:
     write_run(tmp_path)
-    assert "Augmented pictures" not in page_of(tmp_path).html
+    assert "has not read its first samples" in page_of(tmp_path).html
+    save_first_batch(tmp_path, [TrainedSample(3, 4, TASKS[0], {"top": np.full((3, 8, 8), 9, np.uint8)}, {})])
+    page = page_of(tmp_path)
+    assert page.tags.count("img") == 1
+    assert TASKS[0] in page.texts
+    assert "augmented" not in page.text
     pictures = {HOSTILE: np.full((3, 8, 8), 9, np.uint8)}
     samples = [TrainedSample(3, 4, HOSTILE, pictures, {HOSTILE: np.full((3, 8, 8), 200, np.uint8)})]
     save_first_batch(tmp_path, samples)
     (loaded,) = load_first_batch(tmp_path)
     np.testing.assert_array_equal(loaded.trained[HOSTILE], samples[0].trained[HOSTILE])
     page = page_of(tmp_path)
-    assert "Augmented pictures" in page.html
+    assert page.tags.count("img") == 2
+    assert "augmented; evaluation sees them as they were read" in page.text
     assert "episode 3, frame 4" in page.html
     assert HOSTILE not in page.html
     (tmp_path / "first_batch.npz").write_bytes(b"PK not really")
@@ -289,5 +300,108 @@ def test_losses_of_several_robots_are_drawn(tmp_path) -> None:
     write_run(tmp_path)
     assert "Loss by dataset" not in page_of(tmp_path).html
     lines = [metrics_line(step) | {"loss_by_dataset": [0.5, None, 2.0]} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     assert "Loss by dataset" in page_of(tmp_path).html
+
+
+def test_a_split_loss_is_ranked_and_drawn(tmp_path) -> None:
+    write_run(tmp_path)
+    assert "Where the loss is" not in page_of(tmp_path).html
+    page = page_of(write_whole_run(tmp_path / "whole"))
+    assert "Where the loss is" in page.texts
+    rows = [text for text in page.texts if text in TASKS]
+    assert rows[-3:] == [TASKS[2], TASKS[1], TASKS[0]]  # the highest first
+    assert "Loss by action dimension, last quarter of the run" in page.texts
+    assert "Episodes of the highest loss; the first 20 of 30" in page.texts
+    assert "episode 0 (20 samples)" in page.texts
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("metrics.jsonl", {"loss_by_task": ["a"]}, "'loss_by_task': expected an object"),
+        ("metrics.jsonl", {"loss_by_task": {"a": "<b>"}}, "expected a whole number"),
+        ("metrics.jsonl", {"loss_by_dim": {"a": 1.0}}, "'loss_by_dim': expected a list"),
+        ("events.jsonl", {"event": 3}, "'event': expected text"),
+        ("events.jsonl", {"time_s": "now"}, "'time_s': expected a whole number"),
+        ("data.json", {"datasets": [{"root": 7}]}, "'root': expected text"),
+        ("data.json", {"tasks": [None]}, "expected text"),
+        ("summary.json", {"loss_by_episode": [{"episode": "x"}]}, "expected a whole number"),
+        ("summary.json", {"loss_by_episode": [{"episode": 1}]}, "not as vlatune writes them"),
+        ("data.json", {"datasets": [{}]}, "not as vlatune writes them"),
+    ],
+)
+def test_figures_of_another_kind_are_named(tmp_path, file, change, said) -> None:
+    write_whole_run(tmp_path)
+    line = json.loads(
+        (tmp_path / file).read_text().splitlines()[0] if file.endswith("l") else (tmp_path / file).read_text()
+    )
+    (tmp_path / file).write_text(json.dumps(line | change) + "\n")
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        write_report(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_many_tasks_take_little_room(tmp_path) -> None:
+    write_run(tmp_path)
+    many = tuple(f"{'word ' * 20}{number}" for number in range(2000))
+    write_lines(tmp_path / "metrics.jsonl", [split_line(step, tasks=many) for step in (2, 4)])
+    path = write_report(tmp_path)
+    assert path.stat().st_size < 200_000
+    assert "Loss by task, last quarter of the run; the first 20 of 2,000" in path.read_text()
+
+
+def test_starts_and_checkpoints_are_on_the_time_line(tmp_path) -> None:
+    page = page_of(write_whole_run(tmp_path))
+    assert "Started 2 times in 6 min 40 s; started again after optimizer step 100." in page.text
+    (chart,) = [
+        json.loads(value) for _, name, value in page.attributes if name == "data-chart" and "wall clock" in value
+    ]
+    assert chart["xName"] == "minutes since the first start"
+    assert chart["lines"][1] | {"style": ""} == {
+        "name": "checkpoint",
+        "style": "",
+        "xs": [1.5, 4.833],
+        "ys": [100.0, 200.0],
+    }
+    assert page.html.count('class="again"') == 4  # a line and a key, on the time line and on the loss
+
+
+def test_data_seen_is_told(tmp_path) -> None:
+    page = page_of(write_whole_run(tmp_path))
+    assert "2,400 samples were trained on: each of the 800 frames 3 times in the mean." in page.text
+    assert "3 tasks" in page.texts
+    write_run(tmp_path / "other")
+    assert "The datasets were not recorded." in page_of(tmp_path / "other").text
+
+
+def test_the_command_is_the_run_and_can_be_pasted(tmp_path) -> None:
+    page = page_of(write_whole_run(tmp_path, word=HOSTILE))
+    (told,) = [text for text in page.texts if text.startswith("vlatune train")]
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert parse_flags(shlex.split(told)[2:], RunConfig) == config_from_dict(RunConfig, stored, "the run")
+
+
+def test_a_command_carries_no_secret_and_no_second_command(tmp_path) -> None:
+    write_whole_run(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["dataset"]["root"] = ["s3://key:hunter2@bucket/set", "/data/$(touch x)\n; rm -r /\u001b[2J"]
+    write_json(tmp_path / "config.json", stored)
+    (told,) = [text for text in page_of(tmp_path).texts if text.startswith("vlatune train")]
+    assert "hunter2" not in told
+    assert told.isprintable()
+    assert all(word.startswith("--") for word in shlex.split(told)[2:])  # quoted: one word, whatever is in it
+    stored["no_such_setting"] = 1
+    write_json(tmp_path / "config.json", stored)
+    assert "No command can be made of config.json" in page_of(tmp_path).text
+
+
+def test_a_page_that_is_watched_loads_itself_again_until_the_end(tmp_path) -> None:
+    write_run(tmp_path)
+    reload = ("meta", "http-equiv", "refresh")
+    assert reload not in page_of(tmp_path).attributes
+    page = page_of(tmp_path, reload_s=7.0)
+    assert reload in page.attributes
+    assert ("meta", "content", "7") in page.attributes
+    write_end(tmp_path)
+    assert reload not in page_of(tmp_path, reload_s=7.0).attributes

@@ -149,6 +149,6 @@ def test_the_padded_part_of_a_chunk_is_shaded_and_not_drawn():
     padded = sample(np.zeros((5, 1)), np.ones((5, 1)), [True, True, False, False, False])
     made = plots.action_charts(padded, plots.dim_scales([padded]), ["grip"])
     assert '<rect x="25.00" y="0" width="75.00" height="100" class="shade">' in made
-    assert re.search(r'd="M0\.00 [\d.]+L25\.00 [\d.]+" class="truth"', made)
+    assert re.search(r'd="M0\.000 [\d.]+L25\.000 [\d.]+" class="truth"', made)
     whole = sample(np.zeros((5, 1)), np.ones((5, 1)), [True] * 5)
     assert "shade" not in plots.action_charts(whole, plots.dim_scales([whole]), ["grip"])

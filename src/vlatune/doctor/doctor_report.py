@@ -17,13 +17,14 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
 from vlatune.config import DoctorConfig
 from vlatune.doctor.device_memory import GPU_SIZES
 from vlatune.doctor.examine import Examination, examine
-from vlatune.doctor.findings import Case, Finding, FirstBatch, typed
+from vlatune.doctor.findings import Case, Finding, FirstBatch
 from vlatune.files import write_text
+from vlatune.flags import typed
 from vlatune.outgoing import printable
 from vlatune.report import plots
 from vlatune.report.chart import Chart, Line, draw, legend, scale_of, span_of
 from vlatune.report.formatting import Html, join, plural, shorten, tag
-from vlatune.report.html import make_page
+from vlatune.report.page import make_page
 
 MAX_SAMPLES, MAX_DIMS = 6, 8
 """Cards on the page, and dims of the action on each."""

@@ -22,7 +22,7 @@ from vlatune.pipeline.plan import Share, make_units, plan_steps
 from vlatune.pipeline.sizing import CORE_FLOPS, Sizing, plan_on_nodes, usable_ram_bytes
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.formatting import format_bytes, format_number, format_seconds, format_share, plural
-from vlatune.report.html import DISTINCT_FINE, NEIGHBOURS_FINE
+from vlatune.report.section_data import DISTINCT_FINE, NEIGHBOURS_FINE
 from vlatune.train.driver.cluster import ask_nodes, size_for_this_host
 from vlatune.train.driver.launch import run_shape
 from vlatune.train.driver.resume_rules import check_run

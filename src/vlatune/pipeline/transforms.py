@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, STATE, TOKEN_MASK, TOKENS, Columns
+from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, DATASET, STATE, TOKEN_MASK, TOKENS, Columns
 
 PROMPT_MULTIPLE = 8
 """Prompts are cut to a multiple of this: few different shapes for the allocator and for torch.compile."""
@@ -114,7 +114,7 @@ class MixtureMasks:
         dataset_N = columns["dataset_index"]
         has_dim_DP = np.arange(self.dims) < np.array(self.action_dims)[:, None]
         masks = {ACTION_DIM_MASK: has_dim_DP[dataset_N], CAMERA_MASK: np.array(self.cameras, dtype=bool)[dataset_N]}
-        return columns | masks
+        return columns | masks | {DATASET: dataset_N}
 
 
 @dataclass(frozen=True)

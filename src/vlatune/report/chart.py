@@ -1,23 +1,26 @@
 """A line chart as HTML that follows its column's width, and the page's light or dark colours.
 
 The curves are an SVG stretched over the plot area (0..100 both ways, strokes keep their width); the labels are HTML
-around it, so that they keep their size on a phone. Colours are CSS classes of page.css. Hovering shows values through
-SVG titles: no script. What to draw is decided in plots.py.
+around it, so that they keep their size on a phone. Colours are CSS classes of page.css. The figures go along as JSON, out of
+which page.js reads out values and writes the axes of a part that is zoomed into. What to draw is decided in plots.py.
 """
 
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vlatune.report.formatting import Html, format_number, tag
+from vlatune.report.formatting import Html, format_bytes, format_number, format_share, tag
 
 MAX_POINTS = 600
 """More would be drawn onto the same pixels."""
-MAX_READOUTS = 60
-"""Strips under the pointer that tell their values."""
+Unit = Literal["number", "bytes", "share"]
+FORMATS = {"number": format_number, "bytes": format_bytes, "share": format_share}
+"""How values are written; page.js has the same by the same names."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; `style` is a class of page.css: raw, main, other or truth."""
+    """One curve; `style` is a class of page.css: raw, main, truth, or run0 to run5."""
 
     name: str
     xs: NDArray[np.float64]
     ys: NDArray[np.float64]
     style: str = "main"
+    dots: bool = False
+    """Its points alone."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Chart:
     x: Scale
     y: Scale
     x_name: str = "optimizer step"
-    format_y: Callable[[float], str] = format_number
+    unit: Unit = "number"
     height_px: int = 200
     y_ticks: int = 3
     x_ticks: int = 4
@@ -69,6 +74,11 @@ class Chart:
     """A named horizontal line."""
     shade_from: float | None = None
     """The part of the x axis that does not count."""
+    marks: tuple[float, ...] = ()
+    """Places on the x axis at which the run was started again."""
+
+    def format_y(self, value: float) -> str:
+        return FORMATS[self.unit](value)
 
 
 def linear_ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
@@ -130,21 +140,20 @@ def draw(chart: Chart) -> Html:
         tag("title", _described(chart)),
         *_grid(chart),
         *(_curve(line, chart) for line in chart.lines),
-        *_readouts(chart),
         viewBox="0 0 100 100",
         preserveAspectRatio="none",
         role="img",
         aria_label=_described(chart),
     )
     plot = tag("div", svg, *_labels(chart), class_="plot", style=f"height:{chart.height_px}px")
-    return tag("figure", _caption(chart), plot, class_="chart")
+    return tag("figure", _caption(chart), plot, class_="chart", data_chart=_figures(chart))
 
 
 def _caption(chart: Chart) -> Html:
     title = tag("span", chart.title, class_="name")
-    if len(chart.lines) < 2 or not chart.keys:
-        return tag("figcaption", title)
-    return tag("figcaption", title, legend((line.name, line.style) for line in chart.lines))
+    named = [(line.name, f"{line.style}{' dots' * line.dots}") for line in chart.lines] if len(chart.lines) > 1 else []
+    named += [("started again", "again")] if chart.marks else []
+    return tag("figcaption", title, *([legend(named)] if named and chart.keys else []))
 
 
 def legend(lines: Iterable[tuple[str, str]]) -> Html:
@@ -170,6 +179,7 @@ def _grid(chart: Chart) -> list[Html]:
     if chart.shade_from is not None:
         left = float(np.clip(chart.x.place(chart.shade_from), 0, 100))
         marks.append(tag("rect", x=f"{left:.2f}", y=0, width=f"{100 - left:.2f}", height=100, class_="shade"))
+    marks += [tag("path", d=f"M{float(chart.x.place(at)):.3f} 0V100", class_="again") for at in chart.marks]
     if chart.limit is not None:
         marks.append(tag("path", d=f"M0 {100 - float(chart.y.place(chart.limit[1])):.2f}H100", class_="limit"))
     return marks
@@ -193,33 +203,38 @@ def _labels(chart: Chart) -> list[Html]:
 
 def _curve(line: Line, chart: Chart) -> Html:
     xs, ys = thin(line.xs, line.ys)
-    points, pen_up, lonely = [], True, np.isfinite(ys).sum() == 1
+    points, pen_up, dots = [], True, line.dots or np.isfinite(ys).sum() == 1
     for x, y in zip(chart.x.place(xs), 100 - chart.y.place(ys), strict=True):
         if math.isfinite(y):
-            points.append(f"{'M' if pen_up else 'L'}{x:.2f} {y:.2f}")
+            # A round cap on a stroke of no length is a dot, and stays round however the plot is stretched.
+            points.append(f"{'M' if pen_up or dots else 'L'}{x:.3f} {y:.3f}{'h.01' if dots else ''}")
         pen_up = not math.isfinite(y)
-    # A round cap on a stroke of no length is a dot, and stays round however the plot is stretched.
-    return tag("path", d="".join(points) + ("h.01" if lonely else ""), class_=line.style + (" dot" if lonely else ""))
+    return tag("path", d="".join(points), class_=line.style + (" dot" if dots else ""))
 
 
-def _readouts(chart: Chart) -> list[Html]:
-    """Invisible strips, each with the values at its middle as a tooltip."""
-    xs = max((line.xs for line in chart.lines), key=len)
-    chosen = (
-        xs[np.unique(np.linspace(0, len(xs) - 1, min(len(xs), MAX_READOUTS)).round().astype(int))] if len(xs) else xs
-    )
-    at = chart.x.place(chosen)
-    edges = np.concatenate([[0.0], (at[1:] + at[:-1]) / 2, [100.0]])
-    return [
-        tag("rect", tag("title", _readout(chart, x)), x=f"{a:.2f}", y=0, width=f"{b - a:.2f}", height=100, class_="hit")
-        for x, a, b in zip(chosen, edges, edges[1:], strict=False)
-    ]
-
-
-def _readout(chart: Chart, x: float) -> str:
-    values = []
+def _figures(chart: Chart) -> str:
+    """What page.js needs: the axes, and the points that are drawn. Without its own, a line has the xs of the one before."""
+    lines, before = [], None
     for line in chart.lines:
-        here = np.flatnonzero((line.xs == x) & np.isfinite(line.ys))
-        if here.size:
-            values.append(f"{line.name} {chart.format_y(float(line.ys[here[0]]))}")
-    return f"{chart.x_name} {x:,.0f}: {', '.join(values)}"
+        xs, ys = thin(line.xs, line.ys)
+        same = before is not None and np.array_equal(xs, before)
+        values = [float(f"{y:.5g}") if math.isfinite(y) else None for y in ys]
+        lines.append(
+            {"name": line.name, "style": line.style, "xs": None if same else [_short(x) for x in xs], "ys": values}
+        )
+        before = xs
+    told = {
+        "title": chart.title,
+        "xName": chart.x_name,
+        "x": [chart.x.low, chart.x.high],
+        "y": [chart.y.low, chart.y.high],
+        "log": chart.y.log,
+        "unit": chart.unit,
+        "ticks": [chart.x_ticks, chart.y_ticks],
+        "lines": lines,
+    }
+    return json.dumps(told, separators=(",", ":"), allow_nan=False)
+
+
+def _short(x: float) -> float:
+    return int(x) if x == int(x) else round(float(x), 3)

@@ -1,4 +1,5 @@
-"""Several runs on one page: their curves over each other, their figures side by side, and the settings in which they differ.
+"""Several runs on one page: their verdicts, their curves over each other, their figures side by side, and the settings in which
+they differ.
 
 As self-contained and as careful as report.html: names and settings come from folders of strangers and are escaped.
 """
@@ -10,9 +11,19 @@ from typing import Any
 import numpy as np
 
 from vlatune.files import write_text
-from vlatune.report.chart import Chart, Line, draw, scale_of, span_of
-from vlatune.report.formatting import Html, format_number, format_seconds, format_share, join, shorten, tag
-from vlatune.report.html import flat_settings, make_page, shown_setting
+from vlatune.report.chart import Chart, Line, Unit, draw, scale_of, span_of
+from vlatune.report.formatting import (
+    Html,
+    format_bytes,
+    format_number,
+    format_seconds,
+    format_share,
+    join,
+    shorten,
+    tag,
+)
+from vlatune.report.html import DAMAGED, told_verdict
+from vlatune.report.page import MAX_TEXT, flat_settings, make_page, row, section, shown_setting, table, told
 from vlatune.report.run_folder import Run, read_run
 
 MAX_RUNS = 6
@@ -23,11 +34,12 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "samples_per_s": ("Samples per second", lambda rate: format_number(rate, digits=3)),
     "wait_share": ("Waiting for data", format_share),
     "time_to_first_batch_s": ("Time to first batch", format_seconds),
+    "spilled_bytes": ("Spilled to disk", format_bytes),
     "restarts": ("Restarts", str),
 }
 
 
-def write_comparison(run_dirs: Sequence[Path], file: Path) -> Path:
+def write_comparison(run_dirs: Sequence[Path], file: Path, *, reload_s: float | None = None) -> Path:
     if len(run_dirs) > MAX_RUNS:
         raise ValueError(
             f"{len(run_dirs)} runs: at most {MAX_RUNS} can be told apart on one page; compare fewer at a time"
@@ -35,8 +47,15 @@ def write_comparison(run_dirs: Sequence[Path], file: Path) -> Path:
     runs = {name: read_run(path, []) for name, path in zip(_names(run_dirs), run_dirs, strict=True)}
     title = f"{len(runs)} runs compared"
     head = tag("header", tag("p", "vlatune", class_="eyebrow"), tag("h1", title))
-    body = join([head, _curves(runs), _figures(runs), _differences(runs)])
-    write_text(file, make_page(f"{title} · vlatune", body))
+    try:
+        body = join([head, _verdicts(runs), _figures(runs), _curves(runs), _differences(runs)])
+    except DAMAGED as error:
+        raise ValueError(
+            f"{', '.join(map(str, run_dirs))}: figures that are not as vlatune writes them ({type(error).__name__}: {error}); "
+            f"`vlatune report RUN` of each names the run"
+        ) from error
+    finished = all(run.summary for run in runs.values())
+    write_text(file, make_page(f"{title} · vlatune", body, reload_s=None if finished else reload_s))
     return file
 
 
@@ -50,21 +69,47 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     raise ValueError(f"{run_dirs[0]}: the same run folder is given twice; give each run once")
 
 
+def _verdicts(runs: dict[str, Run]) -> Html:
+    lines = []
+    for number, (name, run) in enumerate(runs.items()):
+        found = told_verdict(run)
+        words = tag("span", shorten(found.line, MAX_TEXT), class_=f"verdict {found.tone}")
+        lines.append(tag("li", tag("b", _mark(number), shorten(name, 60)), words))
+    return tag("ul", *lines, class_="verdicts")
+
+
+def _mark(number: int) -> Html:
+    return tag("i", class_=f"mark run{number}")
+
+
 def _curves(runs: dict[str, Run]) -> Html:
-    charts = [
-        _chart("Loss", {name: run.metrics for name, run in runs.items()}, "loss", height_px=280),
-        _chart(
-            "Open-loop action error on held-out samples",
-            {name: run.validations for name, run in runs.items()},
-            "val_action_error",
-        ),
-        _chart("Samples per second", {name: run.metrics for name, run in runs.items()}, "samples_per_s"),
-        _chart("Learning rate", {name: run.metrics for name, run in runs.items()}, "lr"),
+    metrics = {name: run.metrics for name, run in runs.items()}
+    validations = {name: run.validations for name, run in runs.items()}
+    wide = [
+        _chart("Loss", metrics, "loss", height_px=280),
+        _chart("Open-loop action error on held-out samples", validations, "val_action_error"),
     ]
-    return tag("section", tag("h2", "Learning and speed"), *(chart for chart in charts if chart is not None))
+    pairs = [
+        _chart("Loss on held-out samples", validations, "val_loss"),
+        _chart("Learning rate", metrics, "lr"),
+        _chart("Samples per second", metrics, "samples_per_s"),
+        _chart("Share of the time waiting for data", metrics, "wait_share", unit="share", least_top=0.1),
+    ]
+    shown = [chart for chart in pairs if chart is not None]
+    return section(
+        "Learning and speed", *(chart for chart in wide if chart is not None), tag("div", *shown, class_="pair")
+    )
 
 
-def _chart(title: str, records: dict[str, list[dict[str, Any]]], key: str, *, height_px: int = 200) -> Html | None:
+def _chart(
+    title: str,
+    records: dict[str, list[dict[str, Any]]],
+    key: str,
+    *,
+    height_px: int = 200,
+    unit: Unit = "number",
+    least_top: float = 0.0,
+) -> Html | None:
     lines = []
     for number, (name, each) in enumerate(records.items()):
         points = [(one["optimizer_step"], one[key]) for one in each if isinstance(one.get(key), int | float)]
@@ -74,46 +119,36 @@ def _chart(title: str, records: dict[str, list[dict[str, Any]]], key: str, *, he
     if not lines:
         return None
     xs, ys = np.concatenate([line.xs for line in lines]), np.concatenate([line.ys for line in lines])
-    return draw(Chart(title, tuple(lines), span_of(np.sort(xs)), scale_of(ys, from_zero=True), height_px=height_px))
+    scale = scale_of(ys, [least_top], from_zero=True)
+    return draw(Chart(title, tuple(lines), span_of(xs), scale, unit=unit, height_px=height_px))
 
 
 def _figures(runs: dict[str, Run]) -> Html:
     rows = [
-        _row(title, [_told(run.figure(key), write) for run in runs.values()]) for key, (title, write) in FIGURES.items()
+        row(title, *(told(run.figure(key), write) for run in runs.values())) for key, (title, write) in FIGURES.items()
     ]
     best = [run.summary.best_validation if run.summary else None for run in runs.values()]
     if any(best):
-        told = [
+        words = [
             f"{format_number(one['action_error'])} at step {one['optimizer_step']:,}" if one else "-" for one in best
         ]
-        rows.append(_row("Best validation error", told))
+        rows.append(row("Best validation error", *words))
     errors = [run.evaluation.get("action_error") for run in runs.values()]
     if any(error is not None for error in errors):
-        rows.append(_row("Evaluation: action error", [_told(error, format_number) for error in errors]))
-    return tag("section", tag("h2", "Figures"), _table(runs, rows))
+        rows.append(row("Evaluation: action error", *(told(error, format_number) for error in errors)))
+    return section("Figures", _table(runs, rows))
 
 
 def _differences(runs: dict[str, Run]) -> Html:
-    flat = [flat_settings(run.config) for run in runs.values()]
+    title, flat = "Settings that differ", [flat_settings(run.config) for run in runs.values()]
     keys = sorted({key for one in flat for key in one})
     differing = [key for key in keys if len({shown_setting(one.get(key)) for one in flat}) > 1]
     if not differing:
-        return tag("section", tag("h2", "Settings that differ"), tag("p", "None: the runs have the same settings."))
-    rows = [_row(key, [shown_setting(one[key]) if key in one else "-" for one in flat]) for key in differing]
-    return tag("section", tag("h2", "Settings that differ"), _table(runs, rows))
+        return section(title, tag("p", "None: the runs have the same settings."))
+    rows = [row(key, *(shown_setting(one[key]) if key in one else "-" for one in flat)) for key in differing]
+    return section(title, _table(runs, rows))
 
 
 def _table(runs: dict[str, Run], rows: list[Html]) -> Html:
-    cells = (
-        tag("th", tag("i", class_=f"mark run{number}"), shorten(name, 60), scope="col")
-        for number, name in enumerate(runs)
-    )
-    return tag("table", tag("thead", tag("tr", tag("th", ""), *cells)), tag("tbody", *rows), class_="settings compared")
-
-
-def _row(title: str, cells: Sequence[str]) -> Html:
-    return tag("tr", tag("th", shorten(title, 120), scope="row"), *(tag("td", cell) for cell in cells))
-
-
-def _told(value: Any, write: Callable[[Any], str]) -> str:
-    return "-" if value is None else write(value)
+    names = (join([_mark(number), shorten(name, 60)]) for number, name in enumerate(runs))
+    return table(["", *names], rows, kind="settings compared")

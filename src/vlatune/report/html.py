@@ -1,23 +1,21 @@
 """RUN/report.html: what happened in a run, on one page that needs nothing else.
 
-Reads the run folder, writes one self-contained file: no script, no address it would fetch, pictures inside. A part that
-is missing (no evaluation yet, a run that died on its first step) is said to be missing. All text goes through
-`formatting.tag`, which escapes it: sentences and names come from datasets of strangers. Charts are plots.py's, words on the
-figures verdict.py's.
+Reads the run folder and puts sections one after the other, the verdict first; each section is a function of the run, in
+section_learning.py, section_speed.py and section_data.py. A part that is missing (no evaluation yet, a run that died on its
+first step) is said to be missing. All text goes through `formatting.tag`, which escapes it: sentences and names come from
+datasets of strangers. The document around it is page.py's, charts are plots.py's, words on the figures verdict.py's.
 """
 
-import json
 import math
-import re
 import time
-from collections.abc import Callable, Sequence
-from importlib import resources
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vlatune.config import RunConfig
 from vlatune.files import write_text
-from vlatune.report import plots
-from vlatune.report.chart import legend
+from vlatune.flags import config_from_dict, flags_of, typed
+from vlatune.outgoing import printable, redacted
 from vlatune.report.formatting import (
     Html,
     format_bytes,
@@ -29,83 +27,84 @@ from vlatune.report.formatting import (
     shorten,
     tag,
 )
+from vlatune.report.page import MAX_TEXT, command, flat_settings, make_page, missing, row, section, shown_setting, table
 from vlatune.report.run_folder import (
+    CONFIG_FILE,
     REPORT_FILE,
-    Checkpoints,
     EvalSample,
     Run,
     load_eval_samples,
     read_run,
     save_eval_samples,
 )
+from vlatune.report.section_data import data_seen, first_batch, predicted
+from vlatune.report.section_learning import evaluated, learning, split_loss
+from vlatune.report.section_speed import memory, spent_time, time_line
 from vlatune.report.summary import SUMMARY_FILE
-from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
+from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, judge
 
 __all__ = ["EvalSample", "load_eval_samples", "make_page", "save_eval_samples", "write_report"]
 
-MAX_SAMPLES = 6
-"""Cards on the page; more are kept in eval_samples.npz only."""
 READING_ANEW = "times a process that schedules it died"
-MAX_TEXT = 400
-"""Characters shown of a sentence or setting."""
-DISTINCT_FINE = 0.9
-"""Of the episodes in a permutation's batch; below, batches lean towards single episodes."""
-NEIGHBOURS_FINE = 2.0
-"""Times the permutation's rate of neighbouring frames; above, batches hold frames that are nearly the same."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Should anything slip through the escaping, the browser still runs and fetches nothing."""
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What figures raise that lack their others."""
 
 
-def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None) -> Path:
-    """Write RUN/report.html; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
+def write_report(
+    run_dir: Path,
+    *,
+    eval_samples: list[EvalSample] | None = None,
+    file: Path | None = None,
+    reload_s: float | None = None,
+) -> Path:
+    """Write RUN/report.html, or `file`; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
     run = read_run(Path(run_dir), eval_samples)
-    parts = (_head, _tiles, _learning, _augmented, _seen, _evaluated, _time, _mixed, _memory, _settings)
-    path = Path(run_dir) / REPORT_FILE
+    parts = (
+        _head,
+        _tiles,
+        learning,
+        spent_time,
+        memory,
+        time_line,
+        data_seen,
+        first_batch,
+        predicted,
+        evaluated,
+        split_loss,
+        _settings,
+    )
+    path = file or Path(run_dir) / REPORT_FILE
     try:
         body = join([part(run) for part in parts])
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:  # figures that lack their others
+    except DAMAGED as error:
         raise ValueError(
             f"{run_dir}: its figures are not as vlatune writes them ({type(error).__name__}: {error}); restore {SUMMARY_FILE}, metrics.jsonl "
             f"and eval.json, or remove what is damaged"
         ) from error
-    write_text(path, make_page(f"{run.name} · vlatune", body))
+    write_text(path, make_page(f"{run.name} · vlatune", body, reload_s=None if run.summary else reload_s))
     return path
 
 
-def watch_report(
-    run_dir: Path, *, every_s: float, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+def watch(
+    write: Callable[[], Path],
+    run_dirs: list[Path],
+    *,
+    every_s: float,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write the page again and again until the run has written its summary; the browser is left to reload it."""
+    """Write a page again and again until all its runs have written their summaries; the page loads itself again."""
     if not 0 < every_s < math.inf:
         raise ValueError(f"--every_s={every_s}: must be above 0")
-    say(f"{write_report(run_dir)}: written again every {every_s:g} s until the run is finished; Ctrl-C ends it")
-    while not (run_dir / SUMMARY_FILE).exists():
+    until = "the run is" if len(run_dirs) == 1 else "all runs are"
+    say(f"{write()}: written again every {every_s:g} s until {until} finished; Ctrl-C ends it")
+    while not all((run_dir / SUMMARY_FILE).exists() for run_dir in run_dirs):
         sleep(every_s)
-        write_report(run_dir)
-
-
-def make_page(title: str, body: Html) -> str:
-    """A whole document around the sections, in the report's style."""
-    style = Html(resources.files("vlatune.report").joinpath("page.css").read_text(encoding="utf-8"))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", shorten(title, MAX_TEXT)),
-        tag("style", style),
-    )
-    return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', body)), lang='en')}\n"
+        write()
 
 
 def _head(run: Run) -> Html:
-    found = _verdict(run)
+    found = told_verdict(run)
     policy, dataset = run.config.get("policy") or {}, run.config.get("dataset") or {}
     roots = dataset.get("root") or [dataset.get("repo_id")]
     roots = [roots] if isinstance(roots, str) else roots
@@ -119,7 +118,8 @@ def _head(run: Run) -> Html:
     )
 
 
-def _verdict(run: Run) -> Verdict:
+def told_verdict(run: Run) -> Verdict:
+    """The run's own, or what can be said before its end."""
     if run.summary:
         found = judge(run.summary, run.config)
         return Verdict(found.tone, run.summary.verdict or found.line)
@@ -138,13 +138,13 @@ def _tiles(run: Run) -> Html:
     tiles = (
         _tile("Optimizer steps", run.figure("optimizer_steps"), _count, note=of_planned),
         _tile(loss_name, run.figure("final_loss"), format_number, note=_first_loss(run)),
+        _tile("Best on held-out", _best_error(run), format_number, note=_best_step(run)),
         _tile("Samples per second", run.figure("samples_per_s"), _rate, note=pace),
         _tile("Waiting for data", wait, format_share, note="of the loop's time", tone="warn" if slow else None),
         _tile("Time to first batch", run.figure("time_to_first_batch_s"), format_seconds),
         _tile("Spilled to disk", spilled, format_bytes, tone="bad" if spilled else None),
         _tile("Peak object store", peak, format_bytes, note=_share_of(peak, run.capacity_bytes)),
         _tile("Restarts", restarts, _count, note="of the workers", tone="warn" if restarts else None),
-        _tile("Best on held-out", _best_error(run), format_number, note=_best_step(run)),
         _tile("Reading begun anew", reading_anew, _count, note=READING_ANEW, tone="warn" if reading_anew else None),
     )
     return tag("dl", *tiles, class_="tiles")
@@ -187,231 +187,28 @@ def _tile(name: str, value: Any, write: Callable[[Any], str], *, note: str = "",
     )
 
 
-def _learning(run: Run) -> Html:
-    if not plots.has(run.metrics, "loss"):
-        return _section("Learning", _missing("No loss was logged: the run has not reached its first log line."))
-    held_out = [_validated(run), plots.validation_chart(run.validations)] if run.validations else []
-    mixed = any(record.get("loss_by_dataset") for record in run.metrics)
-    by_dataset = [plots.dataset_loss_chart(run.metrics)] if mixed else []
-    loss, rest = plots.loss_chart(run.metrics, run.validations), plots.learning_charts(run.metrics)
-    charts = (loss, *held_out, *by_dataset, rest)
-    return _section("Learning", *charts)
-
-
-def _validated(run: Run) -> Html:
-    """Whether the model still got better on what it never saw, in one sentence."""
-    errors = {one["optimizer_step"]: one["val_action_error"] for one in run.validations}
-    best, last = min(errors, key=lambda step: (errors[step], step)), max(errors)
-    text = f"On held-out samples the action error was lowest at step {best:,}: {format_number(errors[best])}"
-    if best == last:
-        return tag("p", f"{text}, at the last look; more steps may make it lower still.")
-    return tag(
-        "p", f"{text}; at step {last:,} it is {format_number(errors[last])}. --keep_best=1 keeps such a checkpoint."
-    )
-
-
-def _augmented(run: Run) -> Html:
-    """Only of a run that augments: nothing is missing from the others."""
-    if not run.first_batch:
-        return Html("")
-    cards = []
-    for sample in run.first_batch[:MAX_SAMPLES]:
-        place = f"episode {sample.episode_index}, frame {sample.frame_index}"
-        pairs = [
-            _picture(image, camera, place, what)
-            for camera in sample.images
-            for image, what in ((sample.images[camera], ""), (sample.trained[camera], ", augmented"))
-        ]
-        cards.append(tag("article", tag("div", *pairs, class_="cameras"), tag("p", place, class_="muted")))
-    text = "Of the first batch: pictures as they were read, and as training sees them. Evaluation sees them as they were read."
-    return _section("Augmented pictures", tag("p", text), *cards)
-
-
-def _picture(image: Any, camera: str, place: str, what: str = "") -> Html:
-    caption = tag("figcaption", shorten(camera.split(".")[-1], 60) + what)
-    return tag("figure", plots.picture(image, alt=f"{shorten(camera, 60)}{what}, {place}"), caption)
-
-
-def _seen(run: Run) -> Html:
-    title = "What the model saw and what it predicted"
-    if not run.samples:
-        return _section(
-            title,
-            _missing("No evaluation yet: ", tag("code", "vlatune eval RUN"), " runs the model on held-out episodes."),
-        )
-    shown = run.samples[:MAX_SAMPLES]
-    scales = plots.dim_scales(shown)
-    given = [shorten(str(name), 60) for name in run.evaluation.get("action_names") or []]
-    names = given if len(given) >= len(scales) else [f"action {dim}" for dim in range(len(scales))]
-    num_dims = shown[0].true_TA.shape[1]
-    rest = f" The first {len(scales)} of {num_dims} action dimensions are drawn." if num_dims > len(scales) else ""
-    text = "Held-out frames as they entered the model, and the actions that followed: time runs to the right." + rest
-    keys = legend((("true action", "truth"), ("predicted", "main"), ("past the episode's end", "shade")))
-    return _section(title, tag("p", text), keys, *(_card(sample, scales, names) for sample in shown))
-
-
-def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
-    place = f"episode {sample.episode_index}, frame {sample.frame_index}"
-    cameras = (_picture(image, camera, place) for camera, image in sample.images.items())
-    sentence = tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")
-    saw = tag("div", tag("div", *cameras, class_="cameras"), sentence, tag("p", place, class_="muted"), class_="saw")
-    return tag("article", saw, plots.action_charts(sample, scales, names), class_="card")
-
-
-def _evaluated(run: Run) -> Html:
-    evaluation, title = run.evaluation, "Evaluation on held-out episodes"
-    if evaluation.get("action_error") is None or evaluation.get("mean_action_error") is None:
-        return _section(title, _missing("No evaluation yet: ", tag("code", "vlatune eval RUN"), " measures it."))
-    details = []
-    if evaluation.get("per_dim_error"):
-        details.append(plots.dim_bars(evaluation["per_dim_error"]))
-    if evaluation.get("per_horizon_error"):
-        details.append(plots.horizon_chart(evaluation["per_horizon_error"]))
-    return _section(
-        title,
-        tag("p", eval_meaning(evaluation)),
-        plots.eval_bars(evaluation),
-        *_by_dataset(evaluation.get("datasets") or ()),
-        tag("div", *details, class_="pair"),
-        tag("p", _eval_basis(evaluation), class_="muted"),
-    )
-
-
-def _by_dataset(datasets: Sequence[dict[str, Any]]) -> list[Html]:
-    """Of several robots: each dataset's errors, in its own units."""
-    if not datasets:
-        return []
-    keys = ("action_error", "mean_action_error", "val_loss")
-    head = _row("Dataset, each in its own units", "error", "always the mean action", "validation loss")
-    body = [
-        _row(
-            shorten(f"{one['dataset']}: {shown_setting(one['root'])}", 120), *(format_number(one[key]) for key in keys)
-        )
-        for one in datasets
-    ]
-    return [tag("table", tag("tbody", head, *body), class_="settings")]
-
-
-def _eval_basis(evaluation: dict[str, Any]) -> str:
-    episodes = plural(len(evaluation.get("episodes") or []), "held-out episode")
-    text = f"Measured on {plural(int(evaluation.get('num_samples') or 0), 'sample')} of {episodes}"
-    if evaluation.get("val_loss") is not None:
-        text += f"; validation loss {format_number(evaluation['val_loss'])}"
-    return text + "."
-
-
-def _time(run: Run) -> Html:
-    time_s = run.summary.time_s if run.summary else None
-    bar = plots.time_bar(time_s) if time_s else _missing("Not recorded: the run has not written its summary.")
-    beside = [plots.stage_bars(time_s)] if time_s and any(time_s.get(stage) for stage in plots.STAGES) else []
-    speed = [plots.speed_charts(run.metrics)] if run.metrics else []
-    return _section("Where the time went", bar, *beside, *speed)
-
-
-def _mixed(run: Run) -> Html:
-    title, shuffle = "How the samples were mixed", run.summary.shuffle if run.summary else None
-    if not shuffle:
-        return _section(title, _missing("Not recorded: the run has not written its summary."))
-    return _section(title, tag("p", shuffle_meaning(shuffle)), shuffle_table(shuffle))
-
-
-def _memory(run: Run) -> Html:
-    spilled, fallback = run.figure("spilled_bytes"), run.figure("fallback_bytes")
-    parts = []
-    if spilled is not None:
-        text = "Nothing was spilled to disk" if not spilled else f"{format_bytes(spilled)} were spilled to disk"
-        if fallback is not None:
-            text += f", and {format_bytes(fallback) if fallback else 'nothing'} had to be allocated there"
-        parts.append(tag("p", text + "."))
-    if plots.has(run.metrics, "object_store_bytes"):
-        parts.append(plots.store_chart(run.metrics, run.capacity_bytes))
-    return _section("Memory and object store", *(parts or [_missing("Not recorded.")]))
-
-
 def _settings(run: Run) -> Html:
     versions = run.summary.versions if run.summary else {}
-    return _section(
-        "Settings and versions",
-        tag("p", _kept_checkpoints(run.checkpoints)),
-        _details(f"{plural(len(flat_settings(run.config)), 'setting')} (config.json)", flat_settings(run.config)),
+    return section(
+        "Settings, versions, command",
+        *_command(run),
+        _details(f"{plural(len(flat_settings(run.config)), 'setting')} ({CONFIG_FILE})", flat_settings(run.config)),
         _details(plural(len(versions), "version"), flat_settings(versions))
         if versions
-        else _missing("Versions are recorded at a run's end."),
+        else missing("Versions are recorded at a run's end."),
     )
 
 
-def _kept_checkpoints(kept: Checkpoints) -> str:
-    place = f" in {shown_setting(kept.elsewhere)}" if kept.elsewhere else ""
-    if kept.steps is None:
-        return f"Checkpoints{place}: their place could not be asked when this page was written."
-    return f"Checkpoints kept{place}, by optimizer step: {', '.join(f'{step:,}' for step in kept.steps) or 'none'}."
+def _command(run: Run) -> list[Html]:
+    """The run as flags, quoted for a shell: what differs from its recipe. Secrets stay behind."""
+    try:
+        words = flags_of(config_from_dict(RunConfig, run.config, CONFIG_FILE))
+    except ValueError as error:  # of another version, or edited
+        return [missing(f"No command can be made of {CONFIG_FILE}: {shorten(str(error), MAX_TEXT)}")]
+    text = "The same run as a command; in a folder that has it already it goes on, --output_dir=DIR begins it anew."
+    return [tag("p", text), command(printable(redacted(f"vlatune train {typed(words)}")))]
 
 
 def _details(summary: str, rows: dict[str, Any]) -> Html:
-    body = (
-        tag("tr", tag("th", shorten(key, 120), scope="row"), tag("td", shown_setting(value)))
-        for key, value in rows.items()
-    )
-    return tag("details", tag("summary", summary), tag("table", tag("tbody", *body), class_="settings"))
-
-
-def flat_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}: the names of the flags."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= (
-            flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-        )
-    return flat
-
-
-def shown_setting(value: Any) -> str:
-    """A setting as text. A page is passed on more freely than a config: passwords and signatures in URLs stay behind."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = re.sub(r"(?<=://)[^/@\s\"]+@", "", text)
-    return shorten(re.sub(r"(://[^\s\"?]+)\?[^\s\"]+", r"\1?…", text), MAX_TEXT)
-
-
-def _section(title: str, *parts: Html) -> Html:
-    return tag("section", tag("h2", title), *parts)
-
-
-def _missing(*parts: str) -> Html:
-    return tag("p", *parts, class_="missing")
-
-
-def shuffle_meaning(shuffle: dict[str, Any]) -> str:
-    """One sentence on what the figures mean for learning."""
-    few = (shuffle["distinct_episodes"]["ratio"] or 1.0) < DISTINCT_FINE
-    close = (shuffle["neighbour_rate"]["ratio"] or 0.0) > NEIGHBOURS_FINE
-    if not few and not close:
-        return "A batch is as varied as if all frames had been shuffled singly, though neighbours are decoded together."
-    what = " and ".join(
-        words for words, found in (("fewer episodes", few), ("more neighbouring frames", close)) if found
-    )
-    return (
-        f"A batch holds {what} than if all frames had been shuffled singly, so its gradient is noisier: "
-        f"a smaller --dataset.run_length or a larger --dataset.window_rows mixes better."
-    )
-
-
-def shuffle_table(shuffle: dict[str, Any]) -> Html:
-    """The figures of the run's order beside those of a true permutation."""
-    number = _rounded
-    rows = (
-        ("Episodes in a batch", shuffle["distinct_episodes"], number),
-        ("Samples whose next frame is in the batch, too", shuffle["neighbour_rate"], format_share),
-        ("Steps between a frame and the next one, median", shuffle["neighbour_steps"], number),
-    )
-    body = [_row(name, write(of["order"]), write(of["permutation"])) for name, of, write in rows]
-    body.append(_row("Distance to a true permutation, 0 to 1", number(shuffle["distance"]), "0"))
-    head = _row(f"First epoch, batches of {shuffle['global_batch']:,}", "this run", "a true permutation")
-    return tag("table", tag("tbody", head, *body), class_="settings")
-
-
-def _rounded(value: float) -> str:
-    return format_number(value, digits=3)
-
-
-def _row(name: str, *cells: str) -> Html:
-    return tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells))
+    body = (row(key, shown_setting(value)) for key, value in rows.items())
+    return tag("details", tag("summary", summary), table(None, body))

@@ -1,23 +1,34 @@
 """The pictures of a report: numbers in, markup out.
 
 Curves come from metrics.jsonl records, bars from summary.json and eval.json, cards from evaluation samples. Each
-function expects what it draws to be there; html.py decides what to show and what to say when a part is missing.
+function expects what it draws to be there; the sections decide what to show and what to say when a part is missing.
 Colours and fonts belong to page.css.
 """
 
 import base64
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vlatune.report.chart import Chart, Line, Scale, draw, scale_of, span_of
-from vlatune.report.formatting import Html, format_bytes, format_number, format_seconds, format_share, join, tag
+from vlatune.report.chart import Chart, Line, Scale, Unit, draw, scale_of, span_of
+from vlatune.report.formatting import (
+    Html,
+    format_bytes,
+    format_number,
+    format_seconds,
+    format_share,
+    join,
+    shorten,
+    tag,
+)
 from vlatune.report.run_folder import EvalSample
 
+MAX_SPLIT = 6
+"""Lines of a chart that splits a loss: as many as page.css has colours for."""
 LOG_SCALE_RATIO = 30
 """A loss that falls this far shows its end only on a log scale."""
 MAX_DIMS = 8
@@ -44,7 +55,7 @@ STAGES = {
 }
 """What ran beside the loop; see meters.py."""
 
-Records = Sequence[dict[str, Any]]
+Records = Sequence[dict[Any, Any]]
 NONE: Records = ()
 Format = Callable[[float], str]
 
@@ -54,8 +65,8 @@ def has(metrics: Records, key: str) -> bool:
     return bool(np.isfinite(_column(metrics, key)).any())
 
 
-def loss_chart(metrics: Records, validations: Records = NONE) -> Html:
-    """The loss as logged, smoothed, and on held-out samples; on a log scale when it falls far."""
+def loss_chart(metrics: Records, validations: Records = NONE, restarts: Sequence[float] = ()) -> Html:
+    """The loss as logged, smoothed, and on held-out samples; on a log scale when it falls far. `restarts` are steps."""
     steps, loss = _column(metrics, "optimizer_step"), _column(metrics, "loss")
     seen = loss[np.isfinite(loss)]
     log = bool((seen > 0).all() and seen.max() / seen.min() > LOG_SCALE_RATIO)
@@ -64,7 +75,9 @@ def loss_chart(metrics: Records, validations: Records = NONE) -> Html:
         held_out = Line("held out", _column(validations, "optimizer_step"), _column(validations, "val_loss"), "truth")
         lines, loss = (*lines, held_out), np.concatenate([loss, held_out.ys])
     title = "Loss (log scale)" if log else "Loss"
-    return draw(Chart(title, lines, span_of(steps), scale_of(loss, log=log, from_zero=not log), height_px=280))
+    span, scale = span_of(steps), scale_of(loss, log=log, from_zero=not log)
+    marks = tuple(step for step in restarts if span.low <= step <= span.high)
+    return draw(Chart(title, lines, span, scale, height_px=280, marks=marks))
 
 
 def validation_chart(validations: Records) -> Html:
@@ -72,17 +85,30 @@ def validation_chart(validations: Records) -> Html:
     return curve(validations, "val_action_error", "Open-loop action error on held-out samples", noisy=False)
 
 
-def dataset_loss_chart(metrics: Records) -> Html:
-    """The loss of every dataset of a mixture, smoothed, under the number of its root."""
-    kept = [record for record in metrics if record.get("loss_by_dataset")]
-    steps = _column(kept, "optimizer_step")
-    losses_ND = np.array([record["loss_by_dataset"] for record in kept], dtype=np.float64)  # None becomes NaN
-    styles = itertools.cycle(("main", "other", "truth", "raw"))
+def split_loss_chart(title: str, metrics: Records, key: str, labels: Mapping[str | int, str]) -> Html:
+    """Parts that a loss was split into, over the run, smoothed: of the dict or list under `key` those that are labelled."""
+    kept = [record for record in metrics if record.get(key)]
+    steps, split = _column(kept, "optimizer_step"), [_parts(record[key]) for record in kept]
     lines = tuple(
-        Line(f"dataset {number}", steps, smooth(loss), style)
-        for (number, loss), style in zip(enumerate(losses_ND.T), styles, strict=False)
+        Line(shorten(label, 60), steps, smooth(_column(split, part)), f"run{number}")
+        for number, (part, label) in enumerate(itertools.islice(labels.items(), MAX_SPLIT))
     )
-    return draw(Chart("Loss by dataset", lines, span_of(steps), scale_of(losses_ND.ravel(), from_zero=True)))
+    return draw(Chart(title, lines, span_of(steps), scale_of(*(line.ys for line in lines), from_zero=True)))
+
+
+def late_means(metrics: Records, key: str) -> dict[str | int, float]:
+    """The mean of each part of a split loss over the last quarter of the lines that have it, the highest first."""
+    kept = [_parts(record[key]) for record in metrics if record.get(key)]
+    sums: dict[str | int, tuple[float, int]] = {}
+    for part, loss in (item for one in kept[len(kept) * 3 // 4 :] for item in one.items() if item[1] is not None):
+        total, count = sums.get(part, (0.0, 0))
+        sums[part] = total + loss, count + 1
+    means = {part: total / count for part, (total, count) in sums.items()}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def _parts(split: Mapping[str, Any] | Sequence[Any]) -> dict[Any, Any]:
+    return dict(split) if isinstance(split, Mapping) else dict(enumerate(split))
 
 
 def curve(
@@ -91,7 +117,7 @@ def curve(
     title: str,
     *,
     noisy: bool = True,
-    format_y: Format = format_number,
+    unit: Unit = "number",
     least_top: float = 0.0,
 ) -> Html:
     """One logged quantity over the run, from zero up; an axis below `least_top` would make a drama of noise."""
@@ -99,7 +125,7 @@ def curve(
     logged = Line("logged", steps, values, "raw" if noisy else "main")
     lines = (logged, Line("smoothed", steps, smooth(values))) if noisy else (logged,)
     scale = scale_of(values, [least_top], from_zero=True)
-    return draw(Chart(title, lines, span_of(steps), scale, format_y=format_y, height_px=130, keys=False))
+    return draw(Chart(title, lines, span_of(steps), scale, unit=unit, height_px=130, keys=False))
 
 
 def learning_charts(metrics: Records) -> Html:
@@ -119,10 +145,10 @@ def speed_charts(metrics: Records) -> Html:
         parts.append(curve(metrics, "samples_per_s", "Samples per second"))
     if has(metrics, "wait_share"):
         title = "Share of the time waiting for data"
-        parts.append(curve(metrics, "wait_share", title, format_y=format_share, least_top=0.1))
+        parts.append(curve(metrics, "wait_share", title, unit="share", least_top=0.1))
     if has(metrics, "kept_share"):
         title = "Share of the time kept from computing"
-        parts.append(curve(metrics, "kept_share", title, format_y=format_share, least_top=0.1))
+        parts.append(curve(metrics, "kept_share", title, unit="share", least_top=0.1))
     if has(metrics, "other_threads_share"):
         title = "Cores taken by other threads of the training process"
         parts.append(curve(metrics, "other_threads_share", title, least_top=0.1))
@@ -136,7 +162,31 @@ def store_chart(metrics: Records, capacity_bytes: float | None) -> Html:
     scale = scale_of(used, [capacity_bytes or 0.0], from_zero=True)
     lines = (Line("in the object store", steps, used),)
     title = "Bytes in the object store"
-    return draw(Chart(title, lines, span_of(steps), scale, format_y=format_bytes, limit=limit, height_px=180))
+    return draw(Chart(title, lines, span_of(steps), scale, unit="bytes", limit=limit, height_px=180))
+
+
+def progress_chart(events: Records) -> Html:
+    """How far the run was when, by the wall clock: starts, checkpoints and the end. A flat part is time without progress that
+    was kept."""
+    begin_s = events[0]["time_s"]
+    word, seconds = _clock_unit(events[-1]["time_s"] - begin_s)
+    at = np.array([(event["time_s"] - begin_s) / seconds for event in events], dtype=np.float64)
+    steps = _column(events, "optimizer_step")
+    kinds = np.array([event["event"] for event in events])
+    saved = kinds == "checkpoint"
+    lines = [Line("optimizer step", at, steps)]
+    if saved.any():
+        lines.append(Line("checkpoint", at[saved], steps[saved], "run1", dots=True))
+    marks = tuple(at[kinds == "start"][1:].tolist())
+    title, scale = "Optimizer steps by the wall clock", scale_of(steps, from_zero=True)
+    x_name = f"{word} since the first start"
+    return draw(Chart(title, tuple(lines), span_of(at), scale, x_name=x_name, height_px=180, marks=marks))
+
+
+def _clock_unit(total_s: float) -> tuple[str, float]:
+    """The unit in which a run's length is a number of two or three digits."""
+    units = (("hours", 3600.0), ("minutes", 60.0))
+    return next(((word, seconds) for word, seconds in units if total_s >= 3 * seconds), ("seconds", 1.0))
 
 
 def time_bar(time_s: dict[str, float]) -> Html:
@@ -171,6 +221,12 @@ def stage_bars(time_s: dict[str, float]) -> Html:
     rows.append(("computing, in the loop", time_s.get("compute", 0.0), "main"))
     name = "Seconds of preparing data, beside the loop, all workers together"
     return bars(rows, name=name, format_value=format_seconds)
+
+
+def ranked_bars(rows: Sequence[tuple[str, float]], *, name: str, most: int) -> Html:
+    """The first of (label, value) as bars, with how many there are."""
+    rest = f"; the first {most} of {len(rows):,}" if len(rows) > most else ""
+    return bars([(label, value, "main") for label, value in rows[:most]], name=name + rest)
 
 
 def bars(rows: Sequence[tuple[str, float, str]], *, name: str, format_value: Format | None = None) -> Html:
@@ -251,7 +307,7 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(seen, means, np.nan)
 
 
-def _column(metrics: Records, key: str) -> NDArray[np.float64]:
+def _column(metrics: Records, key: str | int) -> NDArray[np.float64]:
     """One key of all records; NaN where a record lacks it."""
     return np.array([np.nan if record.get(key) is None else record[key] for record in metrics], dtype=np.float64)
 

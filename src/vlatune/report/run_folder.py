@@ -5,7 +5,7 @@ stand here (those of summary.json and the checkpoints with their types), and eve
 settings, evaluation and its samples here, the others in sinks.py, summary.py, html.py and run_setup.py.
 
 A few held-out samples, with what the model saw, what was done, and what it predicted, are kept in RUN/eval_samples.npz so
-that the page can be rewritten without the model; samples of the first batch, before and after augmentation, are in
+that the page can be rewritten without the model; samples of the first batch, with augmentation before and after it, are in
 RUN/first_batch.npz. One file each, arrays and strings together, so that a new one replaces the old in a single rename;
 nothing in them is pickled.
 """
@@ -79,7 +79,11 @@ class TrainedSample:
     images: dict[str, np.ndarray]
     """Camera -> uint8 pixels, (3, H, W), as they were read."""
     trained: dict[str, np.ndarray]
-    """The same, as training sees them."""
+    """The same, as training sees them; empty where it sees them as they were read."""
+
+    @property
+    def is_augmented(self) -> bool:
+        return bool(self.trained)
 
 
 def save_first_batch(run_dir: Path, samples: list[TrainedSample]) -> Path:
@@ -88,7 +92,8 @@ def save_first_batch(run_dir: Path, samples: list[TrainedSample]) -> Path:
     for number, sample in enumerate(samples):
         for place, camera in enumerate(sample.images):
             arrays[f"{number}_image_{place}"] = sample.images[camera]
-            arrays[f"{number}_trained_{place}"] = sample.trained[camera]
+            if sample.is_augmented:
+                arrays[f"{number}_trained_{place}"] = sample.trained[camera]
     return _save_arrays(Path(run_dir) / FIRST_BATCH_FILE, arrays)
 
 
@@ -125,7 +130,9 @@ def _trained_sample(number: int, strings: dict[str, Any], arrays: Any) -> Traine
         frame_index=int(strings["frame_index"]),
         task=strings["task"],
         images={camera: arrays[f"{number}_image_{place}"] for place, camera in cameras},
-        trained={camera: arrays[f"{number}_trained_{place}"] for place, camera in cameras},
+        trained={camera: arrays[f"{number}_trained_{place}"] for place, camera in cameras}
+        if f"{number}_trained_0" in arrays
+        else {},
     )
     _check_pictures(sample.task, sample.images)
     _check_pictures(sample.task, sample.trained)
@@ -174,6 +181,7 @@ def _check_pictures(task: Any, images: dict[str, np.ndarray]) -> None:
 
 CONFIG_FILE, SKIPPED_FILE = "config.json", "skipped_episodes.json"
 METRICS_FILE, SAMPLES_FILE, VALIDATIONS_FILE = "metrics.jsonl", "samples.jsonl", "validation.jsonl"
+EVENTS_FILE, DATA_FILE = "events.jsonl", "data.json"
 EVALUATION_FILE, REPORT_FILE = "eval.json", "report.html"
 LOGS = "logs"
 DRIVER_LOCK, WRITER_LOCK = ".lock", ".pen"
@@ -194,8 +202,14 @@ RECORD = {
     **dict.fromkeys(("kept_share", "other_threads_share", "spilled_bytes", "fallback_bytes"), Number),
     **dict.fromkeys(("object_store_bytes", "time_to_first_batch_s", "peak_object_store_bytes"), Number),
     **dict.fromkeys(("restarts", "reader_restarts"), int | None),
+    "samples_seen": int | None,
     "loss_by_dataset": tuple[Number, ...] | None,
+    "loss_by_task": dict[str, Number] | None,
+    "loss_by_dim": tuple[Number, ...] | None,
 }
+EVENT = {"event": str, "optimizer_step": int, "time_s": int | float}
+DATA = {"datasets": tuple[dict, ...], "tasks": tuple[str, ...], "num_tasks": int}
+DATASET = {"root": str, "episodes": int, "held_out": int, "frames": int, "share": int | float}
 VALIDATION = {"optimizer_step": int, "val_loss": int | float, "val_action_error": int | float}
 EVALUATION = {
     **dict.fromkeys(("val_loss", "action_error", "mean_action_error"), Number),
@@ -207,13 +221,15 @@ EVALUATION = {
     "episodes": list | None,
     "datasets": tuple[dict, ...] | None,
 }
-"""Kinds of what the report uses of config.json, of a line of metrics.jsonl and validation.jsonl, and of eval.json; each may
-be missing."""
+"""Kinds of what the report uses of config.json, of a line of metrics.jsonl, events.jsonl and validation.jsonl, of data.json and
+of eval.json; each may be missing."""
 RUN_ENTRIES = (
     CONFIG_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     VALIDATIONS_FILE,
+    EVENTS_FILE,
+    DATA_FILE,
     SUMMARY_FILE,
     SKIPPED_FILE,
     PLACES_FILE,
@@ -260,6 +276,11 @@ class RunFolder:
     def validations(self) -> Path:
         return self.path / VALIDATIONS_FILE
 
+    @property
+    def events(self) -> Path:
+        """Starts, checkpoints and the end, each with the time of the day: what happened, also what a restart undid."""
+        return self.path / EVENTS_FILE
+
     def new_log(self, name: str) -> Path:
         """A file of `logs/` that is not there yet: what earlier attempts left stays, also those of a killed process."""
         return next(file for number in count() if not (file := self.logs / f"{name}-{number}.txt").exists())
@@ -291,6 +312,14 @@ class Run:
     samples: list[EvalSample] = field(default_factory=list)
     first_batch: list[TrainedSample] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    """What it is trained on, as run_setup.py tells it."""
+
+    @property
+    def restart_steps(self) -> list[int]:
+        """Optimizer steps from which it was started again."""
+        return [event["optimizer_step"] for event in self.events if event["event"] == "start"][1:]
 
     def figure(self, key: str) -> Any:
         """From the summary; while there is none, from the last line of metrics."""
@@ -314,6 +343,10 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
     evaluation = _read_object(run_dir, EVALUATION_FILE) or {}
     _check_kinds(config, SETTINGS, run_dir / CONFIG_FILE)
     _check_kinds(evaluation, EVALUATION, run_dir / EVALUATION_FILE)
+    data = _read_object(run_dir, DATA_FILE) or {}
+    _check_kinds(data, DATA, run_dir / DATA_FILE)
+    for one in data.get("datasets", ()):
+        _check_kinds(one, DATASET, run_dir / DATA_FILE)
     if eval_samples is None:
         eval_samples = load_eval_samples(run_dir) if (run_dir / EVAL_SAMPLES_FILE).exists() else []
     folder = RunFolder(run_dir)
@@ -327,6 +360,8 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
         samples=eval_samples,
         first_batch=load_first_batch(run_dir) if (run_dir / FIRST_BATCH_FILE).exists() else [],
         checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
+        events=read_records(folder.events, EVENT),
+        data=data,
     )
 
 
@@ -361,6 +396,10 @@ def read_config(run_dir: Path) -> RunConfig:
 
 def write_settings(run_dir: Path, config: RunConfig) -> None:
     write_json(run_dir / CONFIG_FILE, to_json(config))
+
+
+def write_data(run_dir: Path, data: dict[str, Any]) -> None:
+    write_json(run_dir / DATA_FILE, data)
 
 
 def write_evaluation(run_dir: Path, figures: dict[str, Any]) -> None:

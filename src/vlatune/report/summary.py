@@ -53,10 +53,10 @@ class Summary:
     performance_flags: dict[str, Scalar] = field(default_factory=dict)
     best_validation: dict[str, int | float] | None = None
     """Optimizer step and action error of the best validation while it trained."""
-    loss_by_episode: tuple[dict[str, int | float], ...] = ()
-    """Training loss of episodes over the run's second half, the worst first: dataset, episode, loss, samples."""
     shuffle: dict[str, int | float | dict[str, float | None]] | None = None
     """How well samples were mixed; see dataset/order/shuffle_meter.py."""
+    loss_by_episode: tuple[dict[str, int | float], ...] = ()
+    """`dataset`, `episode`, mean `loss` and number of `samples` of the episodes that are learnt worst, the worst first."""
     versions: dict[str, str] = field(default_factory=dict)
     """Package -> version, as in the run's checkpoints."""
     checkpoints: tuple[int, ...] | None = None

@@ -18,8 +18,16 @@ from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
-from vlatune.report.run_folder import SKIPPED_FILE, RunFolder, save_first_batch
-from vlatune.run_setup import Setup, load_metas, make_setup, mixture_lines, read_first_batch, write_skipped
+from vlatune.report.run_folder import FIRST_BATCH_FILE, SKIPPED_FILE, RunFolder, save_first_batch, write_data
+from vlatune.run_setup import (
+    Setup,
+    describe_data,
+    load_metas,
+    make_setup,
+    mixture_lines,
+    read_first_batch,
+    write_skipped,
+)
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.progress import Progress
 from vlatune.train.driver.resume_rules import ResumePoint, check_run, find_resume_point, only_one, open_run
@@ -48,7 +56,8 @@ def train(config: RunConfig) -> None:
         folder = open_run(config)
         if config.dataset.on_bad_episode == "skip":
             write_skipped(folder.path, start.setup.skipped)
-        if start.setup.augment is not None:
+        write_data(folder.path, describe_data(start.setup))
+        if not (folder.path / FIRST_BATCH_FILE).exists():
             save_first_batch(folder.path, read_first_batch(start.setup))
         start.store.check_writable()
         with tracked(config):

@@ -269,6 +269,7 @@ class Worker:
         self.watch.look(skipped, done, self.consensus.gather)
         if self.logger:
             self.logger.log_samples(samples)
+            self.logger.log_event("checkpoint", done)
         error = self.validator.newest_error() if self.validator else None
         self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather, val_error=error)
         self.meter.saved(time.perf_counter() - begin)

@@ -37,6 +37,8 @@ class MetricsLogger:
         self.samples = MetricsFile(folder.samples) if job.config.log_samples else None
         for file in self._files():
             file.keep_until(first_step)
+        self.events = MetricsFile(folder.events)  # never cut back: a start that was in vain has happened, too
+        self.log_event("start", first_step)
         with open_to_append(make_folder(self.run_dir, "logs") / "worker.log") as file:
             file.write(
                 f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
@@ -70,6 +72,10 @@ class MetricsLogger:
     def log_validation(self, done: int, loss: float, action_error: float) -> None:
         self.validations.append({"optimizer_step": done, "val_loss": loss, "val_action_error": action_error})
 
+    def log_event(self, event: str, done: int) -> None:
+        """A point of the run's time line: a start, a checkpoint, the end."""
+        self.events.append({"event": event, "optimizer_step": done, "time_s": time.time()})
+
     def validation_errors(self) -> dict[int, float]:
         """Optimizer step -> action error, of all validations that count: those up to the checkpoint of this start."""
         return read_validation_errors(self.run_dir)
@@ -81,6 +87,7 @@ class MetricsLogger:
 
     def finish(self, totals: dict, steps: int, first_batch_s: float | None, by_episode_2E: np.ndarray) -> None:
         """The summary; `by_episode_2E` are all workers' sums and counts of losses."""
+        self.log_event("end", steps)
         store = self.spill.close()
         summary = Summary(
             optimizer_steps=steps,
@@ -125,7 +132,7 @@ class MetricsLogger:
         return {"checkpoint_place": place_of(store), "checkpoints": steps}
 
     def close(self) -> None:
-        for file in self._files():
+        for file in (*self._files(), self.events):
             file.close()
         self.writer_lock.close()
 
