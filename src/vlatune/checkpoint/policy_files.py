@@ -216,7 +216,9 @@ def _content(folder: Path, name: str) -> Any:
     try:
         return _parsed(read_file(folder, name), where)
     except OSError as error:
-        raise ValueError(f"{where} is not readable ({error.strerror}); give a LeRobot pretrained_model folder") from None
+        raise ValueError(
+            f"{where} is not readable ({error.strerror}); give a LeRobot pretrained_model folder"
+        ) from None
 
 
 def read_policy_files(checkpoint: Path, schema: Schema, *, dataset: int | None = None) -> dict[str, bytes]:

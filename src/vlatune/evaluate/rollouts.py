@@ -83,20 +83,21 @@ class Rollout:
     replans: Replans
 
     @property
-    def error_LA(self) -> np.ndarray:
+    def errors(self) -> np.ndarray:
+        """(L, A), absolute."""
         return np.abs(self.predicted_LA - self.true_LA)
 
     @property
     def error(self) -> float:
-        return float(np.nanmean(self.error_LA))
+        return float(np.nanmean(self.errors))
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
         return {
             "episode": self.episode_index,
             "frames": len(self.true_LA),
             "error": self.error,
-            "per_dim_error": dict(zip(names, mean_over(self.error_LA, 0), strict=True)),
-            "per_frame_error": mean_over(self.error_LA, 1),
+            "per_dim_error": dict(zip(names, mean_over(self.errors, 0), strict=True)),
+            "per_frame_error": mean_over(self.errors, 1),
         } | ({} if self.dataset is None else {"dataset": self.dataset})
 
 
@@ -166,7 +167,7 @@ def _first_frame(setup: Setup, number: int) -> int:
 
 def rollout_figures(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, Any]:
     """Of one robot: by dim, by place in the chunk, by both, and of each episode."""
-    laid_NA = np.concatenate([one.error_LA for one in rollouts])
+    laid_NA = np.concatenate([one.errors for one in rollouts])
     chunks_KTA = np.concatenate([one.error_KTA for one in rollouts])
     by_dim_AT = np.moveaxis(chunks_KTA, 2, 0)
     return {
@@ -175,9 +176,7 @@ def rollout_figures(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[s
         "replan_every": rollouts[0].replans.every,
         "per_dim_error": dict(zip(names, mean_over(laid_NA, 0), strict=True)),
         "per_horizon_error": mean_over(chunks_KTA, (0, 2)),
-        "per_dim_horizon_error": {
-            name: mean_over(of_dim, 0) for name, of_dim in zip(names, by_dim_AT, strict=True)
-        },
+        "per_dim_horizon_error": {name: mean_over(of_dim, 0) for name, of_dim in zip(names, by_dim_AT, strict=True)},
         "episodes": [one.to_json(names) for one in rollouts],
     }
 

@@ -28,7 +28,7 @@ from vlatune.dataset.storage.root import Root
 from vlatune.files import read_json
 from vlatune.outgoing import warn
 from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec, bind, read_policy
-from vlatune.policies.base_folder import resolve_folder
+from vlatune.policies.base_folder import read_steps, resolve_folder
 from vlatune.policies.processors import CONFIG
 from vlatune.policies.registry import get_adapter, get_policy, policy_types
 from vlatune.report.run_folder import read_config
@@ -105,7 +105,9 @@ def wanted_steps(store: Store, names: Sequence[str]) -> list[int]:
 def _run_config(path: Path) -> RunConfig:
     inside = path / PRETRAINED_FOLDER
     if is_policy_folder(inside):  # of a LeRobot checkpoint
-        raise ValueError(f"'{path}' is not a run folder; the policy that is in it is evaluated with `vlatune eval {inside}`")
+        raise ValueError(
+            f"'{path}' is not a run folder; the policy that is in it is evaluated with `vlatune eval {inside}`"
+        )
     return read_config(path)
 
 
@@ -116,14 +118,41 @@ def _on_other_data(path: Path, config: RunConfig, store: Store, step: int, optio
     policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     with store.opened(step) as checkpoint:
         binding = read_state(checkpoint).binding
-        if binding.get("parts"):
-            raise ValueError(
-                f"--dataset.root={options.dataset.root}: run '{path}' was trained on several robots, each with its own statistics; choose "
-                f"one with `vlatune export {path} DIR --dataset=N`, and evaluate DIR"
-            )
+        _refuse_parts(path, binding, f"--dataset.root={options.dataset.root}")
         trained = read_trained_on(checkpoint / POLICY_FOLDER, policy, adapter.schema)
     own, names = {**config.rename_map, **trained.rename_map}, tuple(binding["action_names"])
     return _make_setup(config, options, adapter, policy, replace(trained, rename_map=own, action_names=names))
+
+
+def refuse_several_robots(path: Path, options: EvalConfig, flag: str) -> None:
+    """Of a run: what `flag` asks for needs the statistics of one."""
+    config = _run_config(path)
+    require_trusted(path, only(places_of(config), [STORAGE]), trust_run=options.trust_run)
+    store = open_store(path, config.storage_path)
+    with store.opened(wanted_steps(store, ())[0]) as checkpoint:
+        _refuse_parts(path, read_state(checkpoint).binding, flag)
+
+
+def _refuse_parts(path: Path, binding: Mapping[str, Any], flag: str) -> None:
+    if binding.get("parts"):
+        raise ValueError(
+            f"{flag}: run '{path}' was trained on several robots, each with its own statistics; choose one with `vlatune export {path} "
+            f"DIR --dataset=N`, and evaluate DIR"
+        )
+
+
+def read_policy_folder(path: Path, options: EvalConfig) -> tuple[PolicyAdapter[Any], PolicySpec]:
+    """What a LeRobot folder says, if it is of a policy that is known and nothing in it asks for code."""
+    if options.checkpoint or options.weights != "auto":
+        raise ValueError(
+            f"'{path}' is a policy's folder, with one set of weights; leave --checkpoint and --weights out, or give a run's folder"
+        )
+    name = str(read_json(path, CONFIG)["type"])[:80]
+    if name not in policy_types():
+        raise ValueError(f"policy '{path}': its type '{name}' is not known; known are {', '.join(policy_types())}")
+    adapter: PolicyAdapter[Any] = get_adapter(name)
+    read_steps(path, adapter.schema)
+    return adapter, adapter.read_spec(path.resolve())
 
 
 def _of_folder(path: Path, options: EvalConfig) -> Subject:
@@ -132,18 +161,10 @@ def _of_folder(path: Path, options: EvalConfig) -> Subject:
         raise ValueError(
             f"'{path}' is a policy's folder, which does not say what to evaluate it on; name a dataset with --dataset.root=FOLDER_OR_URL"
         )
-    if options.checkpoint or options.weights != "auto":
-        raise ValueError(
-            f"'{path}' is a policy's folder, with one set of weights; leave --checkpoint and --weights out, or give a run's folder"
-        )
-    name = str(read_json(path, CONFIG)["type"])[:80]
-    if name not in policy_types():
-        raise ValueError(f"policy '{path}': its type '{name}' is not known; known are {', '.join(policy_types())}")
-    adapter, card = get_adapter(name), get_policy(name)
-    policy = adapter.read_spec(path.resolve())
+    adapter, policy = read_policy_folder(path, options)
     trained = read_trained_on(path, policy, adapter.schema)
     setup = _make_setup(RunConfig(), options, adapter, policy, trained)
-    way = ModuleOptions(train=next(iter(card.train_ways)))
+    way = ModuleOptions(train=next(iter(get_policy(policy.type).train_ways)))
     return Subject(setup, way, lambda _: iter([Variant(str(path), "stored")]), is_held_out=False)
 
 

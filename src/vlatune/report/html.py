@@ -30,16 +30,19 @@ from vlatune.report.formatting import (
     tag,
 )
 from vlatune.report.run_folder import (
+    EVAL_PAGE_FILE,
     REPORT_FILE,
     Checkpoints,
     EvalSample,
     Run,
     load_eval_samples,
+    load_rollouts,
+    read_evaluation,
     read_run,
     save_eval_samples,
 )
 from vlatune.report.summary import SUMMARY_FILE
-from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge
+from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, eval_meaning, judge, looked_at, success_text
 
 __all__ = ["EvalSample", "load_eval_samples", "make_page", "save_eval_samples", "write_report"]
 
@@ -59,7 +62,20 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None) -> Path:
     """Write RUN/report.html; without `eval_samples`, with those that `save_eval_samples` kept in the folder."""
     run = read_run(Path(run_dir), eval_samples)
-    parts = (_head, _tiles, _learning, _augmented, _seen, _evaluated, _time, _mixed, _memory, _settings)
+    parts = (
+        _head,
+        _tiles,
+        _learning,
+        _augmented,
+        _seen,
+        _evaluated,
+        _rolled_out,
+        _simulated,
+        _time,
+        _mixed,
+        _memory,
+        _settings,
+    )
     path = Path(run_dir) / REPORT_FILE
     try:
         body = join([part(run) for part in parts])
@@ -75,6 +91,21 @@ def write_report(run_dir: Path, *, eval_samples: list[EvalSample] | None = None)
             f"and eval.json, or remove what is damaged"
         ) from error
     write_text(path, make_page(f"{run.name} · vlatune", body))
+    return path
+
+
+def write_eval_page(folder: Path, name: str) -> Path:
+    """Write eval.html beside the figures of an evaluation that is not a run's own."""
+    evaluation = read_evaluation(folder)
+    run = Run(name, evaluation=evaluation, samples=load_eval_samples(folder), rollouts=load_rollouts(folder))
+    head = tag(
+        "header",
+        tag("p", f"vlatune eval · {shown_setting(evaluation.get('root') or '')}", class_="eyebrow"),
+        tag("h1", shorten(name, MAX_TEXT)),
+    )
+    path = folder / EVAL_PAGE_FILE
+    body = join([head, _evaluated(run), _rolled_out(run), _seen(run)])
+    write_text(path, make_page(f"{name} · vlatune eval", body))
     return path
 
 
@@ -241,13 +272,66 @@ def _seen(run: Run) -> Html:
         )
     shown = run.samples[:MAX_SAMPLES]
     scales = plots.dim_scales(shown)
-    given = [shorten(str(name), 60) for name in run.evaluation.get("action_names") or []]
-    names = given if len(given) >= len(scales) else [f"action {dim}" for dim in range(len(scales))]
-    num_dims = shown[0].true_TA.shape[1]
-    rest = f" The first {len(scales)} of {num_dims} action dimensions are drawn." if num_dims > len(scales) else ""
-    text = "Held-out frames as they entered the model, and the actions that followed: time runs to the right." + rest
+    names, rest = _dim_names(run, len(scales)), _undrawn(shown, len(scales))
+    text = "Frames as they entered the model, and the actions that followed: time runs to the right." + rest
     keys = legend((("true action", "truth"), ("predicted", "main"), ("past the episode's end", "shade")))
     return _section(title, tag("p", text), keys, *(_card(sample, scales, names) for sample in shown))
+
+
+def _dim_names(run: Run, count: int) -> list[str]:
+    given = [shorten(str(name), 60) for name in run.evaluation.get("action_names") or []]
+    return given if len(given) >= count else [f"action {dim}" for dim in range(count)]
+
+
+def _undrawn(samples: Sequence[EvalSample], drawn: int) -> str:
+    num_dims = samples[0].true_TA.shape[1]
+    return f" The first {drawn} of {num_dims} action dimensions are drawn." if num_dims > drawn else ""
+
+
+def _rolled_out(run: Run) -> Html:
+    """Whole episodes, the worst first; nothing is missing where none were asked for."""
+    rollouts = run.evaluation.get("rollouts")
+    if not rollouts or not run.rollouts:
+        return Html("")
+    scales = plots.dim_scales(run.rollouts)
+    names, every = _dim_names(run, len(scales)), plural(rollouts["replan_every"], "frame")
+    text = (
+        f"{plural(len(rollouts['episodes']), 'whole episode')}, the policy asked anew every {every} and shown what was recorded, its "
+        f"actions laid end to end: error {format_number(rollouts['error'])}. The worst come first, with the frames after which "
+        f"they went furthest wrong.{_undrawn(run.rollouts, len(scales))}"
+    )
+    details = [plots.dim_bars(rollouts["per_dim_error"])] if rollouts.get("per_dim_error") else []
+    if rollouts.get("per_horizon_error"):
+        details.append(plots.rollout_horizon_chart(rollouts))
+    keys = legend((("recorded action", "truth"), ("predicted", "main")))
+    cards = [_rollout_card(one, scales, names, rollouts["episodes"]) for one in run.rollouts]
+    return _section("Whole episodes", tag("p", text), tag("div", *details, class_="pair"), keys, *cards)
+
+
+def _simulated(run: Run) -> Html:
+    """Only of a run that was simulated."""
+    if not run.simulation:
+        return Html("")
+    task = f", task {shorten(run.simulation['task'], 60)}" if run.simulation.get("task") else ""
+    rewards = {"Mean reward": "mean_reward", "Mean highest reward": "mean_max_reward"}
+    given = {name: run.simulation.get(key) for name, key in rewards.items()}
+    rows = [_row(name, format_number(value)) for name, value in given.items() if value is not None]
+    return _section(
+        "Simulated episodes",
+        tag("p", f"Success in {shorten(run.simulation['env'], 60)}{task}: {success_text(run.simulation)}."),
+        tag("table", tag("tbody", *rows), class_="settings"),
+    )
+
+
+def _rollout_card(one: EvalSample, scales: list[Any], names: list[str], episodes: Sequence[dict[str, Any]]) -> Html:
+    place = f"episode {one.episode_index}"
+    errors = [float(episode["error"]) for episode in episodes if episode["episode"] == one.episode_index]
+    error = f", error {format_number(errors[0])}" if errors else ""
+    pictures = (_picture(image, name, place) for name, image in one.images.items())
+    sentence = tag("blockquote", shorten(one.task, MAX_TEXT), dir="auto")
+    told = tag("p", f"{place}: {plural(len(one.valid_T), 'frame')}{error}", class_="muted")
+    saw = tag("div", tag("div", *pictures, class_="cameras"), sentence, told, class_="saw")
+    return tag("article", saw, plots.rollout_charts(one, scales, names), class_="card")
 
 
 def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
@@ -259,7 +343,7 @@ def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
 
 
 def _evaluated(run: Run) -> Html:
-    evaluation, title = run.evaluation, "Evaluation on held-out episodes"
+    evaluation, title = run.evaluation, f"Evaluation on {looked_at(run.evaluation)}"
     if evaluation.get("action_error") is None or evaluation.get("mean_action_error") is None:
         return _section(title, _missing("No evaluation yet: ", tag("code", "vlatune eval RUN"), " measures it."))
     details = []
@@ -293,7 +377,8 @@ def _by_dataset(datasets: Sequence[dict[str, Any]]) -> list[Html]:
 
 
 def _eval_basis(evaluation: dict[str, Any]) -> str:
-    episodes = plural(len(evaluation.get("episodes") or []), "held-out episode")
+    noun = "episode" if evaluation.get("root") else "held-out episode"
+    episodes = plural(len(evaluation.get("episodes") or []), noun)
     text = f"Measured on {plural(int(evaluation.get('num_samples') or 0), 'sample')} of {episodes}"
     if evaluation.get("val_loss") is not None:
         text += f"; validation loss {format_number(evaluation['val_loss'])}"
