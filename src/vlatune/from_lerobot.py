@@ -67,7 +67,7 @@ ROWS: Mapping[str, Row] = {
     "dataset.use_imagenet_stats": left_out("a policy's adapter decides what normalises pictures"),
     "dataset.image_transforms.": left_out("they are switched by dataset.image_transforms.enable"),
     "dataset.image_transforms.enable": unlike(False, "pictures are not augmented that way; switch it off"),
-    "env": unlike(None, "nothing is simulated while training; evaluate the export with lerobot-eval"),
+    "env": unlike(None, "nothing is simulated while training; `vlatune eval RUN --env.type=...` does it afterwards"),
     "env.": left_out("see env"),
     "reward_model": unlike(None, "reward models are not trained here"),
     "reward_model.": left_out("see reward_model"),

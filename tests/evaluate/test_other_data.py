@@ -133,7 +133,7 @@ def test_names_are_the_policys_own_map_and_the_users_before_it(run_of, dataset_v
 
 
 def test_other_dims_are_refused_and_other_names_are_said(run_of, dataset_v3, refused, tmp_path, capsys):
-    for key, dims in ((ACTION, 3), (STATE, 5)):
+    for key, dims in ((ACTION, 4), (STATE, 5)):
         other = Path(shutil.copytree(dataset_v3, tmp_path / key))
         info = json.loads((other / "meta/info.json").read_text())
         info["features"][key] |= {"shape": [dims], "names": [f"joint_{n}" for n in range(dims)]}
