@@ -103,16 +103,22 @@ def train(config: RunConfig) -> None:
     launch.train(config)
 
 
-def evaluate(options: EvalConfig, run_dir: str) -> None:
-    from vlatune.evaluate.evaluate_run import eval_text, evaluate_run
-    from vlatune.report.run_folder import REPORT_FILE
+def evaluate(options: EvalConfig, path: str) -> None:
+    if options.env.type is not None:
+        from vlatune.evaluate.simulation import simulate, simulation_text
+
+        found = simulate(Path(path), options)
+        print(json.dumps(found), flush=True) if options.json else say(simulation_text(found, path))
+        return
+    from vlatune.evaluate.eval_text import eval_text
+    from vlatune.evaluate.evaluate_run import evaluate_run, page_of
 
     with progress_bar("batches") as show:
-        figures = evaluate_run(Path(run_dir), options, on_batch=show)
+        figures = evaluate_run(Path(path), options, on_batch=show)
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
-        say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / REPORT_FILE}")
+        say(f"{eval_text(figures, path)}\n\nreport: {page_of(Path(path), options, figures)}")
 
 
 def export(options: ExportConfig, run_dir: str, folder: str) -> None:
@@ -210,7 +216,7 @@ COMMANDS = {
         run_dir=lambda config: config.run_dir,
     ),
     "eval": Command(
-        "validation loss and open-loop action error on a run's held-out episodes",
+        "validation loss and open-loop action error of a run, or of a LeRobot policy's folder, on held-out episodes or another dataset",
         flags=lambda: EvalConfig,
         call=evaluate,
         operands=("RUN",),

@@ -293,7 +293,31 @@ class DoctorConfig(RunConfig):
 
 
 @dataclass(frozen=True)
+class EvalDatasetConfig:
+    root: str | None = None
+    """Folder or URL of another LeRobot dataset, looked at whole in place of the run's held-out episodes."""
+    episodes: tuple[int, ...] | None = None
+    """Episodes of it to look at, as [0,1,2]; all when left out."""
+    storage_options: str | None = None
+    """JSON object for fsspec when root is a URL; secrets belong in the environment."""
+
+
+@dataclass(frozen=True)
+class EvalEnvConfig:
+    type: str | None = None
+    """Simulated environment of LeRobot's, as pusht: the policy is handed to `lerobot-eval`, and success is counted."""
+    task: str | None = None
+    """Task of the environment; its usual one when left out."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Further settings of it by LeRobot's names, as {"episode_length": "100"} for its --env.episode_length=100."""
+
+
+@dataclass(frozen=True)
 class EvalConfig:
+    dataset: EvalDatasetConfig = field(default_factory=EvalDatasetConfig)
+    env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    rename_map: dict[str, str] = field(default_factory=dict)
+    """Name of any feature of --dataset.root, or of an environment's observation -> policy's; goes before the policy's own map."""
     checkpoint: tuple[str, ...] = ()
     """Name of a checkpoint of the run, or all; give the flag again for several; the newest when left out."""
     weights: Literal["auto", "ema", "trained", "both"] = "auto"
@@ -302,8 +326,14 @@ class EvalConfig:
     """cpu, cuda or cuda:1; a CUDA device where there is one when left out."""
     json: bool = False
     """Print the figures as one JSON object."""
+    output_dir: str | None = None
+    """Folder for eval.json and the page; when left out, the run's own, and RUN-eval beside it for --dataset.root, --env.type and FOLDER."""
     max_samples: int = 256
     """Samples of the held-out episodes that are looked at, spread evenly."""
+    rollouts: int = 4
+    """Episodes, spread evenly, that are gone through whole, asking the policy anew as often as a robot would; 0 for none."""
+    episodes: int = 50
+    """Episodes of --env.type."""
     batch_size: int = 32
     """Samples per forward pass; it changes the speed, not the result."""
     seed: int = 0

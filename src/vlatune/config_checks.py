@@ -99,9 +99,26 @@ def validate(config: RunConfig) -> None:
 
 def validate_eval(options: EvalConfig) -> None:
     """The same for an evaluation."""
-    for name, least in {"max_samples": 1, "batch_size": 1, "seed": 0}.items():
+    for name, least in {"max_samples": 1, "batch_size": 1, "seed": 0, "rollouts": 0, "episodes": 1}.items():
         value = getattr(options, name)
         _require(value >= least, f"--{name}={value}: must be {least} or more")
+    data, env = options.dataset, options.env
+    _require(
+        data.root is not None or (data.episodes is None and data.storage_options is None),
+        "--dataset.episodes and --dataset.storage_options are of another dataset; name it with --dataset.root",
+    )
+    _require(
+        data.root is not None or env.type is not None or not options.rename_map,
+        "--rename_map: a run's held-out episodes have its own map; give --dataset.root, or leave it out",
+    )
+    _require(
+        env.type is not None or (env.task is None and not env.options),
+        "--env.task and --env.options are of a simulated environment; name it with --env.type, as --env.type=pusht",
+    )
+    _require(
+        env.type is None or data.root is None,
+        f"--env.type={env.type}: an environment is simulated, and --dataset.root={data.root} would be given in vain; leave one out",
+    )
 
 
 def _check_ray(ray: RayConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from vlatune.config import DemoConfig, EvalConfig, RunConfig
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
-from vlatune.evaluate.evaluate_run import error_lines
+from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
 from vlatune.outgoing import progress_bar, say
 from vlatune.policies.base import Fit

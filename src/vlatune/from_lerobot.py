@@ -71,7 +71,7 @@ ROWS: Mapping[str, Row] = {
     "dataset.image_transforms.max_num_transforms": same("dataset.image_transforms.max_num_transforms", 3),
     "dataset.image_transforms.random_order": same("dataset.image_transforms.random_order", False),
     "dataset.image_transforms.tfs": same("dataset.image_transforms.tfs"),
-    "env": unlike(None, "nothing is simulated while training; evaluate the export with lerobot-eval"),
+    "env": unlike(None, "nothing is simulated while training; `vlatune eval RUN --env.type=...` does it afterwards"),
     "env.": left_out("see env"),
     "reward_model": unlike(None, "reward models are not trained here"),
     "reward_model.": left_out("see reward_model"),

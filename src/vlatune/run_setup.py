@@ -129,7 +129,7 @@ def make_setup(
     """
     metas = load_metas(config) if metas is None else metas
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
-    folder = resolve_folder(_base_path(config), config.policy.revision)
+    folder = resolve_folder(base_path(config), config.policy.revision)
     policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     bindings = [bind(policy, meta, meta.names) for meta in metas]
     binding = _join(config, adapter, policy, metas, bindings)
@@ -261,7 +261,7 @@ def _make_augment(
     return make_augment(transforms, config.seed, dict(binding.cameras), boxes)
 
 
-def _base_path(config: RunConfig) -> str:
+def base_path(config: RunConfig) -> str:
     """The base model; one that was made in the run folder may have moved with it."""
     path = config.policy.path
     assert path is not None  # validate() has asked for it

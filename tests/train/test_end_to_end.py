@@ -238,6 +238,7 @@ def test_evaluation_is_deterministic_and_renews_the_report(first_run):
 
 EVAL_KEYS = {"checkpoint", "episodes", "num_samples", "seed", "val_loss", "action_error", "mean_action_error"}
 EVAL_KEYS |= {"blank_images_error", "blank_sentence_error", "per_dim_error", "per_horizon_error", "action_names"}
+EVAL_KEYS |= {"blank_camera_errors", "rollouts"}
 
 
 def test_people_get_a_table_and_machines_json(first_run, capsys):

@@ -6,17 +6,20 @@ into them and comes out of them, and nothing in them says where on this machine 
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from vlatune.batch import ACTION, STATE
 from vlatune.files import read_file
 from vlatune.policies import processors
 from vlatune.policies.base import Binding, PolicySpec, Stats
-from vlatune.policies.normalisation import stats_of
+from vlatune.policies.normalisation import stats_needed, stats_of
 from vlatune.policies.processors import (
     CONFIG,
     POSTPROCESSOR,
@@ -154,6 +157,69 @@ def _require_step(spec: PolicySpec, file: str, name: str) -> int:
     raise ValueError(
         f"policy '{spec.folder}': {file} has no step '{name}'; use a base that LeRobot's processors were saved with"
     )
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What the small files say of the data that a policy was trained on."""
+
+    dims: Mapping[str, int]
+    """Of state and action, where they are told."""
+    action_names: tuple[str, ...] | None
+    rename_map: Mapping[str, str]
+    """Datasets' names of observations -> the policy's."""
+    stats: Stats
+    """Those that its normalisation uses."""
+
+
+def read_trained_on(folder: Path, spec: PolicySpec, schema: Schema) -> TrainedOn:
+    """Out of a LeRobot folder, ours or others', or of `POLICY_FOLDER` in a checkpoint; `spec` is the policy's."""
+    where = f"policy '{folder}'"
+    config = checked_config(_content(folder, CONFIG), schema, f"{where}: {CONFIG}")
+    steps = checked_steps(_content(folder, PREPROCESSOR), schema, f"{where}: {PREPROCESSOR}")
+    told = {STATE: config.get("input_features") or {}, ACTION: config.get("output_features") or {}}
+    dims = {key: int(features[key]["shape"][0]) for key, features in told.items() if key in features}
+    names = config.get("action_feature_names")
+    renamed = [step["config"].get("rename_map") for step in steps if "rename_map" in step["config"]]
+    stats = _read_stats(folder, steps, spec)
+    dims |= {key: next(iter(of.values())).size for key, of in stats.items() if key in told}
+    return TrainedOn(dims, tuple(names) if names else None, (renamed or [None])[0] or {}, stats)
+
+
+def _read_stats(folder: Path, steps: list[dict[str, Any]], spec: PolicySpec) -> Stats:
+    """Of the step that normalises, which may hold more than are used."""
+    needed = stats_needed(spec, spec.cameras)
+    files = checked_state_files(step for step in steps if step["registry_name"] == NORMALISER[PREPROCESSOR])
+    stored: dict[str, np.ndarray] = {}
+    for file in files:
+        try:
+            stored |= load(read_file(folder, file, max_bytes=MAX_STATS_BYTES))
+        except (OSError, SafetensorError, KeyError) as error:
+            raise ValueError(
+                f"policy '{folder}': its statistics, {file}, are not readable ({error}); fetch it anew"
+            ) from None
+    wanted = {(key, name): f"{key}.{name}" for key, names in needed.items() for name in names}
+    all_used = spec.fixed_inputs  # others do without cameras that their robot lacks
+    is_used = {
+        key: all_used or key in (STATE, ACTION) or f"{key}.{names[0]}" in stored for key, names in needed.items()
+    }
+    for (key, _), name in wanted.items():
+        if is_used[key] and (name not in stored or not np.isfinite(stored[name]).all()):
+            raise ValueError(
+                f"policy '{folder}': {PREPROCESSOR} brings no statistics '{name}', so what it was trained to see is not known; give a "
+                f"folder of a policy that was trained, as `vlatune export` and `lerobot-train` write it, not of a base model"
+            )
+    return {key: {name: stored[f"{key}.{name}"] for name in names} for key, names in needed.items() if is_used[key]}
+
+
+def _content(folder: Path, name: str) -> Any:
+    where = f"policy '{folder}': {name}"
+    try:
+        return _parsed(read_file(folder, name), where)
+    except OSError as error:
+        raise ValueError(
+            f"{where} is not readable ({error.strerror}); give a LeRobot pretrained_model folder"
+        ) from None
 
 
 def read_policy_files(checkpoint: Path, schema: Schema, *, dataset: int | None = None) -> dict[str, bytes]:

@@ -17,6 +17,8 @@ from vlatune.pipeline.transforms import Normalise, RelativeActions, Transform, a
 from vlatune.run_setup import Setup
 
 BLANKS = ("none", "images", "sentence")
+CAMERA = "camera:"
+"""Begins the blank of one camera, before its column's name."""
 TRUTH = (ACTION, ACTION_IS_PAD, STATE)
 OnBatch = Callable[[int, int], None]
 """Gets the batches done, and of how many, of the variant under way."""
@@ -169,7 +171,19 @@ def _blank(rows: Columns, setup: Setup, what: str) -> Columns:
         return rows | {name: np.zeros_like(rows[name]) for name, _ in setup.binding.cameras}
     if what == "sentence":
         return rows | {TASK: np.full(num_rows(rows), "", dtype=object)}
+    if what.startswith(CAMERA):
+        name = what.removeprefix(CAMERA)
+        return rows | {name: np.zeros_like(rows[name])}
     return rows
+
+
+def blanks_of(setup: Setup, dataset: int | None = None) -> tuple[str, ...]:
+    """Of what the policy looks at at all; single cameras where there are several. Of several robots, what `dataset` has."""
+    unused = {"images": not setup.binding.cameras, "sentence": not setup.policy.has_prompt}
+    absent = {camera.column for camera in setup.specs[dataset or 0].absent}
+    cameras = [name for name, _ in setup.binding.cameras if name not in absent]
+    each = [f"{CAMERA}{name}" for name in cameras] if len(cameras) > 1 else []
+    return (*(blank for blank in BLANKS if not unused.get(blank)), *each)
 
 
 def in_own_units(transforms: Sequence[Transform], predicted_NTA: np.ndarray, state_NS: np.ndarray) -> np.ndarray:

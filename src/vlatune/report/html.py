@@ -1,7 +1,7 @@
 """RUN/report.html: what happened in a run, on one page that needs nothing else.
 
 Reads the run folder and puts sections one after the other, the verdict first; each section is a function of the run, in
-section_learning.py, section_speed.py and section_data.py. A part that is missing (no evaluation yet, a run that died on its
+section_learning.py, section_speed.py, section_data.py and section_evaluation.py. A part that is missing (no evaluation yet, a run that died on its
 first step) is said to be missing. All text goes through `formatting.tag`, which escapes it: sentences and names come from
 datasets of strangers. The document around it is page.py's, charts are plots.py's, words on the figures verdict.py's.
 """
@@ -30,14 +30,18 @@ from vlatune.report.formatting import (
 from vlatune.report.page import MAX_TEXT, command, flat_settings, make_page, missing, row, section, shown_setting, table
 from vlatune.report.run_folder import (
     CONFIG_FILE,
+    EVAL_PAGE_FILE,
     REPORT_FILE,
     EvalSample,
     Run,
     load_eval_samples,
+    load_rollouts,
+    read_evaluation,
     read_run,
     save_eval_samples,
 )
 from vlatune.report.section_data import data_seen, first_batch, predicted
+from vlatune.report.section_evaluation import rolled_out, simulated
 from vlatune.report.section_learning import evaluated, learning, split_loss
 from vlatune.report.section_speed import memory, spent_time, time_line
 from vlatune.report.summary import SUMMARY_FILE
@@ -70,6 +74,8 @@ def write_report(
         first_batch,
         predicted,
         evaluated,
+        rolled_out,
+        simulated,
         split_loss,
         _settings,
     )
@@ -82,6 +88,21 @@ def write_report(
             f"and eval.json, or remove what is damaged"
         ) from error
     write_text(path, make_page(f"{run.name} · vlatune", body, reload_s=None if run.summary else reload_s))
+    return path
+
+
+def write_eval_page(folder: Path, name: str) -> Path:
+    """Write eval.html beside the figures of an evaluation that is not a run's own."""
+    evaluation = read_evaluation(folder)
+    run = Run(name, evaluation=evaluation, samples=load_eval_samples(folder), rollouts=load_rollouts(folder))
+    head = tag(
+        "header",
+        tag("p", f"vlatune eval · {shown_setting(evaluation.get('root') or '')}", class_="eyebrow"),
+        tag("h1", shorten(name, MAX_TEXT)),
+    )
+    path = folder / EVAL_PAGE_FILE
+    body = join([head, evaluated(run), rolled_out(run), predicted(run)])
+    write_text(path, make_page(f"{name} · vlatune eval", body))
     return path
 
 

@@ -26,6 +26,7 @@ from vlatune.report.formatting import (
     tag,
 )
 from vlatune.report.run_folder import EvalSample
+from vlatune.report.verdict import looked_at
 
 MAX_SPLIT = 6
 """Lines of a chart that splits a loss: as many as page.css has colours for."""
@@ -248,15 +249,19 @@ def bars(rows: Sequence[tuple[str, float, str]], *, name: str, format_value: For
 
 
 def eval_bars(evaluation: dict[str, Any]) -> Html:
-    """The four errors that say together what was learnt."""
-    named = (
-        ("action_error", "the model", "main"),
-        ("mean_action_error", "always the mean action", "plain"),
-        ("blank_images_error", "the model, pictures blanked", "faded"),
-        ("blank_sentence_error", "the model, sentence blanked", "faded"),
-    )
-    rows = [(label, float(evaluation[key]), style) for key, label, style in named if evaluation.get(key) is not None]
-    return bars(rows, name="Action error on held-out episodes; shorter is better")
+    """The errors that say together what was learnt."""
+    named = [
+        ("the model", evaluation["action_error"], "main"),
+        ("always the mean action", evaluation["mean_action_error"], "plain"),
+        ("the model, pictures blanked", evaluation.get("blank_images_error"), "faded"),
+        *(
+            (f"the model, {shorten(camera.split('.')[-1], 60)} alone blanked", error, "faded")
+            for camera, error in (evaluation.get("blank_camera_errors") or {}).items()
+        ),
+        ("the model, sentence blanked", evaluation.get("blank_sentence_error"), "faded"),
+    ]
+    rows = [(label, float(error), style) for label, error, style in named if error is not None]
+    return bars(rows, name=f"Action error on {looked_at(evaluation)}; shorter is better")
 
 
 def dim_bars(per_dim_error: dict[str, float]) -> Html:
@@ -273,6 +278,49 @@ def horizon_chart(per_horizon_error: Sequence[float]) -> Html:
     return draw(
         Chart("Error by position in the chunk", lines, span_of(ahead), scale, x_name="actions ahead", height_px=150)
     )
+
+
+def rollout_horizon_chart(rollouts: dict[str, Any]) -> Html:
+    """The error by place in the chunk, of all dims together and of the worst few: further ahead is harder."""
+    errors = np.asarray(rollouts["per_horizon_error"], dtype=np.float64)
+    ahead = np.arange(len(errors), dtype=np.float64)
+    by_dim = {name: np.asarray(of, dtype=np.float64) for name, of in rollouts["per_dim_horizon_error"].items()}
+    worst = sorted(by_dim, key=lambda name: -float(np.nan_to_num(by_dim[name]).sum()))[:2]
+    lines = (
+        Line("all dims", ahead, errors),
+        *(
+            Line(shorten(name, 40), ahead, by_dim[name], style)
+            for name, style in zip(worst, ("other", "raw"), strict=False)
+        ),
+    )
+    scale = scale_of(*(line.ys for line in lines), from_zero=True)
+    return draw(
+        Chart("Error by position in the chunk", lines, span_of(ahead), scale, x_name="actions ahead", height_px=150)
+    )
+
+
+def rollout_charts(rollout: EvalSample, scales: Sequence[Scale], names: Sequence[str]) -> Html:
+    """Recorded and predicted actions over a whole episode, one chart per dimension."""
+    frames = np.arange(len(rollout.valid_T), dtype=np.float64)
+    charts = [
+        draw(
+            Chart(
+                names[dim],
+                (
+                    Line("recorded", frames, rollout.true_TA[:, dim].astype(np.float64), "truth"),
+                    Line("predicted", frames, rollout.predicted_TA[:, dim].astype(np.float64)),
+                ),
+                span_of(frames),
+                scale,
+                x_name="frame",
+                height_px=110,
+                y_ticks=2,
+                keys=False,
+            )
+        )
+        for dim, scale in enumerate(scales)
+    ]
+    return tag("div", *charts, class_="dims")
 
 
 def dim_scales(samples: Sequence[EvalSample]) -> list[Scale]:

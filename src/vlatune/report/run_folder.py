@@ -33,7 +33,7 @@ from vlatune.report.run_places import PLACES_FILE, is_trusted
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import SUMMARY_FILE, Summary, checked_value, read_summary
 
-EVAL_SAMPLES_FILE, FIRST_BATCH_FILE = "eval_samples.npz", "first_batch.npz"
+EVAL_SAMPLES_FILE, ROLLOUTS_FILE, FIRST_BATCH_FILE = "eval_samples.npz", "eval_rollouts.npz", "first_batch.npz"
 MAX_SAMPLES_BYTES = 256 << 20
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, MemoryError, RecursionError)
 DAMAGED += (ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError)
@@ -53,7 +53,7 @@ class EvalSample:
     """False where the chunk reaches past the end of the episode."""
 
 
-def save_eval_samples(run_dir: Path, samples: list[EvalSample]) -> Path:
+def save_eval_samples(run_dir: Path, samples: list[EvalSample], name: str = EVAL_SAMPLES_FILE) -> Path:
     """Write RUN/eval_samples.npz, replacing an older one."""
     arrays: dict[str, Any] = {"json": np.array(json.dumps([_strings(sample) for sample in samples]))}
     for number, sample in enumerate(samples):
@@ -61,12 +61,22 @@ def save_eval_samples(run_dir: Path, samples: list[EvalSample]) -> Path:
         arrays[f"{number}_valid"] = sample.valid_T
         # Camera names come from the dataset: they are kept as strings, not as names of zip members.
         arrays |= {f"{number}_image_{place}": image for place, image in enumerate(sample.images.values())}
-    return _save_arrays(Path(run_dir) / EVAL_SAMPLES_FILE, arrays)
+    return _save_arrays(Path(run_dir) / name, arrays)
 
 
-def load_eval_samples(run_dir: Path) -> list[EvalSample]:
+def load_eval_samples(run_dir: Path, name: str = EVAL_SAMPLES_FILE) -> list[EvalSample]:
     """Read what `save_eval_samples` wrote."""
-    return _load_arrays(run_dir, EVAL_SAMPLES_FILE, _sample, f"and run `vlatune eval {run_dir}` again")
+    return _load_arrays(run_dir, name, _sample, f"and run `vlatune eval {run_dir}` again")
+
+
+def save_rollouts(run_dir: Path, rollouts: list[EvalSample]) -> Path:
+    """Write RUN/eval_rollouts.npz: whole episodes, each with pictures of a few of its frames."""
+    return save_eval_samples(run_dir, rollouts, ROLLOUTS_FILE)
+
+
+def load_rollouts(run_dir: Path) -> list[EvalSample]:
+    """Read what `save_rollouts` wrote; none where there are none."""
+    return load_eval_samples(run_dir, ROLLOUTS_FILE) if (run_dir / ROLLOUTS_FILE).exists() else []
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,8 @@ CONFIG_FILE, SKIPPED_FILE = "config.json", "skipped_episodes.json"
 METRICS_FILE, SAMPLES_FILE, VALIDATIONS_FILE = "metrics.jsonl", "samples.jsonl", "validation.jsonl"
 EVENTS_FILE, DATA_FILE = "events.jsonl", "data.json"
 EVALUATION_FILE, REPORT_FILE = "eval.json", "report.html"
+SIMULATION_FILE, EVAL_PAGE_FILE = "simulation.json", "eval.html"
+"""The newest simulation of the run; and the page of an evaluation that is not its own: on another dataset, of a LeRobot folder."""
 LOGS = "logs"
 DRIVER_LOCK, WRITER_LOCK = ".lock", ".pen"
 """Files that are locked, by the driver and by rank 0; the second name is older than what it is called here."""
@@ -210,12 +222,30 @@ RECORD = {
 EVENT = {"event": str, "optimizer_step": int, "time_s": int | float}
 DATA = {"datasets": tuple[dict, ...], "tasks": tuple[str, ...], "num_tasks": int}
 DATASET = {"root": str, "episodes": int, "held_out": int, "frames": int, "share": int | float}
+SIMULATION = {
+    "env": str,
+    "task": str | None,
+    **dict.fromkeys(("episodes", "successes"), int),
+    "success_rate": int | float,
+    "success_interval_95": tuple[int | float, ...],
+    **dict.fromkeys(("mean_reward", "mean_max_reward"), Number),
+}
+ROLLOUTS = {
+    "error": int | float,
+    **dict.fromkeys(("num_chunks", "replan_every"), int),
+    "per_dim_error": dict[str, Number],
+    "per_horizon_error": tuple[Number, ...],
+    "per_dim_horizon_error": dict[str, tuple[Number, ...]],
+    "episodes": tuple[dict, ...],
+}
 VALIDATION = {"optimizer_step": int, "val_loss": int | float, "val_action_error": int | float}
 EVALUATION = {
     **dict.fromkeys(("val_loss", "action_error", "mean_action_error"), Number),
     **dict.fromkeys(("blank_images_error", "blank_sentence_error"), Number),
+    **dict.fromkeys(("blank_camera_errors", "per_dim_error"), dict[str, Number] | None),
     "num_samples": int | None,
-    "per_dim_error": dict[str, Number] | None,
+    "root": str | None,
+    "rollouts": dict | None,
     "per_horizon_error": tuple[Number, ...] | None,
     "action_names": tuple[str, ...] | None,
     "episodes": list | None,
@@ -234,7 +264,9 @@ RUN_ENTRIES = (
     SKIPPED_FILE,
     PLACES_FILE,
     EVALUATION_FILE,
+    SIMULATION_FILE,
     EVAL_SAMPLES_FILE,
+    ROLLOUTS_FILE,
     FIRST_BATCH_FILE,
     REPORT_FILE,
     LOGS,
@@ -310,6 +342,9 @@ class Run:
     summary: Summary | None = None
     evaluation: dict[str, Any] = field(default_factory=dict)
     samples: list[EvalSample] = field(default_factory=list)
+    rollouts: list[EvalSample] = field(default_factory=list)
+    """Whole episodes; their frames' pictures go by `CAMERA, frame N`."""
+    simulation: dict[str, Any] = field(default_factory=dict)
     first_batch: list[TrainedSample] = field(default_factory=list)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -340,9 +375,8 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
     if not any((run_dir / name).exists() for name in known):
         raise ValueError(f"{run_dir}: not a run folder (none of {', '.join(known)}); give the --output_dir of a run")
     config, summary = read_settings(run_dir) or {}, read_summary(run_dir)
-    evaluation = _read_object(run_dir, EVALUATION_FILE) or {}
+    evaluation = read_evaluation(run_dir)
     _check_kinds(config, SETTINGS, run_dir / CONFIG_FILE)
-    _check_kinds(evaluation, EVALUATION, run_dir / EVALUATION_FILE)
     data = _read_object(run_dir, DATA_FILE) or {}
     _check_kinds(data, DATA, run_dir / DATA_FILE)
     for one in data.get("datasets", ()):
@@ -358,6 +392,8 @@ def read_run(run_dir: Path, eval_samples: list[EvalSample] | None) -> Run:
         summary=summary,
         evaluation=evaluation,
         samples=eval_samples,
+        rollouts=load_rollouts(run_dir),
+        simulation=read_simulation(run_dir),
         first_batch=load_first_batch(run_dir) if (run_dir / FIRST_BATCH_FILE).exists() else [],
         checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
         events=read_records(folder.events, EVENT),
@@ -400,6 +436,21 @@ def write_settings(run_dir: Path, config: RunConfig) -> None:
 
 def write_data(run_dir: Path, data: dict[str, Any]) -> None:
     write_json(run_dir / DATA_FILE, data)
+
+
+def read_evaluation(run_dir: Path) -> dict[str, Any]:
+    """What eval.json says, checked; empty where there is none."""
+    evaluation = _read_object(run_dir, EVALUATION_FILE) or {}
+    _check_kinds(evaluation, EVALUATION, run_dir / EVALUATION_FILE)
+    _check_kinds(evaluation.get("rollouts") or {}, ROLLOUTS, f"{run_dir / EVALUATION_FILE}: rollouts")
+    return evaluation
+
+
+def read_simulation(run_dir: Path) -> dict[str, Any]:
+    """The same for the newest simulation."""
+    simulation = _read_object(run_dir, SIMULATION_FILE) or {}
+    _check_kinds(simulation, SIMULATION, run_dir / SIMULATION_FILE)
+    return simulation
 
 
 def write_evaluation(run_dir: Path, figures: dict[str, Any]) -> None:

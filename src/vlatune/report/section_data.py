@@ -1,5 +1,6 @@
 """The report's sections on what the model got to see: datasets, how samples were mixed, the first batch, held-out samples."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vlatune.report import plots
@@ -105,13 +106,13 @@ def _first_card(sample: TrainedSample) -> Html:
     place = f"episode {sample.episode_index}, frame {sample.frame_index}"
     pairs = []
     for camera, image in sample.images.items():
-        pairs.append(_picture(image, camera, place))
-        pairs += [_picture(sample.trained[camera], camera, place, ", augmented")] if sample.is_augmented else []
+        pairs.append(figure(image, camera, place))
+        pairs += [figure(sample.trained[camera], camera, place, ", augmented")] if sample.is_augmented else []
     sentence = [tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")] if sample.task.strip() else []
     return tag("article", tag("div", *pairs, class_="cameras"), *sentence, tag("p", place, class_="muted"))
 
 
-def _picture(image: Any, camera: str, place: str, what: str = "") -> Html:
+def figure(image: Any, camera: str, place: str, what: str = "") -> Html:
     caption = tag("figcaption", shorten(camera.split(".")[-1], 60) + what)
     return tag("figure", plots.picture(image, alt=f"{shorten(camera, 60)}{what}, {place}"), caption)
 
@@ -126,18 +127,26 @@ def predicted(run: Run) -> Html:
         )
     shown = run.samples[:MAX_SAMPLES]
     scales = plots.dim_scales(shown)
-    given = [shorten(str(name), 60) for name in run.evaluation.get("action_names") or []]
-    names = given if len(given) >= len(scales) else [f"action {dim}" for dim in range(len(scales))]
-    num_dims = shown[0].true_TA.shape[1]
-    rest = f" The first {len(scales)} of {num_dims} action dimensions are drawn." if num_dims > len(scales) else ""
-    text = "Held-out frames as they entered the model, and the actions that followed: time runs to the right." + rest
+    names, rest = dim_names(run, len(scales)), undrawn(shown, len(scales))
+    text = "Frames as they entered the model, and the actions that followed: time runs to the right." + rest
     keys = legend((("true action", "truth"), ("predicted", "main"), ("past the episode's end", "shade")))
     return section(title, tag("p", text), keys, *(_card(sample, scales, names) for sample in shown))
 
 
+def dim_names(run: Run, count: int) -> list[str]:
+    """As the evaluation names them."""
+    given = [shorten(str(name), 60) for name in run.evaluation.get("action_names") or []]
+    return given if len(given) >= count else [f"action {dim}" for dim in range(count)]
+
+
+def undrawn(samples: Sequence[EvalSample], drawn: int) -> str:
+    num_dims = samples[0].true_TA.shape[1]
+    return f" The first {drawn} of {num_dims} action dimensions are drawn." if num_dims > drawn else ""
+
+
 def _card(sample: EvalSample, scales: list[Any], names: list[str]) -> Html:
     place = f"episode {sample.episode_index}, frame {sample.frame_index}"
-    cameras = (_picture(image, camera, place) for camera, image in sample.images.items())
+    cameras = (figure(image, camera, place) for camera, image in sample.images.items())
     sentence = tag("blockquote", shorten(sample.task, MAX_TEXT), dir="auto")
     saw = tag("div", tag("div", *cameras, class_="cameras"), sentence, tag("p", place, class_="muted"), class_="saw")
     return tag("article", saw, plots.action_charts(sample, scales, names), class_="card")

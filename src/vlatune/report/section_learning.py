@@ -7,7 +7,7 @@ from vlatune.report import plots
 from vlatune.report.formatting import Html, format_number, plural, shorten, tag
 from vlatune.report.page import missing, row, section, shown_setting, table
 from vlatune.report.run_folder import Run
-from vlatune.report.verdict import eval_meaning
+from vlatune.report.verdict import eval_meaning, looked_at
 
 MAX_RANKED = 20
 """Bars of a ranking."""
@@ -101,7 +101,7 @@ def _by_episode(run: Run) -> list[Html]:
 
 
 def evaluated(run: Run) -> Html:
-    evaluation, title = run.evaluation, "Evaluation on held-out episodes"
+    evaluation, title = run.evaluation, f"Evaluation on {looked_at(run.evaluation)}"
     if evaluation.get("action_error") is None or evaluation.get("mean_action_error") is None:
         return section(title, missing("No evaluation yet: ", tag("code", "vlatune eval RUN"), " measures it."))
     details = []
@@ -133,7 +133,8 @@ def _errors_by_dataset(datasets: Sequence[dict[str, Any]]) -> list[Html]:
 
 
 def _eval_basis(evaluation: dict[str, Any]) -> str:
-    episodes = plural(len(evaluation.get("episodes") or []), "held-out episode")
+    noun = "episode" if evaluation.get("root") else "held-out episode"
+    episodes = plural(len(evaluation.get("episodes") or []), noun)
     text = f"Measured on {plural(int(evaluation.get('num_samples') or 0), 'sample')} of {episodes}"
     if evaluation.get("val_loss") is not None:
         text += f"; validation loss {format_number(evaluation['val_loss'])}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vlatune.report.formatting import format_bytes, format_seconds, format_share, plural
+from vlatune.report.formatting import format_bytes, format_seconds, format_share, plural, shorten
 from vlatune.report.summary import Summary
 
 WAIT_SHARE_FINE = 0.05
@@ -85,7 +85,27 @@ def eval_meaning(evaluation: dict[str, Any]) -> str:
     for key, what in (("blank_images_error", "the pictures"), ("blank_sentence_error", "the sentence")):
         if evaluation.get(key) is not None:
             parts.append(_use_of(what, evaluation[key], error))
+    for camera, blank_error in (evaluation.get("blank_camera_errors") or {}).items():
+        if blank_error < error * (1 + USED_GROWTH):
+            parts.append(
+                f"Without the camera {shorten(camera.split('.')[-1], 60)} alone it hardly changes, so here the others suffice."
+            )
     return " ".join(parts)
+
+
+def success_text(simulated: Mapping[str, Any]) -> str:
+    """Of simulated episodes: a share of few, so with what it leaves open."""
+    low, high = simulated["success_interval_95"]
+    return (
+        f"{format_share(simulated['success_rate'])} ({simulated['successes']} of {plural(simulated['episodes'], 'episode')}; 95 % "
+        f"confidence: {format_share(low)} to {format_share(high)})"
+    )
+
+
+def looked_at(evaluation: Mapping[str, Any]) -> str:
+    """Which episodes its figures are of."""
+    root = evaluation.get("root")
+    return f"episodes of {shorten(str(root), 200)}" if root else "held-out episodes"
 
 
 def _spilled(summary: Summary, config: dict[str, Any]) -> Verdict | None:
