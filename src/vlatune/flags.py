@@ -11,9 +11,10 @@ import ast
 import dataclasses
 import inspect
 import json
+import shlex
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -79,7 +80,26 @@ def flags_of(config: Any) -> list[str]:
         if value != default or (name == "recipe" and recipe):
             again = is_repeatable(kind) and value and isinstance(value[0], str | dict)
             words += [f"--{name}={_as_text(one)}" for one in (value if again else [value])]
-    return words
+    known = _open_values(plain).items()
+    return words + [
+        f"--{name}={_as_text(value)}" for name, value in _open_values(config).items() if (name, value) not in known
+    ]
+
+
+def typed(words: Iterable[str]) -> str:
+    """Words of a command as a person types them: --rename_map='{"a": "b"}'."""
+    parts = [word.partition("=") for word in words]
+    return " ".join(f"{name}={shlex.quote(value)}" if equals else shlex.quote(name) for name, equals, value in parts)
+
+
+def _open_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value of every flag that was given and is no field."""
+    cls = type(config)
+    own = _open_field(cls)
+    found = {prefix + name: value for name, value in getattr(config, own[0]).items()} if own else {}
+    for name, kind in _field_types(cls).items():
+        found |= _open_values(getattr(config, name), f"{prefix}{name}.") if is_config(kind) else {}
+    return found
 
 
 def _leaf(config: Any, name: str) -> Any:
@@ -91,7 +111,7 @@ def _leaf(config: Any, name: str) -> Any:
 def _as_text(value: Any) -> str:
     if value is None:
         return "null"
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=dataclasses.asdict)
 
 
 def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:

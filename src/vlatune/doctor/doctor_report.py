@@ -17,8 +17,9 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
 from vlatune.config import DoctorConfig
 from vlatune.doctor.device_memory import GPU_SIZES
 from vlatune.doctor.examine import Examination, examine
-from vlatune.doctor.findings import Case, Finding, FirstBatch, typed
+from vlatune.doctor.findings import Case, Finding, FirstBatch
 from vlatune.files import write_text
+from vlatune.flags import typed
 from vlatune.outgoing import printable
 from vlatune.report import plots
 from vlatune.report.chart import Chart, Line, draw, legend, scale_of, span_of

@@ -14,8 +14,8 @@ from typing import Any
 
 from vlatune.config import RunConfig
 from vlatune.doctor import data_checks, machine_checks, model_checks
-from vlatune.doctor.findings import Case, Finding, Status, amended, refused, typed, worst
-from vlatune.flags import flags_of
+from vlatune.doctor.findings import Case, Finding, Status, amended, refused, worst
+from vlatune.flags import flags_of, typed
 from vlatune.outgoing import redacted
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from vlatune.batch import Columns
 from vlatune.config import RunConfig
-from vlatune.flags import flags_of, parse_flags
+from vlatune.flags import flags_of, parse_flags, typed
 
 if TYPE_CHECKING:
     from vlatune.dataset.meta.dataset_meta import DatasetMeta
@@ -130,12 +130,6 @@ def amended(config: RunConfig, flags: Sequence[str]) -> RunConfig:
     """As the same command with these flags more would be understood."""
     names = {_flag_name(word) for word in flags}
     return parse_flags([*(word for word in flags_of(config) if _flag_name(word) not in names), *flags], RunConfig)
-
-
-def typed(words: Iterable[str]) -> str:
-    """Words of a command as a person types them: --rename_map='{"a": "b"}'."""
-    parts = [word.partition("=") for word in words]
-    return " ".join(f"{name}={shlex.quote(value)}" if equals else shlex.quote(name) for name, equals, value in parts)
 
 
 def _flag_name(word: str) -> str:
