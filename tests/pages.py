@@ -93,7 +93,7 @@ def _words(text: str) -> list[str] | None:
     if text.endswith("\\\n"):
         return None
     try:
-        return shlex.split(text, comments=True)
+        return shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError:  # an open quote
         return None
 
@@ -115,9 +115,9 @@ def all_commands() -> list[Command]:
 
 def inline_commands() -> list[Command]:
     """`vlatune ...` in the middle of a sentence."""
-    found = []
-    for page in PAGES:
-        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-            for text in re.findall(r"`(vlatune [a-z][^`]*)`", line):
-                found.append(Command(f"{page.name}:{number}", tuple(text.replace("'", "").replace('"', "").split())))
-    return found
+    return [
+        Command(f"{page.name}:{number}", tuple(text.replace("'", "").replace('"', "").split()))
+        for page in PAGES
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        for text in re.findall(r"`(vlatune [a-z][^`]*)`", line)
+    ]

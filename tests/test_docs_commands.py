@@ -31,8 +31,13 @@ ELSEWHERE = {"demo": "tests/test_demo_policies.py", "bench": "tests/bench"}
 """Commands that take minutes, and whose tests are there."""
 SHORT = ("--steps=2", "--batch_size=2", "--grad_accum=1", "--num_workers=1", "--log_freq=1", "--eval_freq=0")
 SMALL = {
-    "act": ("--policy.dim_model=32", "--policy.n_heads=2", "--policy.dim_feedforward=32", "--policy.chunk_size=4")
-    + ("--policy.n_action_steps=4",),
+    "act": (
+        "--policy.dim_model=32",
+        "--policy.n_heads=2",
+        "--policy.dim_feedforward=32",
+        "--policy.chunk_size=4",
+        "--policy.n_action_steps=4",
+    ),
     "diffusion": (
         "--policy.down_dims=[16,32]",
         "--policy.n_groups=4",
@@ -224,7 +229,8 @@ def test_blocks_say_their_language() -> None:
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one.words[0] == "vlatune"], ids=str)
 def test_its_flags_are_understood(command: Command) -> None:
     _, found, rest = cli._find_command(list(command.words[1:]))
-    if "--help" not in rest and not any("train_config.json" in word for word in rest):
+    other = "--help" in rest or any("train_config.json" in word for word in rest)
+    if not other and "the package" not in (command.needs or ""):
         parse_command(rest, found.flags(), operands=found.operands)
 
 
