@@ -78,7 +78,7 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
             elif path == API:
                 self._describe("revision", "main")
             elif path.startswith(f"{API}/"):
-                self._describe(*path.removeprefix(f"{API}/").split("/", 1))
+                self._describe(*path.removeprefix(f"{API}/").split("/", 2))
             else:
                 self._file(path.removeprefix(f"/{REPOSITORY}/resolve/").partition("/")[2])
 
@@ -92,13 +92,15 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
             self.rfile.readline()
             return b"".join(parts)
 
-        def _describe(self, what: str, revision: str) -> None:
+        def _describe(self, what: str, revision: str, below: str = "") -> None:
             if not hub.exists or revision not in hub.revisions:
                 self._send(404, b"", {"X-Error-Code": "RevisionNotFound" if hub.exists else "RepoNotFound"})
             elif what == "revision":
                 self._json({"id": REPOSITORY, "sha": COMMIT, "private": hub.private, "siblings": []})
+            elif not (hub.folder / below).is_dir():
+                self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             else:
-                files = [path for path in sorted(hub.folder.rglob("*")) if path.is_file()]
+                files = [path for path in sorted((hub.folder / below).rglob("*")) if path.is_file()]
                 entries = [
                     {
                         "type": "file",

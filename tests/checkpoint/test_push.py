@@ -6,6 +6,7 @@ the loopback interface.
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from small_run import make_finished, small_config
 from vlatune import cli
 from vlatune.checkpoint import export as export_module
 from vlatune.checkpoint.export import export_run
-from vlatune.config import ExportConfig, PolicyConfig
+from vlatune.config import ExportConfig, PolicyConfig, RunConfig
 from vlatune.files import write_json
+from vlatune.flags import parse_flags
 from vlatune.report.run_folder import read_run
 
 TOKEN = "hf_thisMustNeverBeSeenAnywhere"
@@ -107,6 +109,7 @@ def test_neither_the_token_nor_a_path_of_this_machine_is_in_it(pushed, run_dir, 
 
 LOADED = """
 import sys
+from pathlib import Path
 from huggingface_hub import snapshot_download
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
@@ -119,7 +122,7 @@ before, after = make_pre_post_processors(config, name)
 cameras = {key: torch.rand(1, *one.shape) for key, one in config.input_features.items() if one.type.name == "VISUAL"}
 state = torch.zeros(1, config.input_features["observation.state"].shape[0])
 batch = before(cameras | {"observation.state": state, "task": ["reach the red pad"]})
-folder = snapshot_download(name)
+folder = Path(snapshot_download(name))
 with building_at(read_size(folder)):
     policy = get_policy_class(config.type).from_pretrained(name)
 print("actions:", tuple(after(policy.predict_action_chunk(batch)).shape))
@@ -166,11 +169,6 @@ def test_names_of_strangers_are_no_markup(pushed):
 def test_the_command_in_the_card_is_one(pushed):
     text = (pushed[1] / "README.md").read_text()
     command = text.split("## How it was made")[1].split("```sh\n")[1].split("\n```")[0]
-    import shlex
-
-    from vlatune.config import RunConfig
-    from vlatune.flags import parse_flags
-
     words = shlex.split(command)
     assert words[:2] == ["vlatune", "train"]
     config = parse_flags(words[2:], RunConfig)
