@@ -311,6 +311,9 @@ def test_did_you_mean_needs_a_close_name() -> None:
             "--resume",
         ],
         ["--recipe=pi05-full", "--policy.gradient_checkpointing=false", "--policy.path=null", "--dataset.weight=0.5"],
+        ["--policy.type=act", "--policy.chunk_size=20", "--policy.pretrained_backbone_weights=null"],
+        ["--recipe=act-tiny", "--policy.dim_model=128"],
+        ['--dataset.image_transforms.tfs={"dark": {"type": "GammaCorrection", "kwargs": {"gamma": [0.5, 2]}}}'],
     ],
 )
 def test_flags_of_a_config_give_it_again(argv: list[str]) -> None:

@@ -356,6 +356,10 @@ class ExportConfig:
     """ema (the averaged ones), trained, or auto: averaged ones where there are some."""
     trust_run: bool = False
     """Open the base model and checkpoints that the run names outside of its folder, though no command of yours did."""
+    push_to_hub: str | None = None
+    """Hub repository (owner/name) that gets the folder, with a model card; the token comes from the environment (HF_TOKEN)."""
+    hub_private: bool = True
+    """Of --push_to_hub: a repository that is made is private, and one that everybody can read is refused; false makes a public one."""
 
 
 @dataclass(frozen=True)

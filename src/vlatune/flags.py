@@ -109,7 +109,7 @@ def _leaf(config: Any, name: str) -> Any:
 def _as_text(value: Any) -> str:
     if value is None:
         return "null"
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=dataclasses.asdict)
 
 
 def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:

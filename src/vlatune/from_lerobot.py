@@ -96,7 +96,7 @@ ROWS: Mapping[str, Row] = {
     "tolerance_s": same("dataset.tolerance_s", 1e-4),
     "save_checkpoint": unlike(True, "checkpoints are always saved; see --save_freq and --keep_checkpoints"),
     "save_freq": same("save_freq", 20_000),
-    "save_checkpoint_to_hub": unlike(False, "export a run and push the export"),
+    "save_checkpoint_to_hub": unlike(False, "push the export of a run: vlatune export RUN DIR --push_to_hub=NAME"),
     "use_policy_training_preset": left_out("optimizer and schedule are taken from where it says"),
     "rename_map": same("rename_map", {}),
     "eval.": left_out("nothing is simulated while training"),

@@ -137,7 +137,8 @@ def test_a_moved_export_is_loaded_from_anywhere_by_the_lines_that_come_with_it(m
     assert cli.main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
     assert f"load it with the two lines in {tmp_path}/exported/README.md" in capsys.readouterr().out
     moved = (tmp_path / "exported").rename(tmp_path / "moved")
-    python, shell = re.findall(r"```\w+\n(.*?)\n```", (moved / "README.md").read_text(), re.DOTALL)
+    text = (moved / "README.md").read_text().partition("## After moving")[2]
+    python, shell = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)
     imported, _ = python.splitlines()  # the policy's config is all that the two lines want of it
     plain = f"{imported}\npreprocessor, postprocessor = make_pre_post_processors(policy.config, folder)"
     command = [sys.executable, "-c", MOVED, str(moved), python, shell, plain]

@@ -1,13 +1,15 @@
 """`vlatune export RUN DIR`: a checkpoint joined with its base into a folder that LeRobot loads.
 
     config.json  model.safetensors  policy_preprocessor.json  policy_postprocessor.json  *.safetensors (statistics)
-    tokenizer/ README.md (where the base brings its own tokenizer)  what else the policy carries along
+    README.md (the model card)  *.png (its pictures)  tokenizer/ (where the base brings its own)  what else the policy carries along
 
-Needs the checkpoint and the base, not the dataset. Written aside and renamed: DIR is whole or not there.
+Needs the checkpoint and the base, not the dataset. Written aside and renamed: DIR is whole or not there. With --push_to_hub
+its files, and no others, are then one commit of a hub repository.
 
 LeRobot finds a tokenizer by its name alone: a hub repository, or a path that it takes from the current folder, whatever
 folder the policy is loaded from. So the full path is written, which holds until DIR is moved; README.md has the lines
-for what comes then.
+for what comes then. What is pushed names its own repository, and has the tokenizer's files where LeRobot looks for them
+there: beside config.json.
 """
 
 import json
@@ -17,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.checkpoint.local_store import share
+from vlatune.checkpoint.model_card import CARD, PLOTS, CardFacts, make_card
 from vlatune.checkpoint.policy_files import CONFIG, PREPROCESSOR, TOKENIZER_FOLDER, read_policy_files, rename_map
 from vlatune.checkpoint.state_file import TrainState, read_state
 from vlatune.checkpoint.store import choose, open_store
 from vlatune.config import ExportConfig, RunConfig
+from vlatune.dataset.storage.hub import open_repository, push, require_pushable
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file, read_json, sync, whole_folder
 from vlatune.flags import config_from_dict
 from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec, read_policy, trained_tensors
 from vlatune.policies.base_folder import base_weights, resolve_folder
 from vlatune.policies.processors import is_hub_name
 from vlatune.policies.registry import get_adapter, get_policy
-from vlatune.report.run_folder import read_config
+from vlatune.report.run_folder import BESIDE, Run, read_config, read_run
 from vlatune.report.run_places import BASE, STORAGE, only, places_of, require_trusted
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat_template")
@@ -35,25 +39,7 @@ TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merg
 TOKENIZER_KINDS = (".json", ".txt", ".model", ".jinja")
 """And their ends: no code is carried along."""
 
-README = "README.md"
-README_TEXT = """\
-# A policy with a tokenizer of its own
-
-LeRobot finds a tokenizer by its path, and policy_preprocessor.json names the one where this folder was exported to.
-After moving the folder, load its processors like this, from wherever you are (`policy` is LeRobot's, `folder` where
-this file lies now):
-
-```python
-from lerobot.policies.factory import make_pre_post_processors
-preprocessor, postprocessor = make_pre_post_processors(policy.config, folder, preprocessor_overrides={"tokenizer_processor": {"tokenizer_name": f"{folder}/tokenizer"}})
-```
-
-LeRobot's own programs cannot be told so; for them, write the new path down once, in this folder:
-
-```sh
-sed -i "s|\\"tokenizer_name\\": \\"[^\\"]*\\"|\\"tokenizer_name\\": \\"$PWD/tokenizer\\"|" policy_preprocessor.json
-```
-"""
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -68,22 +54,61 @@ class Exported:
     """The folder carries its own, and README.md says what that asks for."""
     dataset: int | None = None
     """Of several robots: whose folder it is."""
+    pushed_to: str | None = None
+    """Address of the hub repository that has it now."""
 
 
 def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
     """Write the folder; what is in the way, missing or damaged is refused before anything is written."""
-    config = read_config(run_dir)
+    config, repository = read_config(run_dir), options.push_to_hub
+    if repository is not None:
+        require_pushable(repository)
     _check_target(folder)
     require_trusted(run_dir, only(places_of(config), [STORAGE]), trust_run=options.trust_run)
     store = open_store(run_dir, config.storage_path)
     step = choose(store, options.checkpoint, warn=warn)
     with store.opened(step) as checkpoint:
         plan = make_plan(run_dir, checkpoint, options)
+        if repository is not None:
+            open_repository(
+                repository, private=options.hub_private
+            )  # whether it may be written to is known before the work
         with whole_folder(folder) as aside:
             weights = write_weights(plan, aside)
             has_tokenizer = write_rest(plan, aside, folder.resolve())
+            facts = CardFacts(
+                repository=repository,
+                config=_without_made_base(plan.config),
+                run=_read_figures(run_dir, warn),
+                optimizer_step=step,
+                weights=weights,
+                cameras=tuple(name for name, _ in plan.binding.cameras),
+                rename_map=rename_map(plan.binding),
+                adapter=options.adapter,
+                has_tokenizer=has_tokenizer,
+                dataset=options.dataset,
+            )
+            for name, data in make_card(facts).items():
+                (aside / name).write_bytes(data)
             _keep(aside)
-    return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer, options.dataset)
+    address = None if repository is None else push(repository, listed_files(plan, folder), f"Optimizer step {step}")
+    return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer, options.dataset, address)
+
+
+def _without_made_base(config: RunConfig) -> RunConfig:
+    """As the command had it: a base that the run made for itself was not named in it."""
+    path = config.policy.path
+    is_made = path is not None and Path(path).parent.name == config.run_dir.name and Path(path).name in BESIDE
+    return replace(config, policy=replace(config.policy, path=None)) if is_made else config
+
+
+def _read_figures(run_dir: Path, warn: Callable[[str], None]) -> Run:
+    """For the card. Figures that are damaged are no reason to keep the weights from a robot."""
+    try:
+        return read_run(run_dir, [])
+    except (ValueError, RuntimeError, OSError) as error:
+        warn(f"vlatune: the model card has no figures of the run: {error}")
+        return Run(run_dir.name)
 
 
 @dataclass(frozen=True)
@@ -110,6 +135,11 @@ def make_plan(run_dir: Path, checkpoint: Path, options: ExportConfig) -> Plan:
         raise ValueError(
             f"--adapter=true: the run was trained with --policy.train={config.policy.train} and has no adapters; leave the flag out"
         )
+    if options.adapter and options.push_to_hub and not is_hub_name(config.policy.path or ""):
+        raise ValueError(
+            f"--adapter=true with --push_to_hub: the adapters would name their base as '{config.policy.path}', which nobody else has; push all "
+            f"weights (leave --adapter out)"
+        )
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
     base, card = find_base(config, options.base, state), get_policy(config.policy.type)
     spec = read_policy(adapter, base, card, config.policy.overrides)
@@ -118,6 +148,23 @@ def make_plan(run_dir: Path, checkpoint: Path, options: ExportConfig) -> Plan:
     files = read_policy_files(checkpoint, adapter.schema, dataset=dataset)
     binding = binding if dataset is None else binding.parts[dataset]
     return Plan(checkpoint, config, adapter, spec, binding, files, options)
+
+
+def listed_files(plan: Plan, folder: Path) -> dict[str, Path]:
+    """Name -> file of an export; one that it would not have written is refused, wherever it came from."""
+    known = {*WEIGHTS, CARD, *PLOTS, *plan.policy_files, *plan.adapter.carried_files}
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
+    strange = [
+        name
+        for name, path in found.items()
+        if path.is_symlink() or not (name in known or _is_tokenizer_file(Path(name)))
+    ]
+    if strange:
+        raise ValueError(
+            f"'{folder}': {', '.join(strange)} is no file of an export, and nothing was pushed; remove DIR and give the command again "
+            f"(what a policy needs beside its weights is named in its adapter's carried_files)"
+        )
+    return found
 
 
 def _chosen_dataset(options: ExportConfig, binding: Binding, roots: Sequence[str]) -> int | None:
@@ -147,9 +194,13 @@ def export_text(done: Exported) -> str:
         lines.append(
             f"observations are renamed by its preprocessor; LeRobot's own programs put their flag in that place: --rename_map='{json.dumps(done.rename_map)}'"
         )
-    if done.has_tokenizer:
+    if done.pushed_to is not None:
         lines.append(
-            f"LeRobot finds its tokenizer where it is now; after moving the folder, load it with the two lines in {done.folder / README}"
+            f"pushed to {done.pushed_to}; {done.folder} has the same files, and {CARD} in it is the model card"
+        )
+    elif done.has_tokenizer:
+        lines.append(
+            f"LeRobot finds its tokenizer where it is now; after moving the folder, load it with the two lines in {done.folder / CARD}"
         )
     return "\n".join(lines)
 
@@ -207,30 +258,34 @@ def write_rest(plan: Plan, aside: Path, folder: Path) -> bool:
     for name in plan.adapter.carried_files:
         if (Path(plan.spec.folder) / name).exists():
             (aside / name).write_bytes(read_file(plan.spec.folder, name))
-    if not _place_tokenizer(aside, folder / TOKENIZER_FOLDER):
+    repository = plan.options.push_to_hub
+    if not _name_tokenizer(aside, repository or str(folder / TOKENIZER_FOLDER)):
         return False
     assert plan.spec.tokenizer_file is not None  # a processor names it
-    _copy_tokenizer(Path(plan.spec.tokenizer_file), aside / TOKENIZER_FOLDER)
-    (aside / README).write_text(README_TEXT)
+    _copy_tokenizer(Path(plan.spec.tokenizer_file), aside if repository else aside / TOKENIZER_FOLDER)
     return True
 
 
-def _place_tokenizer(aside: Path, place: Path) -> bool:
-    """Name the folder's own tokenizer by its full path; one of the hub stays named as it is, and is not copied."""
+def _name_tokenizer(aside: Path, name: str) -> bool:
+    """Name the folder's own tokenizer, by its full path or its repository; one of the hub stays named as it is, and is not copied."""
     processor = read_json(aside, PREPROCESSOR)
     settings = [step["config"] for step in processor["steps"] if (step.get("config") or {}).get("tokenizer_name")]
     own = [config for config in settings if not is_hub_name(config["tokenizer_name"])]
     for config in own:
-        config["tokenizer_name"] = str(place)
+        config["tokenizer_name"] = name
     (aside / PREPROCESSOR).write_text(json.dumps(processor, indent=2))
     return bool(own)
 
 
 def _copy_tokenizer(tokenizer_file: Path, target: Path) -> None:
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     for path in tokenizer_file.parent.iterdir():
-        if path.is_file() and path.name.startswith(TOKENIZER_FILES) and path.suffix in TOKENIZER_KINDS:
+        if path.is_file() and _is_tokenizer_file(path):
             (target / path.name).write_bytes(read_file(path.parent, path.name, max_bytes=MAX_TOKENIZER_BYTES))
+
+
+def _is_tokenizer_file(path: Path) -> bool:
+    return path.name.startswith(TOKENIZER_FILES) and path.suffix in TOKENIZER_KINDS
 
 
 def _check_target(folder: Path) -> None:
