@@ -121,7 +121,8 @@ def _on_other_data(path: Path, config: RunConfig, store: Store, step: int, optio
         binding = read_state(checkpoint).binding
         _refuse_parts(path, binding, f"--dataset.root={options.dataset.root}")
         trained = read_trained_on(checkpoint / POLICY_FOLDER, policy, adapter.schema)
-    own, names = {**config.rename_map, **trained.rename_map}, tuple(binding["action_names"])
+    maps, names = (config.rename_map, *config.dataset.rename_map, trained.rename_map), tuple(binding["action_names"])
+    own = {ours: theirs for one in maps for ours, theirs in one.items()}
     return _make_setup(config, options, adapter, policy, replace(trained, rename_map=own, action_names=names))
 
 
