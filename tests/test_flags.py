@@ -311,6 +311,8 @@ def test_did_you_mean_needs_a_close_name() -> None:
             "--resume",
         ],
         ["--recipe=pi05-full", "--policy.gradient_checkpointing=false", "--policy.path=null", "--dataset.weight=0.5"],
+        ["--recipe=act", "--policy.chunk_size=7", "--policy.n_action_steps=7"],
+        ["--recipe=pi05-expert", "--policy.num_inference_steps=5"],
     ],
 )
 def test_flags_of_a_config_give_it_again(argv: list[str]) -> None:
