@@ -314,6 +314,8 @@ def test_did_you_mean_needs_a_close_name() -> None:
         ["--policy.type=act", "--policy.chunk_size=20", "--policy.pretrained_backbone_weights=null"],
         ["--recipe=act-tiny", "--policy.dim_model=128"],
         ['--dataset.image_transforms.tfs={"dark": {"type": "GammaCorrection", "kwargs": {"gamma": [0.5, 2]}}}'],
+        ["--recipe=act", "--policy.chunk_size=7", "--policy.n_action_steps=7"],
+        ["--recipe=pi05-expert", "--policy.num_inference_steps=5"],
     ],
 )
 def test_flags_of_a_config_give_it_again(argv: list[str]) -> None:

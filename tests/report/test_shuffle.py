@@ -6,7 +6,8 @@ import pytest
 from summaries import summary
 
 from vlatune.dataset.order.shuffle_meter import Figure, Shuffle
-from vlatune.report.html import shuffle_meaning, shuffle_table, write_report
+from vlatune.report.html import write_report
+from vlatune.report.section_data import shuffle_meaning, shuffle_table
 from vlatune.report.summary import write_summary
 
 GOOD = Shuffle(32, 1800, Figure(29.9, 29.65), Figure(0.0001, 0.0005), Figure(10.0, 548.0), 0.92)
@@ -38,7 +39,7 @@ def test_the_table_has_this_run_beside_a_permutation():
 
 
 def test_the_page_shows_them_or_says_that_they_are_missing(tmp_path):
-    missing = 'How the samples were mixed</h2><p class="missing">Not recorded'
+    missing = 'How the samples were mixed</h3><p class="missing">Not recorded'
     write_summary(tmp_path, summary(shuffle=GOOD.to_json()))
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert shuffle_meaning(GOOD.to_json()) in page

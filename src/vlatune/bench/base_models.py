@@ -161,7 +161,7 @@ def _rebuild_smolvla(folder: Path, scale: Scale, seed: int) -> None:
     config.expert_width_multiplier = smolvla_size.CONFIG_DEFAULTS["expert_width_multiplier"]
     size = scaled_smolvlm(scale, smolvla_size.read_size(folder, {}).vlm.vocab_size)
     smolvla_small.make_policy(config, size, seed).save_pretrained(folder)
-    smolvla_size.write_size(folder, size)
+    write_size(folder, size)
 
 
 def scaled_size(scale: Scale, vocab_size: int) -> Pi05Size:

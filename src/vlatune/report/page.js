@@ -39,12 +39,14 @@
 
   // Ticks, as in chart.py.
 
+  const ten = (power) => Number(`1e${power}`); // 10 ** -4 is not 0.0001 in every browser
+
   function linearTicks(low, high, count, whole) {
     const top = Math.floor(Math.log10(high - low)) + 1;
     let ticks = [];
     for (let power = top; power > top - 4; power--) {
       for (const factor of [5, 2, 1]) {
-        const step = factor * 10 ** power;
+        const step = factor * ten(power);
         if (whole && step < 1 && ticks.length) return ticks;
         const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
         ticks = Array.from({ length: Math.max(0, last - first + 1) }, (_, place) => (first + place) * step);
@@ -59,7 +61,7 @@
     const ticks = [];
     for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
       for (const factor of factors) {
-        const tick = factor * 10 ** power;
+        const tick = factor * ten(power);
         if (low <= tick && tick <= high) ticks.push(tick);
       }
     }

@@ -21,10 +21,14 @@ NEIGHBOURS_FINE = 2.0
 def data_seen(run: Run) -> Html:
     """Episodes, frames, tasks, and what share of the samples each dataset gives; how well they were mixed."""
     parts = [_datasets(run), *_tasks(run.data)] if run.data else [missing("The datasets were not recorded.")]
+    return section("Data seen", *parts, tag("h3", "How the samples were mixed"), *_mixed(run))
+
+
+def _mixed(run: Run) -> list[Html]:
     shuffle = run.summary.shuffle if run.summary else None
-    if shuffle:
-        parts += [tag("h3", "How the samples were mixed"), tag("p", shuffle_meaning(shuffle)), shuffle_table(shuffle)]
-    return section("Data seen", *parts)
+    if not shuffle:
+        return [missing("Not recorded: the run has not written its summary.")]
+    return [tag("p", shuffle_meaning(shuffle)), shuffle_table(shuffle)]
 
 
 def _datasets(run: Run) -> Html:
