@@ -17,7 +17,7 @@ from vlatune.train.driver import progress
 from vlatune.train.driver.progress import Progress, View, lines, sparkline, to_renderable, what_starts
 
 NO_WORKERS = SimpleNamespace(states=())
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def record(step: int) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def test_all_steps_are_shown_once_although_the_file_was_cut_and_grew_again_betwe
 
 @pytest.mark.usefixtures("by_hand")
 def test_a_run_that_goes_on_knows_what_was_before_and_nothing_of_what_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    make_terminal(monkeypatch)
     metrics, held_out = MetricsFile(tmp_path / "metrics.jsonl"), MetricsFile(tmp_path / "validation.jsonl")
     for step in range(1, 8):
         metrics.append(record(step))
@@ -188,11 +188,12 @@ class Terminal(io.StringIO):
         return True
 
     def text(self) -> str:
-        return ESCAPES.sub("", self.getvalue())
+        """All that was drawn, also what was drawn over, line by line."""
+        return ESCAPES.sub("", self.getvalue()).replace("\r", "\n")
 
 
-@pytest.fixture
-def terminal(monkeypatch) -> Terminal:
+def make_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """In a test's body: between a fixture and the test pytest puts its own stdout there."""
     monkeypatch.setattr(sys, "stdout", made := Terminal())
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("LINES", "24")
@@ -201,7 +202,8 @@ def terminal(monkeypatch) -> Terminal:
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_view_goes_and_leaves_two_plain_lines_and_the_cursor(tmp_path, terminal):
+def test_a_view_goes_and_leaves_two_plain_lines_and_the_cursor(tmp_path, monkeypatch):
+    terminal = make_terminal(monkeypatch)
     metrics, before = MetricsFile(tmp_path / "metrics.jsonl"), sys.stdout
     following = make(tmp_path)
     following.begin(NO_WORKERS, from_step=0, restarts=0)
@@ -216,12 +218,14 @@ def test_a_view_goes_and_leaves_two_plain_lines_and_the_cursor(tmp_path, termina
     assert all(len(line) <= 60 for line in terminal.text().splitlines()[:-2])
     assert "\x1b[?25h" in terminal.getvalue()  # the cursor is there again
     last = terminal.text().splitlines()[-2:]
-    assert last[0].endswith("step 20/20  loss 0.0500  grad 1.00  lr 1.0e-03  9 samples/s  wait 0.0%  store 0 MB")
+    assert last[0] == ("step 20/20  loss 0.0500  grad 1.00  lr 1.0e-03  9 samples/s  wait 0.0%  store 0 MB")
     assert re.search(r"; 0 checkpoints; 0 restarts$", last[1])
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_view_that_breaks_is_said_once_and_plain_lines_go_on(tmp_path, terminal, monkeypatch, capsys):
+def test_a_view_that_breaks_is_said_once_and_plain_lines_go_on(tmp_path, monkeypatch, capsys):
+    terminal = make_terminal(monkeypatch)
+
     def breaks(*_: Any, **__: Any) -> None:
         raise ValueError("no such glyph")
 
@@ -237,7 +241,8 @@ def test_a_view_that_breaks_is_said_once_and_plain_lines_go_on(tmp_path, termina
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_terminal_that_is_gone_ends_nothing(tmp_path, terminal, monkeypatch):
+def test_a_terminal_that_is_gone_ends_nothing(tmp_path, monkeypatch):
+    terminal = make_terminal(monkeypatch)
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     following = make(tmp_path)
 
@@ -252,7 +257,8 @@ def test_a_terminal_that_is_gone_ends_nothing(tmp_path, terminal, monkeypatch):
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(tmp_path, terminal, monkeypatch):
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(tmp_path, monkeypatch):
+    terminal = make_terminal(monkeypatch)
     monkeypatch.setenv("TERM", "dumb")
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     following = make(tmp_path)

@@ -101,7 +101,7 @@ class TrackerFeed:
             self._give_up(name, str(error))
 
     def _feed(self, name: str, begin: Begin) -> None:
-        known: dict[str, Any] = {"sent": {}, **self._state.get(name, {})}
+        known: dict[str, Any] = {"sent": {}, **copy.deepcopy(self._state.get(name, {}))}
         tracker, known["run_id"] = begin(known.get("run_id"))
         self._remember(name, known)
         folder, is_last = RunFolder(self._run_dir), False
