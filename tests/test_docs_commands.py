@@ -268,7 +268,8 @@ def test_what_runs_elsewhere_does(path: str) -> None:
 def test_lerobots_own_program_understands_the_lines_for_a_robot(place: Place) -> None:
     """As far as its settings: no robot is asked for."""
     import draccus
-    from lerobot.robots.so_follower import SO101FollowerConfig  # noqa: F401  (registers the type that the pages name)
+    import lerobot.cameras.opencv  # noqa: F401  (registers the type that the pages name)
+    from lerobot.robots.so_follower import SO101FollowerConfig
     from lerobot.rollout import RolloutConfig
 
     found = [one for one in COMMANDS if one.words[0] == "lerobot-rollout"]
@@ -283,5 +284,5 @@ def test_lerobots_own_program_understands_the_lines_for_a_robot(place: Place) ->
             config = draccus.parse(RolloutConfig, args=words)
         assert config.policy is not None
         assert config.policy.type == "pi05"
-        assert config.robot is not None
-        assert config.robot.type == "so101_follower"
+        assert type(config.robot) is SO101FollowerConfig
+        assert config.robot.cameras

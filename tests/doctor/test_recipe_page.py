@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from repository_files import ROOT
 
-from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS, Columns
+from vlatune.batch import ACTION, IDS, NOISE, TIME, TOKEN_MASK, TOKENS, Columns
 from vlatune.config import PolicyConfig, RunConfig
 from vlatune.doctor.device_memory import Fitting, fitting_ways, table_rows
 from vlatune.policies.base import Binding
@@ -33,8 +33,10 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> list[Fitting]:
 
 def rows_of_two() -> Columns:
     shapes = {TOKENS: (200,), TOKEN_MASK: (200,), ACTION: (50, 32), NOISE: (1, 50, 32), TIME: (1,)}
-    kinds = {TOKENS: np.int64, TOKEN_MASK: np.bool_}
+    shapes |= dict.fromkeys(IDS, ())
+    kinds = {TOKENS: np.int64, TOKEN_MASK: np.bool_} | dict.fromkeys(IDS, np.int64)
     made = {name: np.zeros((2, *shape), kinds.get(name, np.float32)) for name, shape in shapes.items()}
+    made[TOKEN_MASK][:] = True  # prompts of full length: shorter ones would be cut
     return made | {camera: np.zeros((2, 3, 224, 224), np.uint8) for camera in CAMERAS}
 
 

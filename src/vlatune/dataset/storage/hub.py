@@ -58,6 +58,7 @@ def _first_line(error: Exception) -> str:
 def require_pushable(repository: str) -> None:
     """Refuse what cannot be pushed, without a request: a name that is none, offline mode, no token."""
     import huggingface_hub
+    from huggingface_hub import constants
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     flag = f"--push_to_hub={repository}"
@@ -67,7 +68,7 @@ def require_pushable(repository: str) -> None:
         raise ValueError(f"{flag}: no name of a hub repository ({_first_line(error)}); give owner/name") from None
     if "/" not in repository:
         raise ValueError(f"{flag}: whose? give owner/name, as me/{repository}")
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         raise ValueError(
             f"{flag}: HF_HUB_OFFLINE is set, so nothing is sent; unset it, or leave the flag out and push the folder from elsewhere"
         )
@@ -90,11 +91,12 @@ def open_repository(repository: str, *, private: bool) -> None:
 
 def push(repository: str, files: Mapping[str, Path], message: str) -> str:
     """All files in one commit, under the names that they have as keys; the address of the repository."""
+    from huggingface_hub import constants
 
     def send(hub: Any) -> str:
         added = [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
         hub.create_commit(repository, added, commit_message=message)
-        return f"{hub.constants.ENDPOINT}/{repository}"
+        return f"{constants.ENDPOINT}/{repository}"
 
     return _pushing(repository, send)
 
