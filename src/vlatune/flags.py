@@ -81,7 +81,7 @@ def flags_of(config: Any) -> list[str]:
             again = is_repeatable(kind) and value and isinstance(value[0], str | dict)
             words += [f"--{name}={_as_text(one)}" for one in (value if again else [value])]
     usual = _open_values(plain)
-    given = {name: value for name, value in _open_values(config).items() if value != usual.get(name)}
+    given = {name: value for name, value in _open_values(config).items() if (name, value) not in usual.items()}
     return words + [f"--{name}={_as_text(value)}" for name, value in given.items()]
 
 

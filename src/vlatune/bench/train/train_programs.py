@@ -23,6 +23,7 @@ from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.demo import ensure_base, ensure_dataset
 from vlatune.errors import did_you_mean
+from vlatune.files import put_folder
 from vlatune.flags import config_from_dict
 from vlatune.policies.registry import get_policy
 from vlatune.ray_internals import TRAIN_WORKER_TITLE
@@ -209,7 +210,8 @@ def _ensure_base(folder: Path, root: str, case: Case, kind: str) -> Path:
         )
     else:
         card.adapter().make_base(aside, fit, small=True, place=base)
-    return aside.rename(base)
+    put_folder(aside, base)
+    return base
 
 
 LEROBOT_LINE = re.compile(rb"\bstep:\S+ smpl:\S+ ")
