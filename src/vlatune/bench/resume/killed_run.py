@@ -48,8 +48,7 @@ class Mark:
 WORKERS_BEGIN = (
     Mark("workers have processes", title=TRAIN_WORKER_TITLE),
     Mark("rank 0 is in the training function", file="logs/stacks-*-rank-0.txt"),
-    Mark("model loaded, checkpoint restored", file=".pen"),
-    Mark("metrics cut back and opened", file="logs/worker.log"),
+    Mark("model loaded, checkpoint restored, metrics opened", file="logs/worker.log"),
 )
 AFTER_WORKER = (Mark("the driver has noticed", file="logs/failure-*.txt"), *WORKERS_BEGIN)
 AFTER_DRIVER = (
