@@ -177,7 +177,7 @@ def _read(given: str) -> tuple[dict[str, Any], set[str], int | None]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = parse_json(read_file(path.resolve().parent, path.name), path.name)
+        content = parse_json(read_file(path.absolute().parent, path.name), path.name)
     except (OSError, ValueError) as error:
         raise ValueError(f"--from_lerobot={path}: not a train_config.json that can be read ({error})") from None
     if not isinstance(content, dict) or "dataset" not in content:

@@ -430,6 +430,19 @@ ONE_WAY_IN = [
 SHOWN_TO_DOCTOR = (
     "info.json is a link out, train",
     "info.json is a FIFO, train",
+    "info.json nested",
+    "stats.json is a FIFO",
+    "tasks.parquet is a link out",
+    "a data file is a FIFO",
+    "a video is an SDP text, train",
+    "NaN in a state, train",
+    "statistics of width 1, train",
+    "a list of 5 million values",
+    "config.json is a FIFO",
+    "the weights are a link out",
+    "the preprocessor names a class",
+    "a tokenizer that runs code",
+    "a depth of 10^6",
 )
 """What `train` refuses, `doctor` finds, and goes on with what does not need it: some of each kind, as a row takes a second."""
 DOCTORS = [

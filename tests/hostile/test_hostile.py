@@ -25,7 +25,7 @@ from vlatune.policies.registry import get_adapter, policy_types
 from vlatune.train.driver.tiny_base import fit_datasets
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, func_only=True)  # not for what all share
 @pytest.mark.parametrize("case", [case for case in CASES if case.command != READ], ids=lambda case: case.name)
 def test_it_is_refused_and_nothing_else_happens(case: Case, place: Place, capsys, monkeypatch) -> None:
     monkeypatch.delenv("VLATUNE_TRACEBACK", raising=False)
