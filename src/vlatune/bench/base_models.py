@@ -114,6 +114,8 @@ def make_scaled(
     """A vision-language policy at a size; `tokens` is another length of PI0.5's or PI0's prompt than the sentences', `place`
     where the folder will lie in the end.
     """
+    if kind == SMOLVLA:
+        _check_smolvlm(scale)
     fit = replace(fit, image_size=scale.image_size)
     get_adapter(kind).make_base(folder, fit, small=True, place=place or folder)
     if kind == SMOLVLA:
@@ -187,14 +189,6 @@ def scaled_size(scale: Scale, vocab_size: int) -> Pi05Size:
 def scaled_smolvlm(scale: Scale, vocab_size: int) -> smolvla_size.SmolVLMSize:
     """Likewise, at 960; heads keep their size, and there is one of keys and values to three others."""
     published, width = smolvla_size.SmolVLMSize(), scale.width
-    group = published.head_dim * published.heads // published.kv_heads
-    if width % group:
-        raise ValueError(f"--width={width}: must be a multiple of {group}, SmolVLA's heads that share keys and values")
-    token = published.patch_size * published.shuffle
-    if scale.image_size % token:
-        raise ValueError(
-            f"--image_size={scale.image_size}: must be a multiple of {token}, a side of SmolVLA's image token"
-        )
     vision_heads = max(1, round(published.vision_heads * width / published.width))
     vision_width = vision_heads * published.vision_width // published.vision_heads
     return replace(
@@ -203,7 +197,7 @@ def scaled_smolvlm(scale: Scale, vocab_size: int) -> smolvla_size.SmolVLMSize:
         depth=scale.depth,
         mlp_dim=width * published.mlp_dim // published.width,
         heads=width // published.head_dim,
-        kv_heads=width // group,
+        kv_heads=width // published.head_dim * published.kv_heads // published.heads,
         vision_width=vision_width,
         vision_depth=scale.vision_depth,
         vision_mlp_dim=vision_width * published.vision_mlp_dim // published.vision_width,
@@ -211,6 +205,18 @@ def scaled_smolvlm(scale: Scale, vocab_size: int) -> smolvla_size.SmolVLMSize:
         image_size=scale.image_size,
         vocab_size=vocab_size,
     )
+
+
+def _check_smolvlm(scale: Scale) -> None:
+    published = smolvla_size.SmolVLMSize()
+    group = published.head_dim * published.heads // published.kv_heads
+    token = published.patch_size * published.shuffle
+    for name, value, of, what in (
+        ("width", scale.width, group, "the heads that share keys and values"),
+        ("image_size", scale.image_size, token, "a side of an image token"),
+    ):
+        if value % of:
+            raise ValueError(f"--{name}={value}: must be a multiple of {of} for SmolVLA, {what}")
 
 
 def make_rows(base: Base, count: int, seed: int) -> Columns:

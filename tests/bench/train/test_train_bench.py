@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,7 +272,7 @@ def test_mistakes_are_named(flags, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def lerobot_flags(tmp_path: Path, kind: str, train: str, **settings: object) -> set[str]:
+def lerobot_flags(tmp_path: Path, kind: str, train: str, **settings: Any) -> set[str]:
     policy = PolicyConfig(path="base", type=kind, train=train, **settings)
     config = RunConfig(dataset=DatasetConfig(root=("data",)), policy=policy, torch_threads=1)
     program = ways.lerobot(TrainJob(config, (0, 2), num_workers=2), tmp_path)
@@ -303,7 +304,7 @@ def recorded(*, steps: int = 40) -> Figures:
     return Figures(results, by_way, ours, {OURS: 0.1, PEERS["lerobot"]: 0.2}, dict(COURSES))
 
 
-def printed(capsys, options: TrainBench, figures: Figures) -> tuple[str, dict]:
+def printed(capsys, options: TrainBench, figures: Figures) -> tuple[str, dict[str, Any]]:
     config = RunConfig(
         dataset=DatasetConfig(root=("data",)), policy=PolicyConfig(path="base", type=options.policy.type)
     )
