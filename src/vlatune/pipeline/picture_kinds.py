@@ -25,6 +25,9 @@ GRAY = (0.2989, 0.587, 0.114)
 """torchvision's weights of red, green and blue."""
 CUT = -0.498
 """Added before OpenCV rounds, where torchvision cuts off; not -0.5, which would take whole numbers down, too."""
+TO_GRAY_34 = np.tile(np.array([*GRAY, CUT - 0.5]), (3, 1))
+AS_IS_34 = np.column_stack([np.eye(3), np.full(3, CUT)])
+"""Mixes of red, green, blue and 1 that a saturation lies between; torchvision cuts the gray picture, too: half a level, in the mean."""
 STRIP_ROWS = 32
 NEAREST, LINEAR = 0, 2
 """As torchvision numbers the ways to interpolate."""
@@ -38,7 +41,7 @@ class Kind(Protocol):
 
     @property
     def apply(self) -> Callable[..., np.ndarray]:
-        """Picture and what was drawn -> picture."""
+        """Picture, which it may write to, and what was drawn -> picture."""
         ...
 
 
@@ -145,17 +148,15 @@ def adjust_brightness(image_HWC: np.ndarray, factor: float) -> np.ndarray:
 
 
 def adjust_contrast(image_HWC: np.ndarray, factor: float) -> np.ndarray:
-    """Away from the mean of the gray picture, which torchvision cuts down to whole levels first."""
-    mean = cv2.mean(cv2.cvtColor(image_HWC, cv2.COLOR_RGB2GRAY))[0] - 0.5
+    """Away from the mean of the gray picture, which torchvision cuts down to whole levels first: half a level, in the mean."""
+    sums = cv2.sumElems(image_HWC)  # seven times as fast as cv2.mean
+    mean = sum(weight * one for weight, one in zip(GRAY, sums, strict=False)) / (image_HWC.size // 3) - 0.5
     return cv2.addWeighted(image_HWC, factor, image_HWC, 0.0, (1 - factor) * mean + CUT)
 
 
 def adjust_saturation(image_HWC: np.ndarray, factor: float) -> np.ndarray:
     """Away from the gray picture: a mix of the three colours, in one pass."""
-    mix = np.empty((3, 4), np.float32)
-    mix[:, :3] = np.multiply(GRAY, 1 - factor) + factor * np.eye(3)
-    mix[:, 3] = CUT - 0.5 * (1 - factor)
-    return cv2.transform(image_HWC, mix)
+    return cv2.transform(image_HWC, (1 - factor) * TO_GRAY_34 + factor * AS_IS_34)
 
 
 def adjust_hue(image_HWC: np.ndarray, turn: float) -> np.ndarray:
@@ -194,10 +195,10 @@ class SharpnessJitter:
         """Away from a blurred picture (5 in the middle, 1 around it, over 13); pixels at the edge stay."""
         if min(image_HWC.shape[:2]) <= 2:
             return image_HWC
-        rest = (1 - factor) / 13
-        made = cv2.addWeighted(image_HWC, factor + 4 * rest, cv2.blur(image_HWC, (3, 3)), 9 * rest, CUT)
-        made[0], made[-1], made[:, 0], made[:, -1] = image_HWC[0], image_HWC[-1], image_HWC[:, 0], image_HWC[:, -1]
-        return made
+        rest, blurred_HWC = (1 - factor) / 13, cv2.blur(image_HWC, (3, 3))
+        inner_HWC = image_HWC[1:-1, 1:-1]
+        cv2.addWeighted(inner_HWC, factor + 4 * rest, blurred_HWC[1:-1, 1:-1], 9 * rest, CUT, inner_HWC)
+        return image_HWC
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class GammaCorrection:
 
 @dataclass(frozen=True)
 class GaussianNoise:
-    """Slow: a millisecond for a picture, most of it for the draw."""
+    """Slow: a millisecond for a picture, nearly all of it for the draw."""
 
     std: Span = (5.0, 25.0)
     """In levels of 255."""
@@ -325,7 +326,7 @@ class GaussianNoise:
         return std, rng.standard_normal((*hw, 3), dtype=np.float32)
 
     def apply(self, image_HWC: np.ndarray, std: float, noise_HWC: np.ndarray) -> np.ndarray:
-        return _to_levels(image_HWC + np.float32(std) * noise_HWC)
+        return cv2.addWeighted(image_HWC, 1.0, noise_HWC, std, 0.0, dtype=cv2.CV_8U)
 
 
 @dataclass(frozen=True)
@@ -435,8 +436,10 @@ class GaussianPatchBrightness:
         light_HW = np.ones((height, width), np.float32)
         for (y, x), sigma, factor in zip(middles_N2, sigmas_N, factors_N, strict=True):
             column, row = (np.exp(-((at - c) ** 2) / (2 * sigma**2)) for at, c in ((down, y), (right, x)))
-            light_HW *= 1 + np.float32(factor - 1) * np.outer(column, row).astype(np.float32)
-        return _to_levels(image_HWC * light_HW[..., None])
+            spot_HW = np.outer((factor - 1) * column, row).astype(np.float32)
+            spot_HW += 1
+            light_HW *= spot_HW
+        return _lit(image_HWC, light_HW)
 
 
 @dataclass(frozen=True)
@@ -462,11 +465,12 @@ class RandomShadow:
         coarse = min(8, height, width)
         whole = light_W[: width // coarse * coarse].reshape(1, -1, coarse).mean(axis=2)
         light_W = cv2.resize(whole, (width, 1), interpolation=cv2.INTER_LINEAR)[0]
-        return _to_levels(image_HWC * light_W[None, :, None])
+        return _lit(image_HWC, np.broadcast_to(light_W, (height, width)).copy())
 
 
-def _to_levels(values: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+def _lit(image_HWC: np.ndarray, light_HW: np.ndarray) -> np.ndarray:
+    """Every colour times the light, rounded and cut off at the ends in one pass."""
+    return cv2.merge([cv2.multiply(plane, light_HW, dtype=cv2.CV_8U) for plane in cv2.split(image_HWC)])
 
 
 KINDS: dict[str, Callable[[Settings], Kind]] = {

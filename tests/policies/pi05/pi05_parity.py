@@ -88,11 +88,11 @@ def setup_for(dataset: Path, base: Path, *, kind: Kind = PI05) -> Setup:
     return make_setup(RunConfig(dataset=DatasetConfig(root=(str(dataset),)), policy=policy))
 
 
-def draw_batch(setup: Setup) -> dict[str, Tensor]:
-    """Four samples of the dataset with three draws of noise and time each, as training gets them."""
+def draw_batch(setup: Setup, draws: int = DRAWS) -> dict[str, Tensor]:
+    """Four samples of the dataset with so many draws of noise and time each, as training gets them."""
     frames = np.arange(4)
     rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))
-    draw = Draw(seed=7, flow_samples=DRAWS)
+    draw = Draw(seed=7, flow_samples=draws)
     transforms = setup.adapter.make_transforms(setup.policy, setup.binding, setup.stats, draw)
     return {key: torch.from_numpy(values) for key, values in apply_all(transforms, rows).items()}
 
