@@ -109,7 +109,7 @@ class SmolVLAModule(nn.Module):
             run_cross=self._cross_layer,
         )
         losses = functional.mse_loss(wanted, guessed, reduction="none")[:, :, : self.action_dim]
-        inside = ~repeat_each(batch[ACTION_IS_PAD], self.flow_samples)
+        inside = ~repeat_each(batch[ACTION_IS_PAD], batch[TIME].shape[1])
         self.loss_parts = LossParts(losses.detach(), counted=inside[:, :, None])
         sums, counts = (losses * inside[:, :, None]).sum(dim=(1, 2)), inside.sum(dim=1) * self.action_dim
         if self.training:
