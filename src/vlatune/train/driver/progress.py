@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import CHECKPOINTS
 from vlatune.config import RunConfig
-from vlatune.outgoing import make_view, printable, say, warn
+from vlatune.outgoing import make_view, printable, redacted, say, warn
 from vlatune.report.formatting import format_bytes, format_rate, format_seconds, format_share, plural
 from vlatune.report.run_folder import RunFolder
 from vlatune.report.sinks import JsonlTail, read_jsonl
@@ -141,7 +141,7 @@ def _hardest(by_task: Mapping[str, float | None]) -> str:
     if len(known) < 2:
         return ""
     name = max(known, key=lambda one: known[one])
-    return f"{known[name]:.4f}  {printable(name)}"
+    return f"{known[name]:.4f}  {printable(redacted(name))}"
 
 
 def _store(used_bytes: float, capacity_bytes: int | None) -> str:
@@ -230,7 +230,7 @@ class Progress:
     def view(self) -> View:
         """Of this moment."""
         return View(
-            name=printable(self._config.job_name),
+            name=printable(redacted(self._config.job_name)),
             total_steps=self._config.steps,
             elapsed_s=time.monotonic() - self._began_s,
             step=self._recent[-1]["optimizer_step"] if self._recent else self._from_step,
