@@ -45,8 +45,9 @@ def test_tasks_and_episodes_are_capped(monkeypatch):
     groups = make_loss_groups([["a", "b", "c", "d"]], [4], dims=1, robots=0)
     assert groups.tasks == ("a", "b", OTHERS)
     assert groups.episodes == 0
-    assert groups.numbers(columns([0] * 3, [1] * 3, ["b", "d", "unheard of"])).tolist() == [[1], [2], [2]]
-    assert make_loss_groups([["a"]], [4], dims=1, robots=0).numbers(columns([0], [0], ["a"])).shape == (1, 0)
+    assert groups.numbers(columns([0] * 3, [1] * 3, ["b", "d", "unheard of"])).tolist() == [[1, 4], [2, 4], [2, 4]]
+    assert groups.columns == 5
+    assert groups.worst_episodes(np.ones((2, 1))) == ()
 
 
 def test_a_datasets_sentence_is_a_short_name_without_escapes():

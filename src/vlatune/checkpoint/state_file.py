@@ -69,7 +69,8 @@ def parse_state(data: bytes, where: str) -> TrainState:
             f"checkpoint {where}: {STATE} has not the expected fields ({odd}); use the version that wrote it"
         )
     _check_kinds(raw, where)
-    return TrainState(**raw | {"loss_sums": tuple(raw["loss_sums"])})
+    raw["loss_sums"] = tuple(raw["loss_sums"])
+    return TrainState(**raw)
 
 
 def _check_kinds(raw: Mapping[str, Any], where: str) -> None:

@@ -47,6 +47,7 @@ class LossGroups:
     first_episode: tuple[int, ...]
     """Of each dataset, how many episodes the datasets before it have."""
     episodes: int
+    """0 where there are too many; one column then is all of them."""
 
     @property
     def dim_columns(self) -> slice:
@@ -60,7 +61,7 @@ class LossGroups:
 
     @property
     def columns(self) -> int:
-        return self.interval + self.episodes
+        return self.interval + max(1, self.episodes)
 
     def numbers(self, columns: Columns) -> np.ndarray:
         """(N, groups of a row): the table's columns that a row's loss is added to."""
@@ -70,9 +71,9 @@ class LossGroups:
             known = {name: number for number, name in enumerate(self.tasks)}
             by_text = {text: known.get(task_name(text), len(self.tasks) - 1) for text in set(columns[TASK])}
             found.append(self.robots + np.array([by_text[text] for text in columns[TASK]]))
-        if self.episodes:
-            found.append(self.interval + np.array(self.first_episode)[dataset_N] + columns["episode_index"])
-        return np.stack(found, axis=1).astype(np.int64) if found else np.empty((len(dataset_N), 0), np.int64)
+        episode_N = np.array(self.first_episode)[dataset_N] + columns["episode_index"]
+        found.append(self.interval + (episode_N if self.episodes else np.zeros_like(episode_N)))
+        return np.stack(found, axis=1).astype(np.int64)
 
     def to_metrics(self, sums_and_counts: Sequence[float]) -> dict[str, Any]:
         """What a log line says of the interval's columns, sums first; None where no sample of a group came."""
@@ -89,7 +90,7 @@ class LossGroups:
 
     def worst_episodes(self, sums_2E: np.ndarray) -> tuple[dict[str, int | float], ...]:
         """For summary.json, of all workers' sums and counts of episodes: the highest losses first."""
-        sums_E, counts_E = sums_2E
+        sums_E, counts_E = sums_2E[:, : self.episodes]
         seen = np.flatnonzero(counts_E)
         losses = sums_E[seen] / counts_E[seen]
         worst = np.lexsort((seen, -losses))[:WORST_EPISODES]

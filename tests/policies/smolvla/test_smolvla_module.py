@@ -99,6 +99,8 @@ def test_the_loss_of_an_evaluation_is_that_of_its_samples_whatever_the_batch(set
     theirs = lerobot_loss(lerobot_policy, batch, reduction="none")
     assert distance(torch.stack(single), theirs) <= LOSS_RTOL
     assert abs(float(theirs.mean()) / float(lerobot_loss(lerobot_policy, batch)) - 1) > 1e-3  # rows of other lengths
+    several = load(setup, "expert", flow_samples=DRAWS).eval()  # validation takes one draw, however many training does
+    assert torch.equal(several(batch), module(batch))
 
 
 def test_an_evaluation_takes_one_draw_however_many_training_does(setup, batch):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import CHECKPOINTS
 from vlatune.config import RunConfig
-from vlatune.outgoing import make_view, printable, say, warn
+from vlatune.outgoing import make_view, printable, redacted, say, warn
 from vlatune.report.formatting import format_bytes, format_rate, format_seconds, format_share, plural
 from vlatune.report.run_folder import RunFolder
 from vlatune.report.sinks import JsonlTail, read_jsonl
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from vlatune.train.heartbeat import RankState
 
 POLL_S = 0.5
-LABEL_CHARS, MOST_CHARS = 12, 78
-"""Of the left column, and of a whole line: what is no wider survives most changes of a window's size."""
+LABEL_CHARS, DRAWN_CHARS, MOST_CHARS = 12, 59, 78
+"""Of the left column, of lines that are drawn to fit, and of others. A line that is no wider than a window becomes stays whole."""
 ETA_LINES = 10
 """Newest log lines whose steps say how long those to come will take."""
+SPARK_CHARS = 14
 SPARKS, PLAIN_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 BAR, PLAIN_BAR = "━╌", "#-"
 
@@ -77,7 +78,7 @@ def describe(line: Mapping[str, Any], held_out_error: float | None = None) -> st
 
 def lines(view: View, width: int, *, plain: bool = False) -> list[tuple[str, str]]:
     """(what, how much) from top to bottom, each pair at most `width` characters; `plain` without anything but ASCII."""
-    made = [(view.name, _bar(view, width, BAR if not plain else PLAIN_BAR)), *_progress(view, width, plain=plain)]
+    made = [(view.name, _bar(view, width, BAR if not plain else PLAIN_BAR)), *_progress(view, plain=plain)]
     if view.waits_for is not None:
         made.append(("waits for", view.waits_for))
     made += [("time", _times(view)), ("saved", _saved(view))]
@@ -90,12 +91,12 @@ def _ascii(text: str) -> str:
     return text.encode("ascii", "replace").decode()
 
 
-def _progress(view: View, width: int, *, plain: bool) -> list[tuple[str, str]]:
+def _progress(view: View, *, plain: bool) -> list[tuple[str, str]]:
     """What a log line tells; nothing before the first."""
     line = view.newest
     if not line:
         return []
-    sparks = sparkline(view.losses, max(8, min(24, width - 52)), PLAIN_SPARKS if plain else SPARKS)
+    sparks = sparkline(view.losses, SPARK_CHARS, PLAIN_SPARKS if plain else SPARKS)
     made = [("loss", f"{line['loss']:.4f}  {sparks}  grad {line['grad_norm']:.2f}  rate {line['lr']:.1e}")]
     if hardest := _hardest(line.get("loss_by_task") or {}):
         made.append(("hardest", hardest))
@@ -114,7 +115,7 @@ def _progress(view: View, width: int, *, plain: bool) -> list[tuple[str, str]]:
 def _bar(view: View, width: int, glyphs: str) -> str:
     told = f"step {view.step:,} of {view.total_steps:,} "
     share = view.step / view.total_steps
-    room = max(0, width - LABEL_CHARS - len(told) - 6)
+    room = max(0, min(width, DRAWN_CHARS) - LABEL_CHARS - len(told) - 6)
     done = int(room * share)
     return f"{told}{glyphs[0] * done}{glyphs[1] * (room - done)} {share:4.0%}"
 
@@ -140,7 +141,7 @@ def _hardest(by_task: Mapping[str, float | None]) -> str:
     if len(known) < 2:
         return ""
     name = max(known, key=lambda one: known[one])
-    return f"{known[name]:.4f}  {printable(name)}"
+    return f"{known[name]:.4f}  {printable(redacted(name))}"
 
 
 def _store(used_bytes: float, capacity_bytes: int | None) -> str:
@@ -229,7 +230,7 @@ class Progress:
     def view(self) -> View:
         """Of this moment."""
         return View(
-            name=printable(self._config.job_name),
+            name=printable(redacted(self._config.job_name)),
             total_steps=self._config.steps,
             elapsed_s=time.monotonic() - self._began_s,
             step=self._recent[-1]["optimizer_step"] if self._recent else self._from_step,

@@ -140,7 +140,7 @@ class LossTable:
     def __init__(self, groups: LossGroups, device: torch.device) -> None:
         self.sums_2G = torch.zeros(2, groups.columns, device=device)
         """Sums of losses, and how many they are: a part of the run's state."""
-        self.interval_2I, self.episodes_2E = self.sums_2G.split([groups.interval, groups.episodes], dim=1)
+        self.interval_2I, self.episodes_2E = self.sums_2G.tensor_split([groups.interval], dim=1)
         """What a log line reads and sets to zero, and the rest: views."""
         self._dims_2A = self.sums_2G[:, groups.dim_columns]
 
