@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
     def __init__(self, html: str):
         super().__init__(convert_charrefs=True)
-        self.html, self.tags, self.attributes, self.open, self.texts = html, [], [], [], []
+        self.html, self.tags, self.attributes, self.open, self.texts, self.command = html, [], [], [], [], ""
         self.feed(html)
         assert not self.open
 
@@ -56,6 +56,8 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if "style" not in self.open and "script" not in self.open:
             self.texts.append(data)
+        if "pre" in self.open:
+            self.command += data
 
     @property
     def text(self) -> str:
@@ -312,7 +314,7 @@ def test_a_split_loss_is_ranked_and_drawn(tmp_path) -> None:
     ranking = page.texts.index("Loss by task, last quarter of the run")
     assert [page.texts[ranking + place] for place in (1, 3, 5)] == list(reversed(TASKS))  # the highest first
     assert "Loss by action dimension, last quarter of the run" in page.texts
-    assert "Episodes of the highest loss; the first 20 of 30" in page.texts
+    assert "Episodes of the highest loss; the first 10 of 30" in page.texts
     assert "episode 0 (20 samples)" in page.texts
 
 
@@ -377,7 +379,7 @@ def test_data_seen_is_told(tmp_path) -> None:
 
 def test_the_command_is_the_run_and_can_be_pasted(tmp_path) -> None:
     page = page_of(write_whole_run(tmp_path, word=HOSTILE))
-    (told,) = [text for text in page.texts if text.startswith("vlatune train")]
+    told = page.command
     stored = json.loads((tmp_path / "config.json").read_text())
     assert parse_flags(shlex.split(told)[2:], RunConfig) == config_from_dict(RunConfig, stored, "the run")
 
@@ -387,7 +389,8 @@ def test_a_command_carries_no_secret_and_no_second_command(tmp_path) -> None:
     stored = json.loads((tmp_path / "config.json").read_text())
     stored["dataset"]["root"] = ["s3://key:hunter2@bucket/set", "/data/$(touch x)\n; rm -r /\u001b[2J"]
     write_json(tmp_path / "config.json", stored)
-    (told,) = [text for text in page_of(tmp_path).texts if text.startswith("vlatune train")]
+    told = page_of(tmp_path).command
+    assert told.startswith("vlatune train --recipe=tiny ")
     assert "hunter2" not in told
     assert told.isprintable()
     assert all(word.startswith("--") for word in shlex.split(told)[2:])  # quoted: one word, whatever is in it

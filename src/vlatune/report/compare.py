@@ -24,6 +24,7 @@ from vlatune.report.formatting import (
 )
 from vlatune.report.html import DAMAGED, told_verdict
 from vlatune.report.page import MAX_TEXT, flat_settings, make_page, row, section, shown_setting, table, told
+from vlatune.report.plots import loss_scale, smooth, told_scale
 from vlatune.report.run_folder import Run, read_run
 
 MAX_RUNS = 6
@@ -86,14 +87,14 @@ def _curves(runs: dict[str, Run]) -> Html:
     metrics = {name: run.metrics for name, run in runs.items()}
     validations = {name: run.validations for name, run in runs.items()}
     wide = [
-        _chart("Loss", metrics, "loss", height_px=280),
+        _chart("Loss, smoothed", metrics, "loss", height_px=280, noisy=True),
         _chart("Open-loop action error on held-out samples", validations, "val_action_error"),
     ]
     pairs = [
         _chart("Loss on held-out samples", validations, "val_loss"),
         _chart("Learning rate", metrics, "lr"),
-        _chart("Samples per second", metrics, "samples_per_s"),
-        _chart("Share of the time waiting for data", metrics, "wait_share", unit="share", least_top=0.1),
+        _chart("Samples per second", metrics, "samples_per_s", noisy=True),
+        _chart("Share of the time waiting for data", metrics, "wait_share", unit="share", least_top=0.1, noisy=True),
     ]
     shown = [chart for chart in pairs if chart is not None]
     return section(
@@ -109,18 +110,20 @@ def _chart(
     height_px: int = 200,
     unit: Unit = "number",
     least_top: float = 0.0,
+    noisy: bool = False,
 ) -> Html | None:
+    """One quantity of all runs that logged it; smoothed where noise of several runs would hide them from each other."""
     lines = []
     for number, (name, each) in enumerate(records.items()):
         points = [(one["optimizer_step"], one[key]) for one in each if isinstance(one.get(key), int | float)]
         if points:
             xs, ys = np.array(points, dtype=np.float64).T
-            lines.append(Line(shorten(name, 60), xs, ys, f"run{number}"))
+            lines.append(Line(shorten(name, 60), xs, smooth(ys) if noisy else ys, f"run{number}"))
     if not lines:
         return None
     xs, ys = np.concatenate([line.xs for line in lines]), np.concatenate([line.ys for line in lines])
-    scale = scale_of(ys, [least_top], from_zero=True)
-    return draw(Chart(title, tuple(lines), span_of(xs), scale, unit=unit, height_px=height_px))
+    scale = loss_scale(ys) if "loss" in key else scale_of(ys, [least_top], from_zero=True)
+    return draw(Chart(title + told_scale(scale), tuple(lines), span_of(xs), scale, unit=unit, height_px=height_px))
 
 
 def _figures(runs: dict[str, Run]) -> Html:
@@ -136,7 +139,7 @@ def _figures(runs: dict[str, Run]) -> Html:
     errors = [run.evaluation.get("action_error") for run in runs.values()]
     if any(error is not None for error in errors):
         rows.append(row("Evaluation: action error", *(told(error, format_number) for error in errors)))
-    return section("Figures", _table(runs, rows))
+    return section("Figures", _table(runs, rows, kind="figures compared"))
 
 
 def _differences(runs: dict[str, Run]) -> Html:
@@ -146,9 +149,9 @@ def _differences(runs: dict[str, Run]) -> Html:
     if not differing:
         return section(title, tag("p", "None: the runs have the same settings."))
     rows = [row(key, *(shown_setting(one[key]) if key in one else "-" for one in flat)) for key in differing]
-    return section(title, _table(runs, rows))
+    return section(title, _table(runs, rows, kind="settings compared"))
 
 
-def _table(runs: dict[str, Run], rows: list[Html]) -> Html:
+def _table(runs: dict[str, Run], rows: list[Html], *, kind: str) -> Html:
     names = (join([_mark(number), shorten(name, 60)]) for number, name in enumerate(runs))
-    return table(["", *names], rows, kind="settings compared")
+    return table(["", *names], rows, kind=kind)

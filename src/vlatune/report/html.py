@@ -226,8 +226,9 @@ def _command(run: Run) -> list[Html]:
         words = flags_of(config_from_dict(RunConfig, run.config, CONFIG_FILE))
     except ValueError as error:  # of another version, or edited
         return [missing(f"No command can be made of {CONFIG_FILE}: {shorten(str(error), MAX_TEXT)}")]
-    text = "The same run as a command; in a folder that has it already it goes on, --output_dir=DIR begins it anew."
-    return [tag("p", text), command(printable(redacted(f"vlatune train {typed(words)}")))]
+    text = "The same run as a command. Where its folder is, it goes on with it; with another "
+    line = [printable(redacted(typed([word]))) for word in ("vlatune", "train", *words)]
+    return [tag("p", text, tag("code", "--output_dir=DIR"), " it begins anew."), command(line)]
 
 
 def _details(summary: str, rows: dict[str, Any]) -> Html:

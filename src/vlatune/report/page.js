@@ -249,9 +249,9 @@
 
     const buttons = make("span", figure.querySelector("figcaption"), "zoom");
     const controls = [
-      ["+", "zoom in", () => zoomBy(0.5)],
-      ["−", "zoom out", () => zoomBy(2)],
       ["all", "show all", () => show(whole)],
+      ["−", "zoom out", () => zoomBy(2)],
+      ["+", "zoom in", () => zoomBy(0.5)],
     ];
     for (const [text, name, act] of controls) {
       const button = make("button", buttons, name.replace(" ", "-"), text);

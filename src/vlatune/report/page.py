@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -65,9 +65,10 @@ def told(value: Any, write: Callable[[Any], str]) -> str:
     return "-" if value is None else write(value)
 
 
-def command(words: str) -> Html:
-    """A line for the shell, which page.js gives a button that copies it."""
-    return tag("pre", words, class_="command", tabindex=0)
+def command(words: Sequence[str]) -> Html:
+    """A line for the shell, which page.js gives a button that copies it; it wraps between words where it can."""
+    spaced = [part for word in words for part in (" ", tag("span", word))][1:]
+    return tag("pre", *spaced, class_="command", tabindex=0)
 
 
 def flat_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

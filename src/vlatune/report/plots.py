@@ -69,16 +69,25 @@ def has(metrics: Records, key: str) -> bool:
 def loss_chart(metrics: Records, validations: Records = NONE, restarts: Sequence[float] = ()) -> Html:
     """The loss as logged, smoothed, and on held-out samples; on a log scale when it falls far. `restarts` are steps."""
     steps, loss = _column(metrics, "optimizer_step"), _column(metrics, "loss")
-    seen = loss[np.isfinite(loss)]
-    log = bool((seen > 0).all() and seen.max() / seen.min() > LOG_SCALE_RATIO)
     lines = (Line("logged", steps, loss, "raw"), Line("smoothed", steps, smooth(loss)))
     if has(validations, "val_loss"):
         held_out = Line("held out", _column(validations, "optimizer_step"), _column(validations, "val_loss"), "truth")
         lines, loss = (*lines, held_out), np.concatenate([loss, held_out.ys])
-    title = "Loss (log scale)" if log else "Loss"
-    span, scale = span_of(steps), scale_of(loss, log=log, from_zero=not log)
+    span, scale = span_of(steps), loss_scale(loss)
     marks = tuple(step for step in restarts if span.low <= step <= span.high)
-    return draw(Chart(title, lines, span, scale, height_px=280, marks=marks))
+    return draw(Chart(f"Loss{told_scale(scale)}", lines, span, scale, height_px=280, marks=marks))
+
+
+def loss_scale(*values: NDArray[np.float64]) -> Scale:
+    """From zero; by the logarithm where values fall far, as a line along the bottom would say nothing."""
+    seen = np.concatenate(values)
+    seen = seen[np.isfinite(seen)]
+    log = bool(seen.size and (seen > 0).all() and seen.max() / seen.min() > LOG_SCALE_RATIO)
+    return scale_of(*values, log=log, from_zero=not log)
+
+
+def told_scale(scale: Scale) -> str:
+    return " (log scale)" if scale.log else ""
 
 
 def validation_chart(validations: Records) -> Html:
@@ -94,7 +103,8 @@ def split_loss_chart(title: str, metrics: Records, key: str, labels: Mapping[str
         Line(shorten(label, 60), steps, smooth(_column(split, part)), f"run{number}")
         for number, (part, label) in enumerate(itertools.islice(labels.items(), MAX_SPLIT))
     )
-    return draw(Chart(title, lines, span_of(steps), scale_of(*(line.ys for line in lines), from_zero=True)))
+    scale = loss_scale(*(line.ys for line in lines))
+    return draw(Chart(title + told_scale(scale), lines, span_of(steps), scale))
 
 
 def late_means(metrics: Records, key: str) -> dict[str | int, float]:

@@ -43,7 +43,7 @@ def _datasets(run: Run) -> Html:
         )
         for one in run.data["datasets"]
     ]
-    return Html(tag("p", _times_seen(run)) + table(head, rows, kind="settings figures"))
+    return Html(tag("p", _times_seen(run)) + table(head, rows, kind="figures"))
 
 
 def _times_seen(run: Run) -> str:
@@ -88,7 +88,7 @@ def shuffle_table(shuffle: dict[str, Any]) -> Html:
     body = [row(name, write(of["order"]), write(of["permutation"])) for name, of, write in rows]
     body.append(row("Distance to a true permutation, 0 to 1", _rounded(shuffle["distance"]), "0"))
     head = (f"First epoch, batches of {shuffle['global_batch']:,}", "this run", "a true permutation")
-    return table(head, body)
+    return table(head, body, kind="figures")
 
 
 def _rounded(value: float) -> str:

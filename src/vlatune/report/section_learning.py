@@ -9,7 +9,7 @@ from vlatune.report.page import missing, row, section, shown_setting, table
 from vlatune.report.run_folder import Run
 from vlatune.report.verdict import eval_meaning, looked_at
 
-MAX_RANKED = 20
+MAX_RANKED, MAX_EPISODES = 20, 10
 """Bars of a ranking."""
 
 
@@ -91,7 +91,7 @@ def _by_episode(run: Run) -> list[Html]:
         for one in worst
     ]
     return [
-        plots.ranked_bars(rows, name="Episodes of the highest loss", most=MAX_RANKED),
+        plots.ranked_bars(rows, name="Episodes of the highest loss", most=MAX_EPISODES),
         tag(
             "p",
             "Look at them first where something was recorded wrong; --dataset.episodes leaves an episode out.",
@@ -129,7 +129,7 @@ def _errors_by_dataset(datasets: Sequence[dict[str, Any]]) -> list[Html]:
         row(f"{one['dataset']}: {shown_setting(one['root'])}", *(format_number(one[key]) for key in keys))
         for one in datasets
     ]
-    return [table(head, body)]
+    return [table(head, body, kind="figures")]
 
 
 def _eval_basis(evaluation: dict[str, Any]) -> str:
