@@ -104,14 +104,16 @@ def train(config: RunConfig) -> None:
 
 
 def evaluate(options: EvalConfig, run_dir: str) -> None:
-    from vlatune.evaluate.evaluate_run import eval_text, evaluate_run
-    from vlatune.report.run_folder import REPORT_FILE
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     with progress_bar("batches") as show:
         figures = evaluate_run(Path(run_dir), options, on_batch=show)
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
+        from vlatune.evaluate.evaluate_run import eval_text
+        from vlatune.report.run_folder import REPORT_FILE
+
         say(f"{eval_text(figures, run_dir)}\n\nreport: {Path(run_dir) / REPORT_FILE}")
 
 
