@@ -54,23 +54,32 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def pages(demos: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pages")
-    first, second = write_whole_run(folder / "first"), write_whole_run(folder / "second", lr=2e-3, steps=200)
-    made = {"demo": [demos[0]], "demos compared": demos, "whole": [first], "two compared": [first, second]}
-    for name, runs in made.items():
-        assert cli.main(["report", *map(str, runs), f"--output={folder / name}.html"]) == 0
-    return {name: folder / f"{name}.html" for name in made}
+def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs with everything that a report can show, written by hand."""
+    folder = tmp_path_factory.mktemp("written")
+    return [write_whole_run(folder / "first"), write_whole_run(folder / "second", lr=2e-3, steps=200)]
 
 
-VIEWS = list(product(("demo", "demos compared", "whole", "two compared"), (1440, 390), (False, True)))
+@pytest.fixture
+def page(written: list[Path], tmp_path: Path) -> Path:
+    return report_of(written[:1], tmp_path / "page.html")
 
 
-@pytest.fixture(params=VIEWS, ids=lambda view: f"{view[0]}-{view[1]}-{'dark' if view[2] else 'light'}")
-def view(request: pytest.FixtureRequest, browser: Browser, pages: dict[str, Path]) -> Iterator[tuple[Tab, bool]]:
-    name, width, dark = request.param
-    assert pages[name].stat().st_size < MAX_PAGE_BYTES
-    tab = browser.open(pages[name], width=width, dark=dark)
+def report_of(runs: list[Path], file: Path) -> Path:
+    assert cli.main(["report", *map(str, runs), f"--output={file}"]) == 0
+    return file
+
+
+VIEWS = list(product(("written", "demos"), (1, 2), (1440, 390), (False, True)))
+
+
+@pytest.fixture(params=VIEWS, ids=lambda view: f"{view[1]}-{view[0]}-{view[2]}-{'dark' if view[3] else 'light'}")
+def view(request: pytest.FixtureRequest, browser: Browser, tmp_path: Path) -> Iterator[tuple[Tab, bool]]:
+    """The report of one run, or the comparison of two."""
+    runs, count, width, dark = request.param
+    page = report_of(request.getfixturevalue(runs)[:count], tmp_path / "page.html")
+    assert page.stat().st_size < MAX_PAGE_BYTES
+    tab = browser.open(page, width=width, dark=dark)
     yield tab, dark
     tab.close()
 
@@ -114,8 +123,8 @@ def fits(tab: Tab) -> None:
     assert len({tops.count(top) for top in tops}) <= 1, tops
 
 
-def test_buttons_zoom_around_what_a_finger_points_at(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["whole"], width=390)
+def test_buttons_zoom_around_what_a_finger_points_at(browser: Browser, page: Path) -> None:
+    tab = browser.open(page, width=390)
     served = tab.run(LABELS)
     tab.run(ROOMS)
     x, y = tab.middle_of("#plot0")
@@ -134,8 +143,8 @@ def test_buttons_zoom_around_what_a_finger_points_at(browser: Browser, pages: di
     tab.close()
 
 
-def test_a_chart_can_be_read_with_the_keys(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["whole"])
+def test_a_chart_can_be_read_with_the_keys(browser: Browser, page: Path) -> None:
+    tab = browser.open(page)
     tab.run("document.querySelector('.plot').focus()")
     for _ in range(3):
         tab.press("ArrowRight")
@@ -165,15 +174,15 @@ def test_values_are_read_out_as_python_writes_them(browser: Browser, tmp_path: P
     tab.close()
 
 
-def test_the_command_is_copied_and_is_the_run(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["whole"])
+def test_the_command_is_copied_and_is_the_run(browser: Browser, page: Path, written: list[Path]) -> None:
+    tab = browser.open(page)
     browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     tab.click(*tab.middle_of("button.copy"))
     copied = tab.run("navigator.clipboard.readText()")
     assert tab.run("document.querySelector('button.copy').textContent") == "Copied"
     words = shlex.split(copied)
     assert words[:2] == ["vlatune", "train"]
-    stored = json.loads((pages["whole"].parent / "first" / "config.json").read_text())
+    stored = json.loads((written[0] / "config.json").read_text())
     assert parse_flags(words[2:], RunConfig) == config_from_dict(RunConfig, stored, "the run")
     tab.close()
 
@@ -191,19 +200,19 @@ def test_words_of_strangers_do_nothing(browser: Browser, tmp_path: Path) -> None
     tab.close()
 
 
-def test_a_script_that_slipped_in_does_not_run(browser: Browser, pages: dict[str, Path], tmp_path: Path) -> None:
-    page = tmp_path / "changed.html"
+def test_a_script_that_slipped_in_does_not_run(browser: Browser, page: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.html"
     slipped = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
-    page.write_text(pages["whole"].read_text().replace("<main>", f"<main>{slipped}"))
-    tab = browser.open(page)
+    changed.write_text(page.read_text().replace("<main>", f"<main>{slipped}"))
+    tab = browser.open(changed)
     assert "taken" not in tab.run("document.title")
     assert len([one for one in tab.complaints() if "Content Security Policy" in one]) >= 2
     assert tab.run("document.querySelectorAll('.zoom').length") > 5  # the page's own still runs
     tab.close()
 
 
-def test_without_scripts_the_page_is_whole(browser: Browser, pages: dict[str, Path]) -> None:
-    tab = browser.open(pages["whole"], scripts=False)
+def test_without_scripts_the_page_is_whole(browser: Browser, page: Path) -> None:
+    tab = browser.open(page, scripts=False)
     assert tab.run("document.querySelectorAll('.zoom').length") == 0
     charts = tab.run(ROOMS)
     assert all(chart["drawn"] > 1 for chart in charts)
