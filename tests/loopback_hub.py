@@ -140,7 +140,9 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
         def _create(self, wanted: dict[str, Any]) -> None:
             assert f"{wanted['organization']}/{wanted['name']}" == REPOSITORY
             if hub.exists:
-                self._send(409, b'{"error": "You already created this model repo"}')
+                self._json(
+                    {"error": "You already created this model repo", "url": f"{hub.endpoint}/{REPOSITORY}"}, status=409
+                )
                 return
             hub.exists, hub.private = True, wanted.get("visibility") == "private"
             self._json({"url": f"{hub.endpoint}/{REPOSITORY}"})
@@ -168,8 +170,8 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
                 file.write_bytes(content)
             self._json({"commitUrl": f"{hub.endpoint}/{REPOSITORY}/commit/{COMMIT}", "commitOid": COMMIT})
 
-        def _json(self, value: Any) -> None:
-            self._send(200, json.dumps(value).encode())
+        def _json(self, value: Any, *, status: int = 200) -> None:
+            self._send(status, json.dumps(value).encode())
 
         def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)

@@ -31,7 +31,7 @@ PLOTS = (LOSS_PLOT, ERROR_PLOT)
 MAX_NAME = 200
 MAX_DIMS = 16
 IMAGES = "observation.images."
-CAMERA = "{type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}"
+FORM = "width: 640, height: 480, fps: 30"
 LEARNT = (
     "recipe",
     "optimizer",
@@ -177,7 +177,8 @@ def _pictures(plots: Mapping[str, bytes]) -> list[str]:
 
 
 def _on_a_robot(done: CardFacts) -> str:
-    cameras = ", ".join(f"{name.removeprefix(IMAGES)}: {CAMERA}" for name in done.cameras)
+    names = [name.removeprefix(IMAGES) for name in done.cameras]
+    cameras = ", ".join(f"{name}: {{type: opencv, index_or_path: {at}, {FORM}}}" for at, name in enumerate(names))
     words = [f"--robot.cameras={{{cameras}}}"] if cameras else []
     words += [f"--rename_map={json.dumps(dict(done.rename_map))}"] if done.rename_map else []
     lines = [
