@@ -67,7 +67,7 @@ class Results:
 
     def spread(self, way: str) -> str:
         values = self.rounds.get(way, [])
-        return f"{min(values):.1f} - {max(values):.1f}" if values else ""
+        return f"{min(values):.4g} - {max(values):.4g}" if values else ""
 
 
 def alternate(ways: Mapping[str, Callable[[], float]], rounds: int, *, say: Callable[[str], None]) -> Results:
@@ -84,7 +84,7 @@ def alternate(ways: Mapping[str, Callable[[], float]], rounds: int, *, say: Call
                 say(f"{name}: not run: {error}")
                 continue
             results.rounds.setdefault(name, []).append(value)
-            say(f"round {number + 1} of {rounds}: {name}: {value:.1f}")
+            say(f"round {number + 1} of {rounds}: {name}: {value:.4g}")
     return results
 
 

@@ -106,7 +106,7 @@ def run(options: StepBench) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flags = set_performance_flags(device, usable_cpus())
     with tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
-        say(f"making a {get_policy(options.policy.type).title} with random weights")
+        say(f"making a model with random weights: {get_policy(options.policy.type).title}")
         base = make_base(Path(scratch) / "base", options)
         by_train = {train: measure(base, train, options, device) for train in options.train}
         small = measure_host(make_small_base(Path(scratch) / "small", options), options, device)

@@ -230,10 +230,10 @@ def _row(way: str, runs: Sequence[RunFigures], figures: Figures) -> list[str]:
     ratio = figures.results.ratio(OURS, way)
     return [
         way,
-        f"{_median(run.samples_per_s for run in runs):.1f}",
+        f"{_median(run.samples_per_s for run in runs):.4g}",
         figures.results.spread(way),
         f"{ratio:.2f} x" if ratio and way != OURS else "",
-        f"{_median(run.whole_samples_per_s for run in runs):.1f}",
+        f"{_median(run.whole_samples_per_s for run in runs):.4g}",
         f"{_median(run.first_step_s for run in runs):.1f} s",
         *(f"{value:.2f}" for value in cpu_ms),
     ]

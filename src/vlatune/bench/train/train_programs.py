@@ -67,7 +67,7 @@ class Case:
     depth: int = 0
 
 
-VIDEO = Case("full", steps=120, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=96)
+VIDEO = Case("full", steps=96, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=96)
 PI_CASES = {
     "demo": Case("full", steps=800, batch_size=32, store_bytes=128 * MIB, lr=3e-3),
     "video": VIDEO,
@@ -89,8 +89,8 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "diffusion": {
         "demo": Case("full", steps=200, batch_size=8, store_bytes=128 * MIB, lr=1e-3),
-        "video": Case("full", steps=200, batch_size=8, store_bytes=96 * MIB, lr=1e-3, image_size=32),
-        "step": Case("full", steps=60, batch_size=8, store_bytes=96 * MIB, lr=1e-3, image_size=96),
+        "video": Case("full", steps=64, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=32),
+        "step": Case("full", steps=40, batch_size=8, store_bytes=96 * MIB, lr=1e-3, image_size=96),
     },
 }
 """Policy -> configuration. A row of the demo takes 16 kB in the store, one at 224 pixels 0.45 MB: a run consumes six times or
@@ -198,7 +198,7 @@ def _ensure_base(folder: Path, root: str, case: Case, kind: str) -> Path:
     base = folder / f"base-{kind}-{size}-{case.image_size}"
     if base.exists():
         return base
-    say(f"making a {card.title} with random weights: {size}")
+    say(f"making a model with random weights: {card.title}, {size}")
     fit = fit_datasets((load_meta(root),), seed=0, max_dims=card.max_dims)
     fit = replace(fit, horizon=HORIZON, image_size=case.image_size)
     aside = folder / f".{base.name}.making"
