@@ -16,6 +16,8 @@ from vlatune.report.formatting import Html, format_number, tag
 
 MAX_POINTS = 600
 """More would be drawn onto the same pixels."""
+LARGEST = 1e300
+"""At the end of an axis: the next powers of ten, and differences, are numbers, too."""
 MAX_READOUTS = 60
 """Strips under the pointer that tell their values."""
 
@@ -96,7 +98,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def scale_of(*values: ArrayLike, from_zero: bool = False, log: bool = False) -> Scale:
     """A scale that holds all finite values with a little air; never of zero width."""
     joined = np.concatenate([np.ravel(np.asarray(part, dtype=np.float64)) for part in values])
-    finite = joined[np.isfinite(joined)]
+    finite = np.clip(joined[np.isfinite(joined)], -LARGEST, LARGEST)
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if log:
         return Scale(low / 1.15, high * 1.15, log=True)
@@ -107,6 +109,7 @@ def scale_of(*values: ArrayLike, from_zero: bool = False, log: bool = False) -> 
 
 def span_of(xs: NDArray[np.float64]) -> Scale:
     """The x axis from the first to the last value; a single one gets a neighbour on each side."""
+    xs = np.clip(xs, -LARGEST, LARGEST)
     low, high = (float(xs.min()), float(xs.max())) if xs.size else (0.0, 1.0)
     return Scale(low, high) if high > low else Scale(low - 1, high + 1)
 
