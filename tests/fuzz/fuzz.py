@@ -3,7 +3,8 @@
 A case is a number: it decides the file and the change. It goes through `inspect`, the preflight of a run, one pass of
 reading and of the policy's transforms, from a folder or from a remote store, and one of eight through all checks of
 `doctor` before; or through `report`, alone and beside another run, and the loading of a checkpoint. It fails when the process dies, hangs, takes too much memory, or an error comes out that vlatune did not mean;
-and when rows of a dataset with checksums come out changed. Of rows that change without checksums the number is told.
+and when rows of a dataset with checksums come out changed. Of rows that change without checksums it is told how many, and
+of how many `inspect` had said something.
 
 Cases run one after the other in worker processes that are spawned, never forked: a fork of a process with threads may hang
 by itself, and then a hang would prove nothing. So a hang is the file's, it is run once, and the stacks of all threads are
@@ -46,7 +47,7 @@ BATCH = 400
 DOCTOR = 8
 READY = "ready"
 spawned = multiprocessing.get_context("spawn")
-GOOD = ("refused", "fine", "changed")
+GOOD = ("refused", "fine", "told", "changed")
 
 
 SPEC = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}
@@ -61,7 +62,8 @@ class Outcome:
     what: str
     """File and change."""
     result: str
-    """refused, fine, changed; or what is wrong: bare, crash, hang, memory, silent."""
+    """refused, fine, told (other rows, of which `inspect` spoke), changed (without a word); or what is wrong: bare, crash, hang,
+    memory, silent."""
     said: str = ""
     seconds: float = 0.0
 
@@ -232,7 +234,7 @@ def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
         changed = _read(folder, kind, place / "x")
     except (Exception, KeyboardInterrupt) as error:
         return {"kind": kind, "what": what, "result": "refused", "said": _explain(error)}
-    result = "fine" if not changed else "silent" if "checksums" in kind else "changed"
+    result = "silent" if changed and "checksums" in kind else changed or "fine"
     return {"kind": kind, "what": what, "result": result, "said": ""}
 
 
@@ -251,14 +253,14 @@ def seal(checkpoint: Path) -> None:
     replace_file(manifest, json.dumps(content).encode())
 
 
-def _read(folder: Path, kind: str, changed: Path) -> bool:
-    """Whether other rows came out than of the honest one."""
+def _read(folder: Path, kind: str, changed: Path) -> str:
+    """`told` or `changed` where other rows came out than of the honest one."""
     if kind == "run":
         read_run(changed, folder / "dataset", folder / "base", folder / "run")
-        return False
+        return ""
     if kind == "base":
         read_rows(*_pair(folder, kind, changed), changed.parent)
-        return False
+        return ""
     if kind == REMOTE:
         import fsspec
 
@@ -272,14 +274,15 @@ def _read(folder: Path, kind: str, changed: Path) -> bool:
     return _differs(folder, kind, str(changed), changed.parent)
 
 
-def _differs(folder: Path, kind: str, dataset: str, place: Path) -> bool:
+def _differs(folder: Path, kind: str, dataset: str, place: Path) -> str:
     from vlatune.inspect.inspection import inspect_dataset
     from vlatune.inspect.text import command_text, inspection_text
 
     found = inspect_dataset(dataset, videos=True)
     assert inspection_text(found, width=120) + command_text([found], {}) + json.dumps(asdict(found))
     honest = json.loads((folder / "digests.json").read_text())[source_of(kind).partition(" ")[0]]
-    return read_rows(dataset, folder / "base", place) != honest
+    is_same = read_rows(dataset, folder / "base", place) == honest
+    return "" if is_same else "told" if found.problems else "changed"
 
 
 def _explain(error: BaseException) -> str:

@@ -220,3 +220,16 @@ def renamed_camera(dataset: Path, new: str, old: str = "observation.images.wrist
     for file in (dataset / "meta/episodes").rglob("*.parquet"):
         table = pq.read_table(file)
         pq.write_table(table.rename_columns([name.replace(old, new) for name in table.column_names]), file)
+
+
+def swapped_lines(file: str, key: str) -> Make:
+    """The values of one key of a file of JSON lines, in the opposite order."""
+
+    def make(place: Place) -> None:
+        path = place.older / file
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row, value in zip(rows, [row[key] for row in rows][::-1], strict=True):
+            row[key] = value
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return make

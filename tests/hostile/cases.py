@@ -21,6 +21,7 @@ from bombs import (
     one_byte,
     rows_of,
     stats_of,
+    swapped_lines,
     table,
     understated,
     updated_camera,
@@ -250,6 +251,25 @@ NUMBERS = [
         "inspect {older}",
         "is there twice",
         1,
+    ),
+    Case(
+        "sentences that changed places",
+        column(TASKS, "task_index", lambda rows: rows[::-1]),
+        INSPECT,
+        "rows with another sentence than meta/episodes names",
+        1,
+    ),
+    Case(
+        "sentences that changed places, train",
+        column(TASKS, "task_index", lambda rows: rows[::-1]),
+        TRAIN,
+        "and meta/episodes says",
+    ),
+    Case(
+        "sentences that changed places, v2.1",
+        swapped_lines("meta/tasks.jsonl", "task_index"),
+        TRAIN.replace("{dataset}", "{older}"),
+        "and meta/episodes says",
     ),
 ]
 

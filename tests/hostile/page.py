@@ -10,6 +10,18 @@ command. Each ends with this message and exit code, and after each no payload ha
 traceback or terminal escape was printed. `read_lerobot` is the Python function, whose ValueError counts as exit code 2. The rows
 stand in `tests/hostile/cases.py` and `rows.py`; this page is printed by `tests/hostile/page.py`.
 
+`make fuzz` changes one file at random and reads it: no change may end in a crash, a hang of more than 10 s (without the seconds in which
+the machine had no core for it), 1 GB more memory, or a traceback, and with `meta/checksums.json` no changed row may come out. Without it,
+these still come through, as nothing in the dataset contradicts them:
+
+- a value of a state or an action that a robot may have had, and such a column in another order. `inspect` and `doctor` speak of values far
+  outside of the statistics, and of statistics that the rows do not have;
+- a picture whose bytes still decode, as h264 has no checksum of its own: changes of `mdat` and of the parameter sets in `avcC`. What the other
+  boxes of an mp4 tell is held against `info.json` and the rows: size, rate, number of frames, and a frame at the time of every row;
+- the words of a sentence: it may have been put better. `inspect` shows the one that the episodes name as "not in meta/tasks". Sentences that
+  changed places are refused, as the episodes name theirs;
+- a number of `stats.json` in its range.
+
 | what is wrong | command | says | exit |
 |---|---|---|---|
 """

@@ -119,6 +119,8 @@ class Unit:
     frames: np.ndarray
     slots: np.ndarray
     """Where each row belongs in the consumer's order."""
+    task: int = -1
+    """As `Episodes.task`."""
 
 
 def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarray, slots: np.ndarray) -> Unit:
@@ -139,6 +141,7 @@ def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarr
         videos=videos,
         frames=frames,
         slots=slots,
+        task=-1 if episodes.task is None else int(episodes.task[position]),
     )
 
 
@@ -213,7 +216,7 @@ def check_rows(spec: ReadSpec, unit: Unit, values: Mapping[str, np.ndarray], fil
     check_length(where, file_rows, unit.data_offset, unit.data_offset + unit.length)
     check_index(where, values, episode_index=unit.episode_index, from_row=unit.from_row, begin=unit.data_offset)
     check_times(where, values["timestamp"])
-    check_tasks(where, values["task_index"], len(spec.tasks))
+    check_tasks(where, values["task_index"], spec.tasks, unit.task)
     for vector in spec.vectors:
         check_vector(where, vector.name, values[vector.name], shape=vector.shape, recorded_dtype=vector.recorded_dtype)
         check_finite(where, vector.name, values[vector.name])

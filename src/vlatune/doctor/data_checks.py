@@ -12,6 +12,7 @@ import numpy as np
 
 from vlatune.config_checks import validate
 from vlatune.dataset.health.bad_episodes import check_first, find_bad_episodes, leave_out, without
+from vlatune.dataset.health.row_checks import check_kinds
 from vlatune.dataset.health.stats_check import RowsSeen, check_stats, doubts, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.meta.stats import feature_stats, has_stats
@@ -101,6 +102,7 @@ def check_fps(case: Case) -> Iterator[Finding]:
 def row_rate(meta: DatasetMeta) -> float | None:
     """Frames per second by the timestamps of the first data file; None where it has no two rows of an episode."""
     columns = read_columns(meta.root, meta.data_path(0), ["timestamp", "frame_index", "episode_index"])
+    check_kinds(f"dataset '{meta.root.url}': {meta.data_path(0)}", columns)
     follows = (np.diff(columns["frame_index"]) == 1) & (np.diff(columns["episode_index"]) == 0)
     apart_s = np.diff(columns["timestamp"].astype(np.float64))[follows]
     apart_s = apart_s[np.isfinite(apart_s) & (apart_s > 0)]

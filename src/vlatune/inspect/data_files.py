@@ -17,7 +17,14 @@ import pyarrow as pa
 
 from vlatune.batch import ACTION, STATE
 from vlatune.dataset.features import likely_name, numpy_type
-from vlatune.dataset.health.row_checks import INDEX_KINDS, check_kinds, misplaced, not_rising, without_sentence
+from vlatune.dataset.health.row_checks import (
+    INDEX_KINDS,
+    check_kinds,
+    misplaced,
+    not_rising,
+    with_other_sentence,
+    without_sentence,
+)
 from vlatune.dataset.health.stats_check import MAX_FILES, MAX_ROWS, RowsSeen, doubts, is_flat, look_at_rows
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.dataset.meta.listing import folder_remedy, one_per_file, top_folder
@@ -159,13 +166,16 @@ def _tasks(meta: DatasetMeta, file: str, task_index: np.ndarray) -> list[Problem
 
 def _episodes(meta: DatasetMeta, file: str, columns: Mapping[str, np.ndarray]) -> list[Problem]:
     """What reading would refuse, episode by episode."""
-    wrong, falling = np.zeros((2, len(columns["index"])), bool)
+    wrong, falling, other = np.zeros((3, len(columns["index"])), bool)
     for position in _positions_in(meta, file):
         rows = slice(begin := int(meta.episodes.data_offset[position]), begin + int(meta.episodes.length[position]))
         own = {name: values[rows] for name, values in columns.items()}
         number, from_row = int(meta.episodes.index[position]), int(meta.episodes.from_row[position])
         wrong[rows] = misplaced(own, episode_index=number, from_row=from_row)
         falling[rows] = not_rising(own["timestamp"])
+        if meta.episodes.task is not None:
+            has_one = ~without_sentence(own["task_index"], len(meta.tasks))
+            other[rows] = has_one & with_other_sentence(own["task_index"], int(meta.episodes.task[position]))
     said = {row: ", ".join(f"{name} {columns[name][row]}" for name in PLACE) for row in _first(wrong)}
     return [
         *with_examples(
@@ -185,6 +195,15 @@ def _episodes(meta: DatasetMeta, file: str, columns: Mapping[str, np.ndarray]) -
             found="timestamps that do not rise within their episode",
             expected="times that rise",
             fix="record or convert these episodes anew",
+        ),
+        *with_examples(
+            "error",
+            [f"row {row}: task_index {columns['task_index'][row]}" for row in _first(other)],
+            count=int(other.sum()),
+            place=file,
+            found="rows with another sentence than meta/episodes names beside their episode",
+            expected="the task_index that meta/tasks has for that sentence",
+            fix="fetch the file and meta/ anew, or correct the one that is wrong",
         ),
     ]
 

@@ -18,6 +18,8 @@ from vlatune.report.formatting import Html, format_bytes, format_number, format_
 
 MAX_POINTS = 600
 """More would be drawn onto the same pixels."""
+LARGEST = 1e300
+"""At the end of an axis: the next powers of ten, and differences, are numbers, too."""
 Unit = Literal["number", "bytes", "share"]
 FORMATS = {"number": format_number, "bytes": format_bytes, "share": format_share}
 """How values are written; page.js has the same by the same names."""
@@ -106,7 +108,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def scale_of(*values: ArrayLike, from_zero: bool = False, log: bool = False) -> Scale:
     """A scale that holds all finite values with a little air; never of zero width."""
     joined = np.concatenate([np.ravel(np.asarray(part, dtype=np.float64)) for part in values])
-    finite = joined[np.isfinite(joined)]
+    finite = np.clip(joined[np.isfinite(joined)], -LARGEST, LARGEST)
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     if log:
         return Scale(low / 1.15, high * 1.15, log=True)
@@ -117,6 +119,7 @@ def scale_of(*values: ArrayLike, from_zero: bool = False, log: bool = False) -> 
 
 def span_of(xs: NDArray[np.float64]) -> Scale:
     """The x axis from the first to the last value; a single one gets a neighbour on each side."""
+    xs = np.clip(xs, -LARGEST, LARGEST)
     low, high = (float(xs.min()), float(xs.max())) if xs.size else (0.0, 1.0)
     return Scale(low, high) if high > low else Scale(low - 1, high + 1)
 

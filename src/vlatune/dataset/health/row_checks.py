@@ -2,10 +2,11 @@
 
 Pure, over numpy columns; the reader asks for each unit of work (microseconds) and the check of episodes (bad_episodes.py)
 once for each episode. `where` names dataset, episode and file in the messages. What is wrong with a row is said once:
-`inspect` lists the rows that `misplaced`, `not_rising` and `without_sentence` find, and reading refuses the first.
+`inspect` lists the rows that `misplaced`, `not_rising`, `without_sentence` and `with_other_sentence` find, and reading
+refuses the first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -35,7 +36,10 @@ def check_index(where: str, values: Mapping[str, np.ndarray], *, episode_index: 
 
 
 def check_kinds(where: str, values: Mapping[str, np.ndarray]) -> None:
+    """Of those columns that are among the values."""
     for name, kinds in INDEX_KINDS.items():
+        if name not in values:
+            continue
         column = values[name]
         if column.ndim != 1 or column.dtype.kind not in kinds:
             expected = "a number with decimals" if kinds == "f" else "a whole number"
@@ -72,13 +76,24 @@ def not_rising(timestamps: np.ndarray) -> np.ndarray:
     return wrong
 
 
-def check_tasks(where: str, task_index: np.ndarray, num_tasks: int) -> None:
-    bad = task_index[without_sentence(task_index, num_tasks)]
+def check_tasks(where: str, task_index: np.ndarray, tasks: Sequence[str], told: int = -1) -> None:
+    """`told` is the task_index of the sentence that meta/ names beside the episode, -1 where it names none."""
+    bad = task_index[without_sentence(task_index, len(tasks))]
     if len(bad):
         raise ValueError(
-            f"{where}: task_index {bad[0]} has no sentence; meta/tasks lists {num_tasks}, expected 0 to {num_tasks - 1}; "
+            f"{where}: task_index {bad[0]} has no sentence; meta/tasks lists {len(tasks)}, expected 0 to {len(tasks) - 1}; "
             f"add the sentence to meta/tasks, or fetch meta/ anew"
         )
+    other = task_index[with_other_sentence(task_index, told)]
+    if len(other):
+        raise ValueError(
+            f"{where}: its rows have task_index {other[0]}, which is {tasks[other[0]]!r:.80} in meta/tasks, and meta/episodes says "
+            f"{tasks[told]!r:.80}, task_index {told}; {DISAGREE}, or correct the one that is wrong"
+        )
+
+
+def with_other_sentence(task_index: np.ndarray, told: int) -> np.ndarray:
+    return (task_index != told) & (told >= 0)
 
 
 def without_sentence(task_index: np.ndarray, num_tasks: int) -> np.ndarray:

@@ -74,14 +74,15 @@ def load_meta(root: str | Root, *, argument: str = "the path") -> DatasetMeta:
     info = read_info(root, argument=argument)
     layout = meta_v30 if info.version == "v3.0" else meta_v21
     video_keys = [name for name, feature in info.features.items() if feature.dtype == "video"]
-    episodes = layout.read_episodes(root, video_keys)
+    tasks = layout.read_tasks(root)
+    episodes = layout.read_episodes(root, video_keys, tasks)
     check_episodes(root, episodes)
     meta = DatasetMeta(
         root=root,
         version=info.version,
         fps=info.fps,
         features=info.features,
-        tasks=layout.read_tasks(root),
+        tasks=tasks,
         episodes=episodes,
         stats=layout.read_stats(root),
         templates=info.templates,

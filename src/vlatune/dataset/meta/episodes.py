@@ -40,6 +40,8 @@ class Episodes:
     data_offset: np.ndarray
     """Row of the episode's first frame inside its parquet file."""
     videos: Mapping[str, VideoSpan]
+    task: np.ndarray | None = None
+    """The task_index of the one sentence that meta/ names beside the episode; -1 where that does not tell one."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -106,6 +108,15 @@ def frames_of_others(episodes: Episodes, camera: str, fps: float) -> dict[int, s
         )
         wrong |= {first: text, second: text}
     return wrong
+
+
+def told_tasks(sentences: Sequence[Any], tasks: Sequence[str]) -> np.ndarray:
+    """For `Episodes.task`: an episode's sentence, or None, against those of meta/tasks. One that is not there, as after a
+    change of its words, and one that is there twice tell nothing.
+    """
+    times = Counter(tasks)
+    number = {sentence: index for index, sentence in enumerate(tasks) if times[sentence] == 1}
+    return np.array([-1 if one is None else number.get(one, -1) for one in sentences], dtype=np.int64)
 
 
 def sentences_in_order(root: Root, name: str, pairs: Sequence[tuple[Any, Any]]) -> tuple[str, ...]:

@@ -4,12 +4,13 @@ Lines are streamed: statistics of 10^5 episodes are a GB of text, of which only 
 """
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order
+from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order, told_tasks
 from vlatune.dataset.storage.root import Root
 from vlatune.files import parse_json
 from vlatune.limits import check_limit
@@ -22,13 +23,14 @@ BATCH_LINES = 256
 _STATS_REMEDY = "delete the file and vlatune computes its own, or fetch meta/ anew"
 
 
-def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
+def read_episodes(root: Root, video_keys: list[str], tasks: Sequence[str]) -> Episodes:
     _check_there(root, EPISODES)
-    pairs = [
-        (whole_number(row, "episode_index", where), whole_number(row, "length", where))
+    rows = [
+        (whole_number(row, "episode_index", where), whole_number(row, "length", where), _only_text(row.get("tasks")))
         for where, row in read_lines(root, EPISODES)
     ]
-    index, length = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
+    rows.sort(key=lambda row: row[:2])
+    index, length = np.array([row[:2] for row in rows], dtype=np.int64).reshape(-1, 2).T
     zero, none = np.zeros(len(index), dtype=np.int64), np.zeros(len(index))
     span = VideoSpan(chunk=zero, file=zero, from_s=none, to_s=none + np.inf)  # a file per episode: it starts at 0
     return Episodes(
@@ -39,7 +41,13 @@ def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
         data_file=zero,
         data_offset=zero,
         videos=dict.fromkeys(video_keys, span),
+        task=told_tasks([sentence for *_, sentence in rows], tasks),
     )
+
+
+def _only_text(sentences: Any) -> str | None:
+    is_one = isinstance(sentences, list) and len(sentences) == 1 and isinstance(sentences[0], str)
+    return sys.intern(sentences[0]) if is_one else None  # 10^5 episodes may share it
 
 
 def read_tasks(root: Root) -> tuple[str, ...]:

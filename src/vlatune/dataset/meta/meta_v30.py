@@ -1,11 +1,14 @@
 """The v3.0 layout of `meta/`: episodes, tasks and stats in parquet and JSON."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order
+from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order, told_tasks
 from vlatune.dataset.meta.meta_info import FETCH, shortened
 from vlatune.dataset.storage.parquet import check_columns, opened
 from vlatune.dataset.storage.root import Root
@@ -15,20 +18,22 @@ from vlatune.limits import check_limit
 
 BASE_COLUMNS = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
 SPAN_COLUMNS = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+TASK = "tasks"
+"""The sentences of an episode, in meta/episodes; LeRobot takes those of meta/tasks."""
 TASKS = "meta/tasks.parquet"
 STATS = "meta/stats.json"
 FETCH_META = "fetch meta/ anew"
 
 
-def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
+def read_episodes(root: Root, video_keys: list[str], tasks: Sequence[str]) -> Episodes:
     columns = [*BASE_COLUMNS, *(f"videos/{key}/{name}" for key in video_keys for name in SPAN_COLUMNS)]
     names = root.glob("meta/episodes/*/*.parquet")
     if not names:
         raise ValueError(
             f"dataset '{root.url}': no meta/episodes/*/*.parquet; the dataset is incomplete: fetch meta/ anew"
         )
-    parts = [_read_columns(root, name, columns) for name in names]
-    column = {name: np.concatenate([part[name] for part in parts]) for name in columns}
+    parts = [_read_columns(root, name, columns, tasks) for name in names]
+    column = {name: np.concatenate([part[name] for part in parts]) for name in [*columns, TASK]}
     order = np.argsort(column["episode_index"], kind="stable")
     column = {name: values[order] for name, values in column.items()}
     spans = {
@@ -49,6 +54,7 @@ def read_episodes(root: Root, video_keys: list[str]) -> Episodes:
         data_file=file,
         data_offset=_offset_in_file(chunk, file, from_row),
         videos=spans,
+        task=column[TASK],
     )
 
 
@@ -95,7 +101,7 @@ def _numbers(value: Any, place: str, root: Root, remedy: str) -> np.ndarray:
         ) from error
 
 
-def _read_columns(root: Root, name: str, columns: list[str]) -> dict[str, np.ndarray]:
+def _read_columns(root: Root, name: str, columns: list[str], tasks: Sequence[str]) -> dict[str, np.ndarray]:
     with opened(root, name, remedy=FETCH_META) as parquet:
         missing = [column for column in columns if column not in parquet.schema_arrow.names]
         if missing:
@@ -103,9 +109,29 @@ def _read_columns(root: Root, name: str, columns: list[str]) -> dict[str, np.nda
                 f"dataset '{root.url}': {name} lacks the column '{missing[0]}'; "
                 f"meta/info.json and meta/episodes disagree: convert the dataset anew"
             )
-        check_columns(parquet.metadata, columns)
-        table = parquet.read(columns=columns)
-        return {column: _typed(root, name, column, table.column(column)) for column in columns}
+        there = [TASK] if _has_texts(parquet.schema_arrow, TASK) else []
+        check_columns(parquet.metadata, [*columns, *there])
+        table = parquet.read(columns=[*columns, *there])
+        found = {column: _typed(root, name, column, table.column(column)) for column in columns}
+        return found | {TASK: told_tasks(_only_texts(table, TASK) if there else [None] * len(table), tasks)}
+
+
+def _has_texts(schema: pa.Schema, name: str) -> bool:
+    """Whether it is a column of lists of text; whatever else stands there tells nothing."""
+    kind = schema.field(name).type if name in schema.names else None
+    return kind is not None and pa.types.is_list(kind) and pa.types.is_string(kind.value_type)
+
+
+def _only_texts(table: pa.Table, name: str) -> list[str | None]:
+    """The text of every list that has one; equal ones are one object, as 10^5 episodes may share a sentence."""
+    lists: Any = table.column(name).combine_chunks()
+    lists.validate(full=True)  # it may hold bytes that are no text
+    texts = lists.flatten().dictionary_encode()
+    known, codes = texts.dictionary.to_pylist(), texts.indices.to_pylist()
+    lengths = [length or 0 for length in pc.list_value_length(lists).to_pylist()]
+    begins = accumulate(lengths, initial=0)
+    only = (codes[begin] if length == 1 else None for begin, length in zip(begins, lengths, strict=False))
+    return [None if code is None else known[code] for code in only]
 
 
 def _typed(root: Root, name: str, column: str, values: pa.ChunkedArray) -> np.ndarray:
