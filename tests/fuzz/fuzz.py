@@ -425,7 +425,8 @@ class Worker:
 
     def _stacks(self) -> str:
         """Where the threads of a worker that hangs are, as far as it still tells."""
-        os.kill(self._process.pid or 0, signal.SIGUSR1)
+        assert self._process.pid is not None  # it was started
+        os.kill(self._process.pid, signal.SIGUSR1)
         self._process.join(KILL_S)
         return self._text("stacks")
 
