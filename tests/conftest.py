@@ -37,6 +37,18 @@ settings.register_profile("no timing", deadline=None)  # the machine may be busy
 settings.load_profile("no timing")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu_seconds", metavar="FILE", help="write the CPU seconds of every test there (cpu_seconds.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file, process = config.getoption("--cpu_seconds"), os.environ.get("PYTEST_XDIST_WORKER")
+    if file and (process or not config.getoption("numprocesses", None)):
+        from cpu_seconds import CpuSeconds
+
+        config.pluginmanager.register(CpuSeconds(Path(f"{file}.{process}" if process else file).absolute()))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares the cluster comes first, as one after the other it takes longest; then what takes long beside it."""
     items.sort(key=_rank)  # stable: otherwise as collected

@@ -21,6 +21,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -42,7 +43,7 @@ LIMIT_S, LIMIT_BYTES = 10.0, 1 << 30
 START_S = 300.0
 """For a worker's imports and its first, honest case."""
 KILL_S = 3.0
-"""After its time a case gets so long to write down where it hangs."""
+"""A case that hangs gets so long to write down where."""
 BATCH = 400
 DOCTOR = 8
 READY = "ready"
@@ -317,22 +318,23 @@ class Subject:
     run: Callable[[Path, int, Path], dict[str, str]] = run_case
 
 
-def work(answers: Connection, folder: Path, place: Path, limit_s: float, subject: Subject) -> None:
+def work(answers: Connection, folder: Path, place: Path, subject: Subject) -> None:
     """A worker's whole life: what it begins with, then the cases that it is asked for, each told in one answer."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (place / "said").open("w") as said, (place / "stacks").open("w") as stacks:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         faulthandler.enable(said)
+        faulthandler.register(
+            signal.SIGUSR1, file=stacks
+        )  # when it is asked for: a look at threads that run may end the process
         subject.begin(folder, place)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 3 * LIMIT_BYTES,) * 2)  # not the machine's end
         answers.send(READY)
         while (case := answers.recv()) is not None:
-            faulthandler.dump_traceback_later(limit_s, file=stacks)
             own = place / str(case)
             own.mkdir()
             found = _measured(subject, folder, case, own)
-            faulthandler.cancel_dump_traceback_later()
             shutil.rmtree(own)
             answers.send(found)
 
@@ -368,7 +370,7 @@ class Worker:
         place.mkdir()
         self._folder, self._place, self._limit_s = folder, place, limit_s
         self.answers, theirs = spawned.Pipe()
-        self._process = spawned.Process(target=work, args=(theirs, folder, place, limit_s, subject), daemon=True)
+        self._process = spawned.Process(target=work, args=(theirs, folder, place, subject), daemon=True)
         self._process.start()
         theirs.close()
         self.case: int | None = None
@@ -382,7 +384,7 @@ class Worker:
     @property
     def late_s(self) -> float:
         """How long it is overdue."""
-        most_s = self._limit_s + KILL_S if self._is_ready else START_S
+        most_s = self._limit_s if self._is_ready else START_S
         return -1.0 if self.is_idle else self._seconds() - most_s
 
     def ask(self, case: int) -> None:
@@ -417,9 +419,16 @@ class Worker:
         """It died or hangs: what is known of that."""
         if self.case is None:
             raise RuntimeError(f"a worker did not begin ({result}):\n{self._text('said')}")
-        text = self._text("stacks") if result == "hang" else ""
+        text = self._stacks() if result == "hang" else ""
         code = "" if result == "hang" else f"exit code {self._join()}\n"
         return self._outcome({"result": result, "said": f"{code}{text or self._text('said')[-3000:]}"})
+
+    def _stacks(self) -> str:
+        """Where the threads of a worker that hangs are, as far as it still tells."""
+        assert self._process.pid is not None  # it was started
+        os.kill(self._process.pid, signal.SIGUSR1)
+        self._process.join(KILL_S)
+        return self._text("stacks")
 
     def end(self) -> None:
         if self.is_idle:
@@ -438,8 +447,8 @@ class Worker:
         assert self.case is not None
         kind, file, _ = choose(self._folder, self.case)
         seconds = self._seconds()
-        if seconds > self._limit_s and found["result"] in GOOD:  # it came back in the moments that a hang gets
-            found = {"result": "hang", "said": f"{seconds:.1f} s\n{self._text('stacks')}"}
+        if seconds > self._limit_s and found["result"] in GOOD:  # it came back before anybody looked
+            found = {"result": "hang", "said": f"{seconds:.1f} s"}
         return Outcome(case=self.case, seconds=seconds, **{"kind": kind, "what": file, "said": "", **found})
 
     def _text(self, name: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from repository_files import ROOT
 from watched_run import CANARY, FROM_ENVIRONMENT
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.early
 
 VARIABLES = {
     "AWS_SECRET_ACCESS_KEY": "canaryA7c4/Qz5k/W9xT2nB8aws",

@@ -213,6 +213,7 @@ def test_a_second_ctrl_c_ends_at_once(flags, tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         assert end_of(process, run_dir) == 130, output(run_dir)
     assert output(run_dir).splitlines()[-1] == "vlatune: interrupted"
+    assert left_behind() == []
 
 
 @pytest.mark.slow
