@@ -4,7 +4,8 @@ A kind is made of the kwargs of one of `--dataset.image_transforms.tfs`, by LeRo
 to torchvision's or LeRobot's own with the same draw, to a level or two of 255 (hue three). OpenCV rounds where torchvision
 cuts off: hence CUT. Pictures are (H, W, 3), RGB.
 
-Measured on one core, 168 x 224: 65 us for the affine, 115 for the hue, 20 to 45 for the other defaults.
+Measured on one core, 224 x 224, in microseconds: brightness 17, saturation 21, contrast 31, sharpness 49, affine 91, hue 163; what
+surrounds them (generator, draws, planes to pixels and back) 60.
 """
 
 import itertools
