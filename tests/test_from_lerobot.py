@@ -15,6 +15,9 @@ from vlatune.from_lerobot import REQUIRED, ROWS, translate
 KNOWN = leaf_types(RunConfig)
 COMMAND = "lerobot-train --policy.path=lerobot/pi05_base --policy.type=pi05 --dataset.repo_id=me/fold --dataset.root=/data/fold"
 
+WHOLE = ("env", "policy", "reward_model", "optimizer", "scheduler", "sample_weighting", "dataset.image_transforms.tfs")
+"""Groups that are one field here: of several classes, or under names of the user's."""
+
 
 def config(text: str, *more: str) -> RunConfig:
     return parse_flags([f"--from_lerobot={text}", *more], RunConfig)
@@ -26,7 +29,7 @@ def lerobot_fields(cls: Any, prefix: str = "") -> dict[str, Any]:
     for one in fields(cls):
         kinds = [kind for kind in (one.type, *get_args(one.type)) if is_dataclass(kind)]
         name = f"{prefix}{one.name}"
-        if kinds and name not in ("env", "policy", "reward_model", "optimizer", "scheduler", "sample_weighting"):
+        if kinds and name not in WHOLE:
             found |= lerobot_fields(kinds[0], f"{name}.")
         else:
             found[name] = one.default

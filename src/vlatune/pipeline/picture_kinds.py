@@ -4,7 +4,8 @@ A kind is made of the kwargs of one of `--dataset.image_transforms.tfs`, by LeRo
 to torchvision's or LeRobot's own with the same draw, to a level or two of 255 (hue three). OpenCV rounds where torchvision
 cuts off: hence CUT. Pictures are (H, W, 3), RGB.
 
-Measured on one core, 168 x 224: 65 us for the affine, 115 for the hue, 20 to 45 for the other defaults.
+Measured on one core, 224 x 224, in microseconds: brightness 17, saturation 21, contrast 31, sharpness 49, affine 91, hue 163; what
+surrounds them (generator, draws, planes to pixels and back) 60.
 """
 
 import itertools
@@ -465,12 +466,12 @@ class RandomShadow:
         coarse = min(8, height, width)
         whole = light_W[: width // coarse * coarse].reshape(1, -1, coarse).mean(axis=2)
         light_W = cv2.resize(whole, (width, 1), interpolation=cv2.INTER_LINEAR)[0]
-        return _lit(image_HWC, np.broadcast_to(light_W, (height, width)).copy())
+        return _lit(image_HWC, light_W[None])
 
 
 def _lit(image_HWC: np.ndarray, light_HW: np.ndarray) -> np.ndarray:
-    """Every colour times the light, rounded and cut off at the ends in one pass."""
-    return cv2.merge([cv2.multiply(plane, light_HW, dtype=cv2.CV_8U) for plane in cv2.split(image_HWC)])
+    """Every colour times the light, which is not negative. Not cv2.multiply: of two types it is fifty times as slow."""
+    return cv2.merge([cv2.convertScaleAbs(plane * light_HW) for plane in cv2.split(image_HWC)])
 
 
 KINDS: dict[str, Callable[[Settings], Kind]] = {

@@ -117,9 +117,9 @@ POLICY = Policy(
             {
                 "policy": {"type": "diffusion", "train": "full"},
                 "optimizer": {"type": "adam", "lr": 1e-3, "betas": [0.95, 0.999], "weight_decay": 1e-6},
-                "scheduler": {"type": "diffuser", "num_warmup_steps": 20, "num_decay_steps": 300, "decay_lr": 0.0},
-                "steps": 300,
-                "batch_size": 8,
+                "scheduler": {"type": "diffuser", "num_warmup_steps": 20, "num_decay_steps": 500, "decay_lr": 0.0},
+                "steps": 500,
+                "batch_size": 16,
             },
             small=True,
         ),
