@@ -48,7 +48,7 @@ def run_demo(options: DemoConfig) -> None:
     _say(f"evaluating on held-out episodes: as it is, {', '.join(blanks)}")
     with progress_bar("batches") as show:
         figures = evaluate_run(folder, EvalConfig(), on_batch=show)
-    for line in error_lines(figures):
+    for line in error_lines(figures, each_camera=False):
         _say(line)
     _say(f"trained and evaluated in {time.perf_counter() - begin:.0f} s")
     _say(f"open {folder / REPORT_FILE}")

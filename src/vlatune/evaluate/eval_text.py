@@ -28,16 +28,16 @@ def eval_text(figures: Mapping[str, Any], run: str) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def error_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+def error_lines(figures: Mapping[str, Any], *, each_camera: bool = True) -> Iterator[str]:
     """The model's error beside those that it must beat, and those without a part of its input."""
-    error = figures["action_error"]
+    error, cameras = figures["action_error"], (figures.get("blank_camera_errors") or {}) if each_camera else {}
     lines = {
         "the fine-tuned model": error,
         "predicting the mean action": figures["mean_action_error"],
         "the model with its pictures blanked": figures.get("blank_images_error"),
         **{
             f"  with {printable(name).split('.')[-1][:MAX_NAME]} alone blanked": value
-            for name, value in (figures.get("blank_camera_errors") or {}).items()
+            for name, value in cameras.items()
         },
         "the model with its sentence blanked": figures.get("blank_sentence_error"),
     }
