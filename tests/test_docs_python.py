@@ -5,6 +5,7 @@ block with a file's name behind its fence is a file, which the test of its page 
 """
 
 import doctest
+import shutil
 from collections.abc import Iterator
 from contextlib import chdir, nullcontext
 from pathlib import Path
@@ -28,8 +29,7 @@ TOP = "observation.images.top"
 def place(dataset_v3: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What the pages name: a dataset, and an export."""
     folder = tmp_path_factory.mktemp("python")
-    (folder / "data").mkdir()
-    (folder / "data/pusht").symlink_to(dataset_v3)
+    shutil.copytree(dataset_v3, folder / "data/pusht")
     run = make_finished(small_config(dataset_v3, small_base, folder / "runs/fold"))
     (folder / "exported").mkdir()
     export_run(run, folder / "exported/fold", ExportConfig(), warn=pytest.fail)
