@@ -22,6 +22,9 @@ these still come through, as nothing in the dataset contradicts them:
   changed places are refused, as the episodes name theirs;
 - a number of `stats.json` in its range.
 
+The last unbroken run of 20 minutes (`--jobs=1 --seed=910000`, on two cores that others kept busy): 1,289 inputs, 941 refused, 0 crashes, hangs,
+allocations over 1 GB or tracebacks, 0 changed rows with checksums; of 12 that changed without them `inspect` had spoken of 6.
+
 | what is wrong | command | says | exit |
 |---|---|---|---|
 """
