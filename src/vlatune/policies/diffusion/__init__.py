@@ -116,8 +116,8 @@ POLICY = Policy(
             "a small Diffusion Policy on the CPU, in minutes; what `vlatune demo --policy=diffusion` trains",
             {
                 "policy": {"type": "diffusion", "train": "full"},
-                "optimizer": {"type": "adam", "lr": 1e-3, "betas": [0.95, 0.999], "weight_decay": 1e-6},
-                "scheduler": {"type": "diffuser", "num_warmup_steps": 20, "num_decay_steps": 500, "decay_lr": 0.0},
+                "optimizer": {"type": "adam", "lr": 3e-4, "betas": [0.95, 0.999], "weight_decay": 1e-6},
+                "scheduler": {"type": "diffuser", "num_warmup_steps": 50, "num_decay_steps": 500, "decay_lr": 0.0},
                 "steps": 500,
                 "batch_size": 16,
             },

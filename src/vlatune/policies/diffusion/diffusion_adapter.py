@@ -99,7 +99,7 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
         from vlatune.policies.diffusion.diffusion_module import save_random
 
-        save_random(folder, new_settings(fit, small=small), fit.seed)
+        save_random(folder, new_settings(fit, small=small), fit.seed, small=small)
 
     def make_transforms(self, spec: DiffusionSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
         """Rename, crop, normalise, draw; pictures are normalised on the device."""

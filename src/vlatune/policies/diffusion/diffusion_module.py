@@ -34,6 +34,8 @@ NORMALISE_EPS = 1e-8
 SAMPLING_SEED = 0
 """Of the noise that DDPM adds on the way from the start to the actions."""
 FEATURES = ("input_features", "output_features")
+SEEN_GAIN, SEEN_BIAS = 4.0, 1.0
+"""Of the last layer of the small twin's encoder, see `_keep_looking`."""
 
 
 @dataclass(frozen=True)
@@ -226,17 +228,30 @@ def build_policy(config: DiffusionConfig) -> DiffusionPolicy:
     return policy
 
 
-def save_random(folder: Path, settings: dict[str, Any], seed: int) -> None:
+def save_random(folder: Path, settings: dict[str, Any], seed: int, *, small: bool = False) -> None:
     """A folder with LeRobot's own policy of these settings, with random weights."""
     features = {key: {name: _feature(one) for name, one in settings.pop(key).items()} for key in FEATURES}
     config = DiffusionConfig(**features, device="cpu", push_to_hub=False, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = DiffusionPolicy(config)
+    if small:
+        _keep_looking(policy)
     with whole_folder(folder) as aside:
         policy.save_pretrained(aside)
         for name, content in plain_processors().items():
             (aside / name).write_text(json.dumps(content, indent=2))
+
+
+def _keep_looking(policy: DiffusionPolicy) -> None:
+    """What the small twin's encoder tells of a picture goes through a ReLU that learns as fast as the rest, and its points hardly
+    move at first: it would be off for good, before the backbone has learnt to see, after a few hundred large steps.
+    """
+    found: Any = policy.diffusion.rgb_encoder
+    with torch.no_grad():
+        for encoder in found if isinstance(found, nn.ModuleList) else [found]:
+            encoder.out.weight.mul_(SEEN_GAIN)
+            encoder.out.bias.fill_(SEEN_BIAS)
 
 
 def _feature(stored: Mapping[str, Any]) -> PolicyFeature:
