@@ -92,7 +92,8 @@ def test_every_chart_is_drawn_reads_out_and_zooms(view: tuple[Tab, bool]) -> Non
     charts, served = tab.run(ROOMS), tab.run(LABELS)
     assert len(charts) >= 5
     for number, chart in enumerate(charts):
-        assert min(chart["width"], chart["height"], chart["drawn"]) > 1, chart
+        assert min(chart["width"], chart["height"]) > 50, chart
+        assert chart["drawn"] > 0, chart  # a single point is a dot: a stroke of hardly any length
         read_out_and_zoom(tab, number, chart, served)
     fits(tab)
     assert tab.complaints() == []
@@ -216,6 +217,6 @@ def test_without_scripts_the_page_is_whole(browser: Browser, page: Path) -> None
     tab = browser.open(page, scripts=False)
     assert tab.run("document.querySelectorAll('.zoom').length") == 0
     charts = tab.run(ROOMS)
-    assert all(chart["drawn"] > 1 for chart in charts)
+    assert all(chart["drawn"] > 0 for chart in charts)
     assert tab.complaints() == []
     tab.close()
