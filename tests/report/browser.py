@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,14 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+WITH_PIPES = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+for end, number in zip(ends, (3, 4)):
+    os.dup2(end, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Gives the pipes the two numbers that the browser expects; a shell can do so only for small ones."""
 LEFT_BUTTON = {"button": "left", "buttons": 1, "clickCount": 1}
 
 
@@ -156,8 +165,7 @@ def started(profile: Path) -> Iterator[Browser]:
         )
     read_commands, commands = os.pipe()
     answers, write_answers = os.pipe()
-    # The shell gives the pipes the two numbers that the browser expects.
-    words = ["sh", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "sh", program, *FLAGS]
+    words = [sys.executable, "-c", WITH_PIPES, str(read_commands), str(write_answers), program, *FLAGS]
     with (profile / "browser.log").open("wb") as log:
         process = subprocess.Popen(
             [*words, f"--user-data-dir={profile}"], pass_fds=(read_commands, write_answers), stdout=log, stderr=log

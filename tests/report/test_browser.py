@@ -21,6 +21,7 @@ from vlatune import cli
 from vlatune.config import RunConfig
 from vlatune.flags import config_from_dict, parse_flags
 from vlatune.report.chart import FORMATS, Chart, Line, draw, scale_of, span_of
+from vlatune.report.formatting import join
 from vlatune.report.html import write_report
 from vlatune.report.page import make_page
 
@@ -91,7 +92,8 @@ def test_every_chart_is_drawn_reads_out_and_zooms(view: tuple[Tab, bool]) -> Non
     charts, served = tab.run(ROOMS), tab.run(LABELS)
     assert len(charts) >= 5
     for number, chart in enumerate(charts):
-        assert min(chart["width"], chart["height"], chart["drawn"]) > 1, chart
+        assert min(chart["width"], chart["height"]) > 50, chart
+        assert chart["drawn"] > 0, chart  # a single point is a dot: a stroke of hardly any length
         read_out_and_zoom(tab, number, chart, served)
     fits(tab)
     assert tab.complaints() == []
@@ -134,7 +136,7 @@ def test_buttons_zoom_around_what_a_finger_points_at(browser: Browser, page: Pat
         tab.click(*tab.middle_of(".chart .zoom-in"))
     steps = [int(text) for kind, text, _ in tab.run(LABELS)[0] if kind == "x"]
     assert len(steps) >= 2
-    assert all(200 < step < 290 for step in steps), steps
+    assert all(190 <= step <= 290 for step in steps), steps
     tab.click(*tab.middle_of(".chart .zoom-out"))
     wider = [int(text) for kind, text, _ in tab.run(LABELS)[0] if kind == "x"]
     assert wider[-1] - wider[0] > steps[-1] - steps[0]
@@ -163,7 +165,7 @@ def test_values_are_read_out_as_python_writes_them(browser: Browser, tmp_path: P
         xs = np.arange(len(ys), dtype=np.float64)
         charts.append(draw(Chart(unit, (Line("it", xs, np.array(ys)),), span_of(xs), scale_of(ys), unit=unit)))  # pyright: ignore[reportArgumentType]
     page = tmp_path / "page.html"
-    page.write_text(make_page("values", charts[0] + charts[1] + charts[2]))  # pyright: ignore[reportArgumentType]
+    page.write_text(make_page("values", join(charts)))
     tab = browser.open(page)
     for number, (unit, ys) in enumerate(values.items()):
         tab.run(f"document.querySelectorAll('.plot')[{number}].focus()")
@@ -215,6 +217,6 @@ def test_without_scripts_the_page_is_whole(browser: Browser, page: Path) -> None
     tab = browser.open(page, scripts=False)
     assert tab.run("document.querySelectorAll('.zoom').length") == 0
     charts = tab.run(ROOMS)
-    assert all(chart["drawn"] > 1 for chart in charts)
+    assert all(chart["drawn"] > 0 for chart in charts)
     assert tab.complaints() == []
     tab.close()

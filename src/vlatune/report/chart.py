@@ -221,7 +221,7 @@ def _figures(chart: Chart) -> str:
     for line in chart.lines:
         xs, ys = thin(line.xs, line.ys)
         same = before is not None and np.array_equal(xs, before)
-        values = [float(f"{y:.5g}") if math.isfinite(y) else None for y in ys]
+        values = [_told(y) if math.isfinite(y) else None for y in ys]
         lines.append(
             {"name": line.name, "style": line.style, "xs": None if same else [_short(x) for x in xs], "ys": values}
         )
@@ -237,6 +237,11 @@ def _figures(chart: Chart) -> str:
         "lines": lines,
     }
     return json.dumps(told, separators=(",", ":"), allow_nan=False)
+
+
+def _told(y: float) -> float:
+    """As many digits as are ever written: four, and before the point all of them."""
+    return float(f"{y:.5g}") if abs(y) < 10_000 else round(float(y))
 
 
 def _short(x: float) -> float:
