@@ -109,7 +109,10 @@ def evaluate(options: EvalConfig, path: str) -> None:
         from vlatune.evaluate.simulation import simulate, simulation_text
 
         found = simulate(Path(path), options)
-        print(json.dumps(found), flush=True) if options.json else say(simulation_text(found, path))
+        if options.json:
+            print(json.dumps(found), flush=True)
+        else:
+            say(simulation_text(found, path))
         return
     from vlatune.evaluate.evaluate_run import evaluate_run
 

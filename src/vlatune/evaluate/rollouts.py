@@ -101,11 +101,11 @@ class Rollout:
         } | ({} if self.dataset is None else {"dataset": self.dataset})
 
 
-def mean_over(errors: np.ndarray, axis: int | tuple[int, ...]) -> list[Any]:
-    """Means without NaN, as JSON has them: None where there is nothing else."""
+def mean_over(errors: np.ndarray, axis: int | tuple[int, ...]) -> list[float | None]:
+    """Means along all axes but one, without NaN, as JSON has them: None where there is nothing else."""
     counts = np.isfinite(errors).sum(axis=axis)
     means = np.nansum(errors, axis=axis) / np.maximum(counts, 1)
-    return np.where(counts > 0, means, None).tolist()
+    return [mean if count else None for mean, count in zip(means.tolist(), counts.tolist(), strict=True)]
 
 
 def roll_out(
