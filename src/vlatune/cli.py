@@ -108,7 +108,10 @@ def evaluate(options: EvalConfig, path: str) -> None:
         from vlatune.evaluate.simulation import simulate, simulation_text
 
         found = simulate(Path(path), options)
-        print(json.dumps(found), flush=True) if options.json else say(simulation_text(found, path))
+        if options.json:
+            print(json.dumps(found), flush=True)
+        else:
+            say(simulation_text(found, path))
         return
     from vlatune.evaluate.eval_text import eval_text
     from vlatune.evaluate.evaluate_run import evaluate_run, page_of

@@ -178,7 +178,9 @@ def read_trained_on(folder: Path, spec: PolicySpec, schema: Schema) -> TrainedOn
     config = checked_config(_content(folder, CONFIG), schema, f"{where}: {CONFIG}")
     steps = checked_steps(_content(folder, PREPROCESSOR), schema, f"{where}: {PREPROCESSOR}")
     told = {STATE: config.get("input_features") or {}, ACTION: config.get("output_features") or {}}
-    dims = {key: int(features[key]["shape"][0]) for key, features in told.items() if key in features}
+    dims = {
+        key: int(features[key]["shape"][0]) for key, features in told.items() if (features.get(key) or {}).get("shape")
+    }
     names = config.get("action_feature_names")
     renamed = [step["config"].get("rename_map") for step in steps if "rename_map" in step["config"]]
     stats = _read_stats(folder, steps, spec)

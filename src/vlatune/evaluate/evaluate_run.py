@@ -181,9 +181,7 @@ def _joint_figures(setup: Setup, each: Sequence[dict[str, Any]]) -> dict[str, An
     """Of several robots: means over the samples of all, and each robot's own figures under `datasets`."""
     counts = [one["num_samples"] for one in each]
     variants = [_mean_figures(of_one, counts) for of_one in zip(*(one["variants"] for one in each), strict=True)]
-    horizons = np.array([one["per_horizon_error"] for one in each], dtype=np.float64)
-    weights = np.where(np.isfinite(horizons), np.array(counts, dtype=np.float64)[:, None], np.nan)
-    means = np.nansum(horizons * weights, axis=0) / np.maximum(np.nansum(weights, axis=0), 1)
+    horizons = zip(*(one["per_horizon_error"] for one in each), strict=True)
     rolled = [one["rollouts"] for one in each if "rollouts" in one]
     return (
         _mean_figures(each, counts)
@@ -195,7 +193,7 @@ def _joint_figures(setup: Setup, each: Sequence[dict[str, Any]]) -> dict[str, An
                 for one in each
                 for name, error in one["per_dim_error"].items()
             },
-            "per_horizon_error": np.where(np.isfinite(horizons).any(axis=0), means, None).tolist(),
+            "per_horizon_error": [_weighted(of_all, counts) for of_all in horizons],
             "action_names": list(setup.binding.action_names),
             "variants": variants,
             "datasets": [{key: value for key, value in one.items() if key != "variants"} for one in each],
@@ -221,8 +219,11 @@ def _mean_figures(each: Sequence[dict[str, Any]], counts: Sequence[int]) -> dict
     )
 
 
-def _weighted(values: Sequence[float | None], counts: Sequence[int]) -> float:
+def _weighted(values: Sequence[float | None], counts: Sequence[int]) -> float | None:
+    """The mean of those that are known."""
     known = [(value, count) for value, count in zip(values, counts, strict=True) if value is not None]
+    if not known:
+        return None
     return float(np.average([value for value, _ in known], weights=[count for _, count in known]))
 
 

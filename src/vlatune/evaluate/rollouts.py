@@ -101,11 +101,11 @@ class Rollout:
         } | ({} if self.dataset is None else {"dataset": self.dataset})
 
 
-def mean_over(errors: np.ndarray, axis: int | tuple[int, ...]) -> list[Any]:
-    """Means without NaN, as JSON has them: None where there is nothing else."""
+def mean_over(errors: np.ndarray, axis: int | tuple[int, ...]) -> list[float | None]:
+    """Means along all axes but one, without NaN, as JSON has them: None where there is nothing else."""
     counts = np.isfinite(errors).sum(axis=axis)
     means = np.nansum(errors, axis=axis) / np.maximum(counts, 1)
-    return np.where(counts > 0, means, None).tolist()
+    return [mean if count else None for mean, count in zip(means.tolist(), counts.tolist(), strict=True)]
 
 
 def roll_out(
@@ -209,7 +209,7 @@ def _sample(setup: Setup, one: Rollout) -> EvalSample:
         images=dict(_pictures(setup, rows, worst, one.dataset)),
         true_TA=one.true_LA,
         predicted_TA=one.predicted_LA,
-        valid_T=np.isfinite(one.true_LA).all(axis=1),
+        valid_T=np.isfinite(one.true_LA[:, 0]),  # a frame has all of its dims, or none
     )
 
 

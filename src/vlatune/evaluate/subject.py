@@ -178,15 +178,15 @@ def _make_setup(
     meta = _load(options, trained.rename_map)
     binding = bind(policy, meta, meta.names)
     _check_trained(meta, binding, trained)
-    kept = {"tolerance_s": config.dataset.tolerance_s, "action_fps": config.dataset.action_fps}
-    config = replace(config, dataset=DatasetConfig(root=(str(data.root),), **kept))
+    old = config.dataset
+    only_this = DatasetConfig(root=(str(data.root),), tolerance_s=old.tolerance_s, action_fps=old.action_fps)
     selected = select_episodes([meta], data.episodes)
     none = pick(selected, selected.length < 0)
     return Setup(
         metas=(meta,),
         training=none,
         held_out=selected,
-        specs=read_specs(config, [meta], policy, [binding], binding),
+        specs=read_specs(replace(config, dataset=only_this), [meta], policy, [binding], binding),
         adapter=adapter,
         policy=policy,
         binding=binding,
