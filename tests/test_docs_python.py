@@ -50,9 +50,11 @@ def given(place: Path, block: Block, dataset: Path) -> dict[str, Any]:
     return {"root": str(root), "a": str(place / "a"), "b": str(place / "b"), "observation": observation}
 
 
-def run(block: Block, names: dict[str, Any]) -> None:
+def run(block: Block, names: dict[str, Any], place: Path) -> None:
+    """A relative path is one of this process: the session's cluster was started elsewhere."""
     if ">>> " not in block.text:
-        exec(compile(block.text, block.place, "exec"), names)  # noqa: S102  (a page of this repository)
+        text = block.text.replace('"data/', f'"{place}/data/')
+        exec(compile(text, block.place, "exec"), names)  # noqa: S102  (a page of this repository)
         return
     test = doctest.DocTestParser().get_doctest(block.text, names, block.place, block.page.name, block.line)
     assert doctest.DocTestRunner(verbose=False).run(test).failed == 0, block.place
@@ -65,7 +67,7 @@ def test_python_of_a_page_runs(page, place, dataset_v3, ray_local):
         names |= given(place, block, dataset_v3)
         size = read_size(place / "exported/fold") if "from_pretrained" in block.text else None
         with building_at(size) if size else nullcontext():
-            run(block, names)
+            run(block, names, place)
     if "dataset" in names:
         assert names["dataset"].count() > 0
     if "action" in names:
