@@ -410,7 +410,11 @@ def test_every_dataset_is_evaluated_by_itself(run_dir: Path, capsys: pytest.Capt
         counts = [one["num_samples"] for one in figures["datasets"]]
         assert figures[key] == pytest.approx(np.average([one[key] for one in figures["datasets"]], weights=counts))
     assert "by dataset, each in its own units" in told
-    assert ["blank_camera_errors" in one for one in figures["datasets"]] == [True, False, True]  # one robot has one camera
+    assert ["blank_camera_errors" in one for one in figures["datasets"]] == [
+        True,
+        False,
+        True,
+    ]  # one robot has one camera
     assert {one["dataset"] for one in figures["rollouts"]["episodes"]} == {0, 1, 2}
     assert [len(one["rollouts"]["per_dim_error"]) for one in figures["datasets"]] == [3, 2, 6]
     assert "Whole episodes" in (run_dir / "report.html").read_text()
