@@ -248,8 +248,9 @@ def _keep_looking(policy: DiffusionPolicy) -> None:
     move at first: it would be off for good, before the backbone has learnt to see, after a few hundred large steps.
     """
     found: Any = policy.diffusion.rgb_encoder
+    encoders: list[Any] = [*found] if isinstance(found, nn.ModuleList) else [found]
     with torch.no_grad():
-        for encoder in found if isinstance(found, nn.ModuleList) else [found]:
+        for encoder in encoders:
             encoder.out.weight.mul_(SEEN_GAIN)
             encoder.out.bias.fill_(SEEN_BIAS)
 
