@@ -20,7 +20,9 @@ def said() -> tuple[str, ...]:
         if path.parts[:2] == ("src", "vlatune") and path.suffix == ".py":
             for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(one.value if isinstance(one, ast.Constant) else GAP for one in node.values))  # pyright: ignore[reportArgumentType]
+                    found.append(
+                        "".join(str(one.value) if isinstance(one, ast.Constant) else GAP for one in node.values)
+                    )
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
     return tuple(found)
