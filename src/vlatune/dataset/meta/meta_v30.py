@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from vlatune.dataset.meta.episodes import Episodes, VideoSpan, sentences_in_order, told_tasks
 from vlatune.dataset.meta.meta_info import FETCH, shortened
@@ -128,7 +127,7 @@ def _only_texts(table: pa.Table, name: str) -> list[str | None]:
     lists.validate(full=True)  # it may hold bytes that are no text
     texts = lists.flatten().dictionary_encode()
     known, codes = texts.dictionary.to_pylist(), texts.indices.to_pylist()
-    lengths = [length or 0 for length in pc.list_value_length(lists).to_pylist()]
+    lengths = [length or 0 for length in lists.value_lengths().to_pylist()]
     begins = accumulate(lengths, initial=0)
     only = (codes[begin] if length == 1 else None for begin, length in zip(begins, lengths, strict=False))
     return [None if code is None else known[code] for code in only]
