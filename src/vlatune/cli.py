@@ -113,14 +113,16 @@ def evaluate(options: EvalConfig, path: str) -> None:
         else:
             say(simulation_text(found, path))
         return
-    from vlatune.evaluate.eval_text import eval_text
-    from vlatune.evaluate.evaluate_run import evaluate_run, page_of
+    from vlatune.evaluate.evaluate_run import evaluate_run
 
     with progress_bar("batches") as show:
         figures = evaluate_run(Path(path), options, on_batch=show)
     if options.json:
         print(json.dumps(figures), flush=True)
     else:
+        from vlatune.evaluate.eval_text import eval_text
+        from vlatune.evaluate.evaluate_run import page_of
+
         say(f"{eval_text(figures, path)}\n\nreport: {page_of(Path(path), options, figures)}")
 
 

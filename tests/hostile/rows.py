@@ -835,12 +835,12 @@ BASE_MORE = [
         (
             "a size of text",
             updated("base", "vlatune_size.json", depth="2"),
-            "PI0.5 size: depth='2': must be an integer above 0",
+            "PI0.5's size: depth='2': must be an integer above 0",
         ),
         (
             "a depth of -1",
             updated("base", "vlatune_size.json", depth=-1),
-            "PI0.5 size: depth=-1: must be an integer above 0",
+            "PI0.5's size: depth=-1: must be an integer above 0",
         ),
         (
             "chunk_size of 0",

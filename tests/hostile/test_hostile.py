@@ -261,7 +261,7 @@ def test_a_traceback_is_not_written_through_a_link(place: Place, capsys, monkeyp
     """A library's error while a report is written."""
     linked_out("run", "logs/traceback.txt")(place)
     before = content_of(place.outside)
-    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_: json.loads("{"))
+    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_, **__: json.loads("{"))
     assert cli.main(["report", str(place.run)]) == 2
     assert "JSONDecodeError" in capsys.readouterr().err
     assert content_of(place.outside) == before
@@ -271,10 +271,10 @@ def test_a_traceback_is_not_written_through_a_link(place: Place, capsys, monkeyp
 def test_a_secret_of_the_environment_is_cut_out_of_what_is_printed_and_kept(place: Place, capsys, monkeypatch) -> None:
     """A library quotes it in an error, once in one with a file name and once in any other."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
-    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_: shutil.copy(f"/no/{CANARY}", "/no/where"))
+    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_, **__: shutil.copy(f"/no/{CANARY}", "/no/where"))
     assert cli.main(["report", str(place.run)]) == 1
     assert "/no/***: No such file" in capsys.readouterr().err
-    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_: shutil.get_archive_formats()[CANARY])
+    monkeypatch.setattr("vlatune.report.html.make_page", lambda *_, **__: shutil.get_archive_formats()[CANARY])
     assert cli.main(["report", str(place.run)]) == 1
     assert CANARY not in capsys.readouterr().err
     kept = (place.run / "logs/traceback.txt").read_text()

@@ -379,7 +379,7 @@ def test_a_run_logs_and_shows_every_datasets_loss(run_dir: Path) -> None:
     assert sum(one["samples"] for one in summary.loss_by_episode) == 16  # of the second half
     page = (run_dir / "report.html").read_text()
     assert "Loss by dataset" in page
-    assert "Augmented pictures" in page
+    assert ", augmented</figcaption>" in page
 
 
 def test_a_run_goes_on_as_if_nothing_had_happened(
@@ -418,7 +418,7 @@ def test_every_dataset_is_evaluated_by_itself(run_dir: Path, capsys: pytest.Capt
     assert {one["dataset"] for one in figures["rollouts"]["episodes"]} == {0, 1, 2}
     assert [len(one["rollouts"]["per_dim_error"]) for one in figures["datasets"]] == [3, 2, 6]
     assert "Whole episodes" in (run_dir / "report.html").read_text()
-    assert "always the mean action</td>" in (run_dir / "report.html").read_text()
+    assert "always the mean action</th>" in (run_dir / "report.html").read_text()
 
 
 def test_an_export_is_one_robots(run_dir: Path, config: RunConfig, setup: Setup, tmp_path: Path, capsys: Any) -> None:

@@ -66,7 +66,8 @@ def read_first_batch(setup: Setup, num_workers: int, most: int = MAX_ROWS) -> Fi
     """The first rows of rank 0's first micro-batch, in their order."""
     plan, rows = setup.data_plan, min(setup.batch_size, most)
     columns = read_first_rows(setup, plan.specs, Share(0, num_workers), rows)
-    return FirstBatch(columns, apply_all(plan.transforms, columns), tuple(make_prompts(plan.transforms, columns)))
+    prompts = tuple(make_prompts(setup.training_transforms(), columns))
+    return FirstBatch(columns, apply_all(plan.transforms, columns), prompts)
 
 
 def make_prompts(transforms: Sequence[Transform], columns: Columns) -> Iterator[Prompt]:

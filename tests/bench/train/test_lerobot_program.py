@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from vlatune.bench.options import PolicyBench, TrainBench
 from vlatune.bench.train import lerobot_main
@@ -21,11 +22,14 @@ STEPS = 2
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The program reads `sys.argv`, sets up the root logger, and Accelerate the environment."""
+    """The program reads `sys.argv`, sets up the root logger and torch's precision, and Accelerate the environment."""
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     root, environment = logging.getLogger(), dict(os.environ)
-    handlers, level = list(root.handlers), root.level
+    handlers, level, precision = list(root.handlers), root.level, torch.get_float32_matmul_precision()
+    tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
     yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
     root.handlers[:] = handlers
     root.setLevel(level)
     for name in os.environ.keys() - environment.keys():

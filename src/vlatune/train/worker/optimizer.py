@@ -151,7 +151,9 @@ class LossTable:
             sums_2BA = self._by_sample_and_dim(parts, len(groups_BR))
             self._dims_2A += sums_2BA.sum(dim=1)
             sums_B, counts_B = sums_2BA.sum(dim=2)
-            loss = sums_B / counts_B.clamp_min(1)
+            loss = (
+                loss if loss.ndim else sums_B / counts_B.clamp_min(1)
+            )  # of several robots it is each sample's already
         if loss.ndim:
             each_2B = torch.stack([loss.float(), torch.ones_like(loss, dtype=torch.float32)])
             each_2BR = each_2B[:, :, None].expand(-1, -1, groups_BR.shape[1])
