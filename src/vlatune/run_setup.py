@@ -132,7 +132,7 @@ def make_setup(
     folder = resolve_folder(base_path(config), config.policy.revision)
     policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
     bindings = [bind(policy, meta, meta.names) for meta in metas]
-    binding = _join(config, adapter, policy, metas, bindings)
+    binding = join_roots(config, adapter, policy, metas, bindings)
     specs = read_specs(config, metas, policy, bindings, binding)
     selected, skipped = usable or _usable_episodes(config, metas, specs, preflight=preflight)
     metas = without(metas, skipped)
@@ -170,7 +170,7 @@ def make_setup(
     )
 
 
-def _join(
+def join_roots(
     config: RunConfig,
     adapter: PolicyAdapter[Any],
     policy: PolicySpec,

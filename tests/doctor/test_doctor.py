@@ -189,6 +189,16 @@ def test_the_clean_twin_passes(second, place, capsys):
     assert Path(answer["page"]) == place / "run-doctor" / "doctor.html"
 
 
+def test_datasets_of_two_robots_are_checked_as_training_takes_them(place, capsys):
+    """The second has one camera of the two."""
+    shutil.rmtree(place / "second")
+    one = SyntheticSpec(episodes=EPISODES, frames=FRAMES, fps=10, height=64, width=64, cameras=1, episodes_per_file=4)
+    make_dataset(place / "second", one)
+    _, answer = ask(capsys, command(place, second=True))
+    cameras = next(one for one in answer["findings"] if one["check"] == "cameras")
+    assert (cameras["status"], cameras["figures"]) == ("pass", {"missing": []})
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: one.name)
 def test_a_mistake_is_named_and_its_remedy_works(mistake, place, capsys):
     mistake.seed(place / ("second" if mistake.second else "first"), place / "base")

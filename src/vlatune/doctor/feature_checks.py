@@ -16,8 +16,9 @@ from vlatune.dataset.features import RESERVED, likely_name, with_names
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.doctor.findings import MAX_SHOWN, Case, Finding, map_flag
-from vlatune.policies.binding import bind, join_bindings
+from vlatune.policies.binding import bind
 from vlatune.policies.registry import all_recipes, get_policy
+from vlatune.run_setup import join_roots
 
 CLOSE_NAME = 0.6
 """Likeness (difflib) from which a name is taken to be misspelt."""
@@ -137,7 +138,7 @@ def check_cameras(case: Case) -> Iterator[Finding]:
         case.amend(flags)
         case.metas = _named(case)
         bound = [bind(wide, meta, meta.names) for meta in case.metas]
-        join_bindings(case.metas, bound)  # refuses what the map does not mend
+        join_roots(case.config, case.adapter, wide, case.metas, bound)  # refuses what the map does not mend
         pairs = [f"'{own}' may be '{name}'" for names in maps for own, name in names.items()]
         yield Finding(
             "fail",
@@ -149,7 +150,7 @@ def check_cameras(case: Case) -> Iterator[Finding]:
         )
         return
     bound = [bind(wide, meta, meta.names) for meta in case.metas]
-    joint = join_bindings(case.metas, bound)
+    joint = join_roots(case.config, case.adapter, wide, case.metas, bound)
     said = ", ".join(own if own == name else f"{own} as {name}" for own, name in joint.cameras) or "none"
     masked = f"; the policy's others are masked: {', '.join(joint.missing_cameras)}" if joint.missing_cameras else ""
     figures = {"missing": list(joint.missing_cameras)}
