@@ -45,7 +45,7 @@ OTHERS = {
     "pipeline/sizing.py": "/proc and /sys",
     "report/cpu_clocks.py": "/proc",
     "train/failures.py": "the stacks that a worker wrote",
-    "report/run_folder.py": "NumPy, from a file that the door opened",
+    "report/kept_samples.py": "NumPy, from a file that the door opened",
     "train/driver/cluster.py": "Ray's temporary folder, which is ours",
     "train/driver/resume_rules.py": "through a checkpoint store",
     "cli.py": "the null device, once the reader of a pipe is gone",

@@ -41,7 +41,8 @@ from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings, why_one_robot
 from vlatune.policies.normalisation import run_stats
 from vlatune.policies.registry import get_adapter, get_policy
-from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE, TrainedSample
+from vlatune.report.kept_samples import TrainedSample
+from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
 
 FIRST_SAMPLES = 4
 """Of the first batch that the report shows."""

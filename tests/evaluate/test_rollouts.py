@@ -19,7 +19,7 @@ from vlatune.evaluate.predictions import predict
 from vlatune.evaluate.rollouts import lay_out, mean_over, plan_replans, roll_out
 from vlatune.evaluate.subject import open_subject
 from vlatune.policies.base import trained_tensors
-from vlatune.report.run_folder import load_rollouts
+from vlatune.report.kept_samples import load_rollouts
 
 SMALL = ("--max_samples=4", "--rollouts=2")
 

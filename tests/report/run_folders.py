@@ -10,7 +10,7 @@ from summaries import summary
 from vlatune.config import RunConfig, to_json
 from vlatune.files import write_json
 from vlatune.flags import parse_flags
-from vlatune.report.run_folder import EvalSample, TrainedSample, save_eval_samples, save_first_batch
+from vlatune.report.kept_samples import EvalSample, TrainedSample, save_eval_samples, save_first_batch
 from vlatune.report.summary import write_summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&\ud800"

@@ -16,7 +16,7 @@ from vlatune.config import RunConfig
 from vlatune.files import write_json
 from vlatune.flags import config_from_dict, parse_flags
 from vlatune.report.html import EvalSample, load_eval_samples, save_eval_samples, write_report
-from vlatune.report.run_folder import TrainedSample, load_first_batch, save_first_batch
+from vlatune.report.kept_samples import TrainedSample, load_first_batch, save_first_batch
 from vlatune.report.summary import write_summary
 
 SECTIONS = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vlatune.report import plots
 from vlatune.report.chart import MAX_POINTS, Scale, linear_ticks, log_ticks, scale_of, thin
-from vlatune.report.run_folder import EvalSample
+from vlatune.report.kept_samples import EvalSample
 
 
 @given(low=st.floats(-1e6, 1e6), width=st.floats(1e-3, 1e6), count=st.integers(2, 5))

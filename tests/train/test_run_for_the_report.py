@@ -8,7 +8,7 @@ import pytest
 from without_ray import no_ray
 
 from vlatune import cli
-from vlatune.report.run_folder import load_first_batch
+from vlatune.report.kept_samples import load_first_batch
 from vlatune.report.sinks import read_jsonl
 
 

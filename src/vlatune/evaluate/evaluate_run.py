@@ -33,13 +33,8 @@ from vlatune.evaluate.rollouts import (
 from vlatune.evaluate.subject import Subject, Variant, open_subject
 from vlatune.policies.base import trained_tensors
 from vlatune.report.html import EvalSample, write_eval_page, write_report
-from vlatune.report.run_folder import (
-    EVAL_PAGE_FILE,
-    REPORT_FILE,
-    save_eval_samples,
-    save_rollouts,
-    write_evaluation,
-)
+from vlatune.report.kept_samples import save_eval_samples, save_rollouts
+from vlatune.report.run_folder import EVAL_PAGE_FILE, REPORT_FILE, write_evaluation
 from vlatune.run_setup import Setup
 
 SHOWN_SAMPLES = 6

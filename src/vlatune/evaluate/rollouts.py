@@ -21,7 +21,7 @@ from vlatune.evaluate.held_out import read_chosen
 from vlatune.evaluate.predictions import OnBatch, Predictions, predict_all
 from vlatune.policies.base_folder import read_config
 from vlatune.policies.registry import get_policy
-from vlatune.report.run_folder import EvalSample
+from vlatune.report.kept_samples import EvalSample
 from vlatune.run_setup import Setup
 
 ACTION_STEPS = "n_action_steps"

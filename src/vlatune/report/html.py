@@ -27,19 +27,9 @@ from vlatune.report.formatting import (
     shorten,
     tag,
 )
+from vlatune.report.kept_samples import EvalSample, load_eval_samples, load_rollouts, save_eval_samples
 from vlatune.report.page import MAX_TEXT, command, flat_settings, make_page, missing, row, section, shown_setting, table
-from vlatune.report.run_folder import (
-    CONFIG_FILE,
-    EVAL_PAGE_FILE,
-    REPORT_FILE,
-    EvalSample,
-    Run,
-    load_eval_samples,
-    load_rollouts,
-    read_evaluation,
-    read_run,
-    save_eval_samples,
-)
+from vlatune.report.run_folder import CONFIG_FILE, EVAL_PAGE_FILE, REPORT_FILE, Run, read_evaluation, read_run
 from vlatune.report.section_data import data_seen, first_batch, predicted
 from vlatune.report.section_evaluation import rolled_out, simulated
 from vlatune.report.section_learning import evaluated, learning, split_loss

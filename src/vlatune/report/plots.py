@@ -25,7 +25,7 @@ from vlatune.report.formatting import (
     shorten,
     tag,
 )
-from vlatune.report.run_folder import EvalSample
+from vlatune.report.kept_samples import EvalSample
 from vlatune.report.verdict import looked_at
 
 MAX_SPLIT = 6

@@ -6,8 +6,9 @@ from typing import Any
 from vlatune.report import plots
 from vlatune.report.chart import legend
 from vlatune.report.formatting import Html, format_number, format_share, plural, shorten, tag
+from vlatune.report.kept_samples import EvalSample, TrainedSample
 from vlatune.report.page import MAX_TEXT, missing, row, section, shown_setting, table
-from vlatune.report.run_folder import EvalSample, Run, TrainedSample
+from vlatune.report.run_folder import Run
 
 MAX_SAMPLES = 6
 """Cards on the page; more are kept in eval_samples.npz only."""

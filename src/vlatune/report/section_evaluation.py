@@ -6,8 +6,9 @@ from typing import Any
 from vlatune.report import plots
 from vlatune.report.chart import legend
 from vlatune.report.formatting import Html, format_number, plural, shorten, tag
+from vlatune.report.kept_samples import EvalSample
 from vlatune.report.page import MAX_TEXT, row, section
-from vlatune.report.run_folder import EvalSample, Run
+from vlatune.report.run_folder import Run
 from vlatune.report.section_data import dim_names, figure, undrawn
 from vlatune.report.verdict import success_text
 

@@ -18,7 +18,8 @@ from vlatune.files import write_text
 from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
-from vlatune.report.run_folder import FIRST_BATCH_FILE, SKIPPED_FILE, RunFolder, save_first_batch, write_data
+from vlatune.report.kept_samples import FIRST_BATCH_FILE, save_first_batch
+from vlatune.report.run_folder import SKIPPED_FILE, RunFolder, write_data
 from vlatune.run_setup import (
     Setup,
     describe_data,
