@@ -28,7 +28,7 @@ LAYERS = [
     {"dataset"},
     {"batch", "config", "config_checks", "flags", "flag_values", "from_lerobot", "random_streams", "recipes"},
     {"policies.registry", "ray_internals"},
-    {"bounded_queue", "errors", "files", "outgoing"},
+    {"bounded_queue", "console", "errors", "files"},
     {"limits"},
 ]
 """From the command line down; a room, or a module that stands apart from its room, imports from its own line and below.

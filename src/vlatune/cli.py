@@ -20,10 +20,10 @@ from typing import Any
 from vlatune import __version__
 from vlatune.bench.options import FeedBench, ReaderBench, ResumeBench, StepBench, TrainBench
 from vlatune.config import DemoConfig, DoctorConfig, EvalConfig, ExportConfig, ReportConfig, RunConfig
+from vlatune.console import progress_bar, redacted, say, warn
 from vlatune.errors import TerminatedError, did_you_mean
 from vlatune.files import make_folder, write_text
 from vlatune.flags import MissingOperandError, parse_command
-from vlatune.outgoing import progress_bar, redacted, say, warn
 
 OK, FAILED, MISUSED, INTERRUPTED, SIGNALLED = 0, 1, 2, 130, 128
 MAX_FOREIGN_TEXT = 300

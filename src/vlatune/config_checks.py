@@ -19,7 +19,7 @@ from vlatune.config import (
     makes_base,
     validates,
 )
-from vlatune.outgoing import has_secret
+from vlatune.console import has_secret
 from vlatune.policies.registry import (
     Policy,
     check_overrides,

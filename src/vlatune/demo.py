@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.config import DemoConfig, EvalConfig, RunConfig
+from vlatune.console import progress_bar, say
 from vlatune.dataset.meta.dataset_meta import load_meta
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.evaluate.eval_text import error_lines
 from vlatune.flags import config_from_dict
-from vlatune.outgoing import progress_bar, say
 from vlatune.policies.base import Fit
 from vlatune.policies.registry import DEFAULT_TYPE, Policy, get_policy
 from vlatune.recipes import get_recipe

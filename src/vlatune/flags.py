@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from vlatune.console import warn
 from vlatune.errors import did_you_mean
 from vlatune.files import RefusedFileError, read_file
 from vlatune.flag_values import ExpectationError, OpenNames, convert, is_repeatable, kind_name, load_yaml, shown
-from vlatune.outgoing import warn
 from vlatune.recipes import get_recipe, recipe_of_type
 
 

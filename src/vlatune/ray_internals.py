@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vlatune.outgoing import warn
+from vlatune.console import warn
 
 TESTED_VERSION = "2.60"
 

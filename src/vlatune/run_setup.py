@@ -15,6 +15,7 @@ import numpy as np
 
 from vlatune.batch import ACTION, SLOT, STATE, TASK, Columns
 from vlatune.config import RunConfig
+from vlatune.console import progress_bar, redacted, warn
 from vlatune.dataset.features import camera_spec, vector_spec, with_names
 from vlatune.dataset.health.bad_episodes import (
     BadEpisode,
@@ -31,7 +32,6 @@ from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.resize import Letterbox, letterbox_box
 from vlatune.files import read_json, write_json
-from vlatune.outgoing import progress_bar, redacted, warn
 from vlatune.pipeline.augmentation import Augment, make_augment
 from vlatune.pipeline.loss_groups import LossGroups, WithLossGroups, make_loss_groups
 from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps

@@ -159,7 +159,7 @@ RUNS = [
     Case("metrics.jsonl is a FIFO", as_fifo("run", "metrics.jsonl"), REPORT, SPECIAL),
     Case("eval_samples.npz is a FIFO", as_fifo("run", "eval_samples.npz"), REPORT, SPECIAL, 1),
     Case(".lock is a link out", linked_out("run", ".lock"), RESUME, OUT),
-    Case(".pen is a link out", linked_out("run", ".pen"), RESUME, OUT),
+    Case(".writer.lock is a link out", linked_out("run", ".writer.lock"), RESUME, OUT),
     Case("logs is a link out", linked_out("run", "logs"), RESUME, OUT),
     Case("logs/traceback.txt is a link out", linked_out("run", "logs/traceback.txt"), RESUME, OUT),
     Case("checkpoints is a link out", linked_out("run", "checkpoints"), RESUME, "is a link"),

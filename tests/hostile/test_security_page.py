@@ -14,7 +14,7 @@ from page import page
 from repository_files import ROOT
 
 from vlatune import config
-from vlatune.outgoing import is_secret_name
+from vlatune.console import is_secret_name
 
 PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 LOADS = ("load", "loads", "Unpickler", "open")

@@ -16,8 +16,8 @@ import numpy as np
 
 from vlatune.checkpoint.local_store import folder_name
 from vlatune.config import RunConfig
+from vlatune.console import printable, redacted
 from vlatune.flags import flags_of, parse_flags, typed
-from vlatune.outgoing import printable, redacted
 from vlatune.policies.processors import is_hub_name
 from vlatune.policies.registry import get_policy
 from vlatune.report.chart import Scale, scale_of, span_of, thin

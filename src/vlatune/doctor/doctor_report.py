@@ -1,7 +1,7 @@
 """What `vlatune doctor` found, for people: lines for the terminal, and a page with the first batch as the model sees it.
 
 The page is in the report's style and needs nothing else. All text goes through `formatting.tag`, which escapes it, and all that
-is printed through `outgoing.say`: names and sentences come from datasets of strangers.
+is printed through `console.say`: names and sentences come from datasets of strangers.
 """
 
 import os
@@ -15,12 +15,12 @@ import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
 from vlatune.config import DoctorConfig
+from vlatune.console import printable
 from vlatune.doctor.device_memory import GPU_SIZES
 from vlatune.doctor.examine import Examination, examine
 from vlatune.doctor.findings import Case, Finding, FirstBatch
 from vlatune.files import write_text
 from vlatune.flags import typed
-from vlatune.outgoing import printable
 from vlatune.report import plots
 from vlatune.report.chart import Chart, Line, draw, legend, scale_of, span_of
 from vlatune.report.formatting import Html, join, plural, shorten, tag

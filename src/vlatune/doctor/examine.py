@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.config import RunConfig
+from vlatune.console import redacted
 from vlatune.doctor import batch_checks, data_checks, feature_checks, machine_checks, model_checks
 from vlatune.doctor.findings import Case, Finding, Status, amended, refused, worst
 from vlatune.flags import flags_of, typed
-from vlatune.outgoing import redacted
 
 
 @dataclass(frozen=True)

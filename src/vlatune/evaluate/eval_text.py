@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vlatune.outgoing import printable
+from vlatune.console import printable
 from vlatune.report.formatting import format_number, plural
 from vlatune.report.verdict import eval_meaning, looked_at
 

@@ -20,9 +20,9 @@ from typing import Any
 from vlatune.checkpoint.policy_files import read_trained_on
 from vlatune.config import EvalConfig, ExportConfig
 from vlatune.config_checks import validate_eval
+from vlatune.console import printable, redacted, warn
 from vlatune.errors import did_you_mean
 from vlatune.files import read_json, write_json, write_text
-from vlatune.outgoing import printable, redacted, warn
 from vlatune.report.formatting import format_number, plural
 from vlatune.report.run_folder import SIMULATION_FILE
 from vlatune.report.verdict import success_text

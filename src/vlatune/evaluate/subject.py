@@ -19,6 +19,7 @@ from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.state_file import read_state
 from vlatune.checkpoint.store import Store, choose, open_store
 from vlatune.config import DatasetConfig, EvalConfig, RunConfig
+from vlatune.console import warn
 from vlatune.dataset.features import with_names
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.order.partition import pick, select_episodes
@@ -26,7 +27,6 @@ from vlatune.dataset.order.sample_order import OrderSpec
 from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
 from vlatune.files import read_json
-from vlatune.outgoing import warn
 from vlatune.policies.base import Binding, ModuleOptions, PolicyAdapter, PolicySpec, read_policy
 from vlatune.policies.base_folder import read_steps, resolve_folder
 from vlatune.policies.binding import bind

@@ -14,11 +14,11 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from vlatune.batch import ACTION, STATE
+from vlatune.console import printable
 from vlatune.dataset.features import RESERVED, as_flag, camera_name, likely_name
 from vlatune.errors import did_you_mean
 from vlatune.inspect.inspection import CameraFacts, EpisodeFacts, FeatureFacts, Inspection, StatsFacts
 from vlatune.inspect.problems import COMPUTE, RENAME, Problem
-from vlatune.outgoing import printable
 from vlatune.report.formatting import format_bytes, format_number, format_seconds, plural
 
 MAX_ROWS = 20

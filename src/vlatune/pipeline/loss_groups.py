@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import LOSS_GROUPS, TASK, Columns
-from vlatune.outgoing import printable
+from vlatune.console import printable
 from vlatune.pipeline.transforms import Transform, apply_all
 
 MOST_TASKS = 64

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vlatune.console import progress_bar
 from vlatune.dataset.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, skip_line
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.order.partition import (
@@ -27,7 +28,6 @@ from vlatune.dataset.order.partition import (
 from vlatune.dataset.reader import Unit, make_unit
 from vlatune.dataset.request import Delivery, Request, make_deliveries
 from vlatune.dataset.storage.root import Root
-from vlatune.outgoing import progress_bar
 from vlatune.pipeline.memory import MAX_BLOCK_BYTES
 
 TASK_BLOCKS = 32

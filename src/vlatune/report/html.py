@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.config import RunConfig
+from vlatune.console import printable, redacted
 from vlatune.files import write_text
 from vlatune.flags import config_from_dict, flags_of, typed
-from vlatune.outgoing import printable, redacted
 from vlatune.report.formatting import (
     Html,
     format_bytes,

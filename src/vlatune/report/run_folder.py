@@ -37,8 +37,10 @@ EVALUATION_FILE, REPORT_FILE = "eval.json", "report.html"
 SIMULATION_FILE, EVAL_PAGE_FILE = "simulation.json", "eval.html"
 """The newest simulation of the run; and the page of an evaluation that is not its own: on another dataset, of a LeRobot folder."""
 LOGS = "logs"
-DRIVER_LOCK, WRITER_LOCK = ".lock", ".pen"
-"""Files that are locked, by the driver and by rank 0; the second name is older than what it is called here."""
+DRIVER_LOCK, WRITER_LOCK = ".lock", ".writer.lock"
+"""Files that are locked, by the driver and by rank 0."""
+OLD_WRITER_LOCK = ".pen"
+"""The name that rank 0's had before; a folder that still holds it goes on as any other."""
 Number = int | float | None
 SETTINGS = {
     "job_name": str | None,
@@ -114,6 +116,7 @@ RUN_ENTRIES = (
     CHECKPOINTS,
     DRIVER_LOCK,
     WRITER_LOCK,
+    OLD_WRITER_LOCK,
 )
 """All that a run puts into its folder."""
 BESIDE = ("base", "dataset")

@@ -19,8 +19,8 @@ import fsspec
 from fsspec.dircache import DirCache
 from fsspec.utils import tokenize
 
+from vlatune.console import CUT, USER_AND_PASSWORD, has_secret, is_secret_name
 from vlatune.errors import did_you_mean
-from vlatune.outgoing import CUT, USER_AND_PASSWORD, has_secret, is_secret_name
 
 NO_SECRETS = ("anon", "google_default", "cloud", "cache")
 """Values of `token` that name a way to find credentials (gcsfs)."""

@@ -11,8 +11,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from vlatune.console import redacted
 from vlatune.dataset.storage.remote_fs import cut_out
-from vlatune.outgoing import redacted
 
 MAX_TRIES = 8
 """Calls in all, the first included."""

@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, cast
 
+from vlatune.console import has_secret
 from vlatune.dataset.storage.checksums import verify
 from vlatune.dataset.storage.remote_file import RemoteFile
 from vlatune.dataset.storage.remote_fs import filesystem_for, secrets_in, version_tag
 from vlatune.dataset.storage.remote_retry import retried
 from vlatune.files import MAX_JSON_BYTES, RefusedFileError, open_file, real_path
-from vlatune.outgoing import has_secret
 
 LOCAL_SCHEMES = ("", "file", "local")
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from vlatune.config import RunConfig
+from vlatune.console import redacted, say, warn
 from vlatune.files import make_folder, open_to_append, write_aside, write_new
-from vlatune.outgoing import redacted, say, warn
 from vlatune.ray_internals import (
     VITAL_PROCESSES,
     asks_for_token,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from vlatune.config import RunConfig
 from vlatune.config_checks import validate
+from vlatune.console import redacted, say
 from vlatune.dataset.health.bad_episodes import skip_line
 from vlatune.files import write_text
-from vlatune.outgoing import redacted, say
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
 from vlatune.report.kept_samples import FIRST_BATCH_FILE, save_first_batch

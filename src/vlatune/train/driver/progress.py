@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import CHECKPOINTS
 from vlatune.config import RunConfig
-from vlatune.outgoing import make_view, printable, redacted, say, warn
+from vlatune.console import make_view, printable, redacted, say, warn
 from vlatune.report.formatting import format_bytes, format_rate, format_seconds, format_share, plural
 from vlatune.report.run_folder import RunFolder
 from vlatune.report.sinks import JsonlTail, read_jsonl

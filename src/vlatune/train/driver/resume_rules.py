@@ -25,6 +25,7 @@ from vlatune.report.run_folder import (
     CONFIG_FILE,
     DRIVER_LOCK,
     LOGS,
+    OLD_WRITER_LOCK,
     WRITER_LOCK,
     RunFolder,
     is_left_over,
@@ -279,5 +280,5 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 def _only_ours(folder: Path) -> bool:
     """Nothing in it but what a start that was broken off leaves, or what the demo puts beside a run."""
-    begun = (DRIVER_LOCK, WRITER_LOCK, LOGS, *BESIDE)
+    begun = (DRIVER_LOCK, WRITER_LOCK, OLD_WRITER_LOCK, LOGS, *BESIDE)
     return all(entry.name in begun or is_left_over(entry.name) for entry in folder.iterdir())

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vlatune.config import MlflowConfig, RunConfig, WandbConfig, to_json
+from vlatune.console import redacted, warn
 from vlatune.files import make_folder, parse_json, read_file, write_json
-from vlatune.outgoing import redacted, warn
 from vlatune.report.run_folder import LOGS, REPORT_FILE, RunFolder
 from vlatune.report.sinks import JsonlTail
 from vlatune.report.summary import SUMMARY_FILE

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from vlatune import cli
+from vlatune.console import SECRET_WORDS, SHORT_WORDS, has_secret, printable, progress_bar, redacted, say, warn
 from vlatune.dataset.storage.remote_fs import secrets_in
-from vlatune.outgoing import SECRET_WORDS, SHORT_WORDS, has_secret, printable, progress_bar, redacted, say, warn
 
 SRC = Path(__file__).parents[1] / "src" / "vlatune"
 OTHERS = {
-    "outgoing.py": "the one place",
+    "console.py": "the one place",
     "cli.py": "JSON, which escapes by itself, and our own help",
     "inspect/text.py": "a table into a string, of cells that are cleaned",
 }
@@ -135,7 +135,7 @@ def test_all_is_printed_at_one_place() -> None:
         if name not in OTHERS and not name.startswith("bench/")
         for call in printing(path)
     ]
-    assert not odd, f"{odd}: print with vlatune.outgoing's say or warn, or give the module a line in OTHERS"
+    assert not odd, f"{odd}: print with vlatune.console's say or warn, or give the module a line in OTHERS"
 
 
 class Terminal(io.StringIO):
