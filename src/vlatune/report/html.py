@@ -1,7 +1,7 @@
 """RUN/report.html: what happened in a run, on one page that needs nothing else.
 
 Reads the run folder and puts sections one after the other, the verdict first; each section is a function of the run, in
-section_learning.py, section_speed.py, section_data.py and section_evaluation.py. A part that is missing (no evaluation yet, a run that died on its
+section_learning.py, section_speed.py and section_data.py. A part that is missing (no evaluation yet, a run that died on its
 first step) is said to be missing. All text goes through `formatting.tag`, which escapes it: sentences and names come from
 datasets of strangers. The document around it is page.py's, charts are plots.py's, words on the figures verdict.py's.
 """
@@ -31,8 +31,7 @@ from vlatune.report.kept_samples import EvalSample, load_eval_samples, load_roll
 from vlatune.report.page import MAX_TEXT, command, flat_settings, make_page, missing, row, section, shown_setting, table
 from vlatune.report.run_folder import CONFIG_FILE, EVAL_PAGE_FILE, REPORT_FILE, Run, read_evaluation, read_run
 from vlatune.report.section_data import data_seen, first_batch, predicted
-from vlatune.report.section_evaluation import rolled_out, simulated
-from vlatune.report.section_learning import evaluated, learning, split_loss
+from vlatune.report.section_learning import evaluated, learning, rolled_out, simulated, split_loss
 from vlatune.report.section_speed import memory, spent_time, time_line
 from vlatune.report.summary import SUMMARY_FILE
 from vlatune.report.verdict import WAIT_SHARE_FINE, Tone, Verdict, judge
