@@ -449,6 +449,18 @@ def test_a_video_with_too_few_frames(copy_of):
     assert problem.found == "files with fewer frames than the episodes in them have rows"
 
 
+def test_a_video_that_begins_late(copy_of):
+    """Without its edit list every frame of an H.264 file is some frames late, and the rows show what was seen before."""
+    folder = copy_of()
+    file = folder / f"videos/{TOP}/chunk-000/file-000.mp4"
+    content = file.read_bytes()
+    assert content.count(b"elst") == 1
+    file.write_bytes(content.replace(b"elst", b"free"))
+    problem = only_problem(folder)
+    assert (problem.severity, problem.place) == ("error", f"camera '{TOP}'")
+    assert problem.found == "files whose first frame is later than the first row of the episodes in them"
+
+
 # What cannot be read at all
 
 

@@ -32,6 +32,7 @@ from vlatune.dataset.storage.parquet import opened
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.storage.tables import read_columns
 from vlatune.inspect.problems import COMPUTE, MAX_EXAMPLES, Problem, dim_name, is_normalised, refusal, with_examples
+from vlatune.inspect.videos import Needed
 
 THREADS = 8
 FIRST_FILES = 100
@@ -296,20 +297,21 @@ def data_rows(meta: DatasetMeta) -> dict[str, int]:
     return dict(zip((meta.data_path(position) for position in positions), ends.tolist(), strict=True))
 
 
-def video_files(meta: DatasetMeta, camera: str, *, fps: float) -> dict[str, int]:
-    """mp4 file of a camera -> frames that it must have at this rate, up to the last row of its last episode.
+def video_files(meta: DatasetMeta, camera: str, *, fps: float) -> dict[str, Needed]:
+    """mp4 file of a camera -> what it must have at this rate, from the first row of its episodes to the last.
 
     Empty for a camera whose pictures are in the data files.
     """
     if camera not in meta.episodes.videos:
         return {}
-    last_s = meta.episodes.videos[camera].from_s + (meta.episodes.length - 1) / meta.fps
-    frames = np.round(np.nan_to_num(last_s) * fps).astype(np.int64) + 1
+    from_s = np.nan_to_num(meta.episodes.videos[camera].from_s)
+    frames = np.round((from_s + (meta.episodes.length - 1) / meta.fps) * fps).astype(np.int64) + 1
     positions, group = one_per_file(meta, camera)
-    most = np.zeros(len(positions), dtype=np.int64)
+    most, begin_s = np.zeros(len(positions), dtype=np.int64), np.full(len(positions), np.inf)
     np.maximum.at(most, group, frames)
+    np.minimum.at(begin_s, group, from_s)
     names = (meta.video_path(position, camera) for position in positions)
-    return dict(zip(names, most.tolist(), strict=True))
+    return dict(zip(names, map(Needed, most.tolist(), begin_s.tolist()), strict=True))
 
 
 FIX = f"train with {COMPUTE}, which takes the statistics of all rows"

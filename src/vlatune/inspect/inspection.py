@@ -27,7 +27,7 @@ from vlatune.dataset.video.recorded import camera_fps
 from vlatune.files import parse_json
 from vlatune.inspect.data_files import data_problems, data_rows, file_problems, row_stats_problems, video_files
 from vlatune.inspect.problems import Problem, degenerate_dims, is_normalised, meta_problems, nan_dims, refusal
-from vlatune.inspect.videos import VideoFacts, read_videos, span_problems, video_problems
+from vlatune.inspect.videos import Needed, VideoFacts, read_videos, span_problems, video_problems
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ class _Files:
     """data, videos, meta -> name -> bytes."""
     data: Mapping[str, int]
     """Data files -> rows that they must have."""
-    videos: Mapping[str, Mapping[str, int]]
-    """Camera -> its mp4 files -> frames that they must have."""
+    videos: Mapping[str, Mapping[str, Needed]]
+    """Camera -> its mp4 files -> what they must have."""
 
     def present_videos(self, camera: str) -> dict[str, int]:
         present = self.present["videos"]

@@ -14,7 +14,7 @@ Pure, over the columns of `Episodes`. Times are compared to half a frame. v2.1 h
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import av.error
 import numpy as np
@@ -48,6 +48,8 @@ class VideoFacts:
     fps: float = 0.0
     num_frames: int = 0
     """0 where the container does not tell."""
+    begin_s: float = 0.0
+    """Of its first frame, as far as the header tells."""
     error: str = ""
     """Why the file could not be opened; nothing else is known then."""
 
@@ -103,11 +105,21 @@ def _read_header(source: str | IO[bytes], file: str) -> VideoFacts:
             pixel_format=context.pix_fmt or "",
             fps=float(stream.average_rate or 0.0),
             num_frames=stream.frames,
+            begin_s=float((stream.start_time or 0) * stream.time_base),
         )
 
 
+class Needed(NamedTuple):
+    """What the rows of the episodes in an mp4 file ask of it."""
+
+    frames: int
+    """Up to the last row."""
+    begin_s: float
+    """The time of the first."""
+
+
 def video_problems(
-    meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], needed: Mapping[str, int]
+    meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], needed: Mapping[str, Needed]
 ) -> list[Problem]:
     """How the files of one camera differ from what info.json says of them, or lack frames that are `needed`."""
     place = f"camera '{camera}'"
@@ -120,6 +132,7 @@ def video_problems(
         *_wrong_fps([video for video in good if not _has_fps(video, fps)], fps, place),
         *_wrong_codec(meta, camera, good, place),
         *_too_short(needed, timed, place),
+        *_too_late(needed, timed, fps, place),
     ]
 
 
@@ -174,14 +187,27 @@ def _wrong_codec(meta: DatasetMeta, camera: str, videos: Sequence[VideoFacts], p
     )
 
 
-def _too_short(needed: Mapping[str, int], videos: Sequence[VideoFacts], place: str) -> list[Problem]:
-    wrong = [video for video in videos if 0 < video.num_frames < needed[video.file]]
+def _too_short(needed: Mapping[str, Needed], videos: Sequence[VideoFacts], place: str) -> list[Problem]:
+    wrong = [video for video in videos if 0 < video.num_frames < needed[video.file].frames]
     return with_examples(
         "error",
-        [f"{video.file}: {video.num_frames} frames, {needed[video.file]} needed" for video in wrong],
+        [f"{video.file}: {video.num_frames} frames, {needed[video.file].frames} needed" for video in wrong],
         place=place,
         found="files with fewer frames than the episodes in them have rows",
         expected="a frame for every row",
+        fix="fetch or re-encode the files; until then leave the episodes out with --dataset.on_bad_episode=skip",
+    )
+
+
+def _too_late(needed: Mapping[str, Needed], videos: Sequence[VideoFacts], fps: float, place: str) -> list[Problem]:
+    """Frames would be those of other rows: an edit list was lost, or files were cut."""
+    wrong = [video for video in videos if video.begin_s > needed[video.file].begin_s + 0.5 / fps]
+    return with_examples(
+        "error",
+        [f"{video.file}: {video.begin_s:.4f} s, not {needed[video.file].begin_s:.4f} s" for video in wrong],
+        place=place,
+        found="files whose first frame is later than the first row of the episodes in them",
+        expected="a frame at the time of every row; as it is, each shows what was seen before",
         fix="fetch or re-encode the files; until then leave the episodes out with --dataset.on_bad_episode=skip",
     )
 
