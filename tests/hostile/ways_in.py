@@ -397,7 +397,7 @@ FROM_LEROBOT = [
         ("a field of a million parts", as_lerobot(**{"a." * 1_000_000: 1}), "LeRobot has no such field"),
         ("steps without end", as_lerobot(steps=10**400), "must be 1000000000000000 or less"),
         ("a seed that is an object", as_lerobot(seed={"a": {"b": 1}}), "seed.a.b: LeRobot has no such field"),
-        ("a rate that is no number", as_lerobot(optimizer__lr="nan"), "lr"),
+        ("a rate that is no number", as_lerobot(policy__optimizer_lr="nan"), "lr"),
         ("a rename_map that is a list", as_lerobot(rename_map=[1]), "rename_map"),
         (
             "a root with a secret",

@@ -28,6 +28,7 @@ from vlatune.report.page import make_page
 pytestmark = pytest.mark.browser
 
 MAX_PAGE_BYTES = 3_000_000
+LENGTHS = (200, 120)
 PAPER = {False: "rgb(251, 251, 250)", True: "rgb(20, 23, 28)"}
 LABELS = """[...document.querySelectorAll('figure.chart')].map(chart =>
   [...chart.querySelectorAll('.plot > .x, .plot > .y')].map(one => [one.className, one.textContent, one.style.cssText]).sort())"""
@@ -46,9 +47,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two demos of other lengths, made as a newcomer makes one."""
-    folders = [tmp_path_factory.mktemp("demo") / f"demo{steps}" for steps in (60, 40)]
-    for folder, steps in zip(folders, (60, 40), strict=True):
+    """Two demos of other lengths, made as a newcomer makes one; each comes to a validation."""
+    folders = [tmp_path_factory.mktemp("demo") / f"demo{steps}" for steps in LENGTHS]
+    for folder, steps in zip(folders, LENGTHS, strict=True):
         words = [sys.executable, "-m", "vlatune.cli", "demo", f"--output_dir={folder}", f"--steps={steps}"]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     return folders
