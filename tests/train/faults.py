@@ -36,6 +36,8 @@ class Fault:
     """The step that is being made, counted from 1; of a save, the step that it saves."""
     rank: int = 0
     signal: int = signal.SIGKILL
+    pid: int | None = None
+    """Who gets it; the worker itself when left out."""
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.point.replace(' ', '_')}-{self.optimizer_step}-{self.rank}"
@@ -56,7 +58,7 @@ class Faults:
         for fault in self._mine:
             if fault.point == point and fault.optimizer_step == step and not fault.file(self._folder).exists():
                 fault.file(self._folder).touch()
-                os.kill(os.getpid(), fault.signal)
+                os.kill(fault.pid or os.getpid(), fault.signal)
 
 
 def worker_with(

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from driving import validation_curve
 from faults import POINTS, SAVE_POINTS, VALIDATION_POINTS, Fault
 from test_matrix import check
 
@@ -33,9 +34,8 @@ CASES = {
     ),
     "in a validation": tuple(
         Fault(point, step, rank=rank)
-        for step in (2, VALIDATED_STEP, STEPS)
-        for point in VALIDATION_POINTS
-        for rank in (0, 1)
+        for step, ranks in ((2, (0, 1)), (VALIDATED_STEP, (1, 0)), (STEPS, (0, 1)))
+        for point, rank in zip(VALIDATION_POINTS, ranks, strict=True)
     ),
     "in a save, and at the very end": (
         *(Fault(point, SAVED_STEP) for point in SAVE_POINTS[: SAVE_POINTS.index("save: committed") + 1]),
@@ -96,11 +96,6 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
 def weights(run_dir: Path) -> dict[str, bytes]:
     newest = list_checkpoints(run_dir)[-1]
     return {file.name: file.read_bytes() for file in newest.glob("*.safetensors")}
-
-
-def validation_curve(run_dir: Path) -> list[tuple[int, float, float]]:
-    lines = read_jsonl(run_dir / "validation.jsonl")
-    return [(line["optimizer_step"], line["val_loss"], line["val_action_error"]) for line in lines]
 
 
 def test_the_undisturbed_run_is_done_in_one_start(runs):

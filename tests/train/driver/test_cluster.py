@@ -281,7 +281,7 @@ def test_the_workers_of_our_own_find_each_other_on_loopback_only():
 def test_joining_an_open_cluster_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    for name in ("ray.init", "ray.shutdown", "vlatune.train.driver.cluster._quiet"):
+    for name in ("ray.init", "ray.shutdown"):
         monkeypatch.setattr(name, lambda *_, **__: None)
     monkeypatch.setattr("vlatune.train.driver.cluster.read_nodes", lambda: [Node(8, 4 * GB, 0, 1)])
     for is_closed in (True, False):
