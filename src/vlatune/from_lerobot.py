@@ -120,6 +120,7 @@ def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, k
     fields = _of_base(fields) | fields
     card = _card(fields)
     overrides = _overrides(fields, card)
+    known = {*known, *overrides}
     fields, unused = _looked_at(fields)
     values: dict[str, Any] = {}
     refused: list[str] = []
@@ -132,12 +133,12 @@ def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, k
             hint = did_you_mean(name, ROWS) if len(refused) < MAX_REFUSED else ""
             refused.append(f"{_text(name)}: LeRobot has no such field{hint}")
         elif row.ours is not None:
-            refused += _take(name, value, row, {*known, *overrides}, values)
+            refused += _take(name, value, row, known, values)
         elif row.harmless:
             harmless |= {name: row.why} if name in typed else {}
         elif name.startswith("policy.") and row.default is REQUIRED:
             hint = did_you_mean(name, overrides) if name in typed and len(refused) < MAX_REFUSED else ""
-            refused += [f"{name}={_text(value)}: {row.why}{hint}"] if name in typed - new else []
+            refused += [f"{name}={_text(value)}: {row.why}{hint}"] if name in typed and name not in new else []
         elif not _is_same(value, row.default):
             refused.append(f"{name}={_text(value)}: {row.why}")
     refused += _derive(fields, values, harmless, card)
@@ -163,13 +164,15 @@ def _of_base(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Of a folder; one on a hub is not fetched for it. What else is there counts in our runs as well.
     """
-    folder = Path(str(fields.get("policy.path") or "")).expanduser()
-    if not fields.get("policy.path") or not folder.is_dir():
-        return {}
+    path = str(fields.get("policy.path") or "")
     try:
+        folder = Path(path).expanduser()
+        if not path or not folder.is_dir():
+            return {}
         content = parse_json(read_file(folder.absolute(), "config.json"), "config.json")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--from_lerobot: --policy.path={folder}: its config.json cannot be read ({error})") from None
+    except (OSError, RuntimeError, ValueError) as error:  # also of a name that is too long, or a home that is not known
+        said = f"--from_lerobot: policy.path={_text(path)}: its config.json cannot be read"
+        raise ValueError(f"{said} ({_text(str(error))})") from None
     found = {f"policy.{key}": value for key, value in content.items()} if isinstance(content, dict) else {}
     return {key: value for key, value in found.items() if key in ("policy.type", *WHO_TRAINS, *PRESETS)}
 
@@ -192,8 +195,9 @@ def _looked_at(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """LeRobot looks at the policy's presets or at optimizer and scheduler, not at both; the others, and why not."""
     preset = _has_preset(fields)
     why = f"use_policy_training_preset is {'on' if preset else 'off'}"
-    unused = [name for name in fields if (name.startswith(("optimizer.", "scheduler.")) if preset else name in PRESETS)]
-    return {name: value for name, value in fields.items() if name not in unused}, dict.fromkeys(unused, why)
+    names = (name for name in fields if (name.startswith(("optimizer.", "scheduler.")) if preset else name in PRESETS))
+    unused = dict.fromkeys(names, why)
+    return {name: value for name, value in fields.items() if name not in unused}, unused
 
 
 def _has_preset(fields: Mapping[str, Any]) -> bool:

@@ -210,9 +210,17 @@ FOLDERS = [
             replaced("base", "model.safetensors", lambda path: path.write_bytes(b"\x80\x04cos\nsystem\n")),
             "model.safetensors is damaged",
         ),
-        ("a pickle for a sentence in the dataset", pickled(TASKS, "task"), "column 'task' has the extension type"),
-        ("the dataset's info.json is a link out", linked_out("dataset", INFO), "leads out of"),
     )
+]
+EVAL_OTHER = "eval {run} --trust_run=true --dataset.root={dataset} --output_dir={out}"
+FOLDERS += [
+    Case(
+        "another dataset with a pickle for a sentence, eval",
+        pickled(TASKS, "task"),
+        EVAL_OTHER,
+        "has the extension type",
+    ),
+    Case("another dataset's info.json is a link out, eval", linked_out("dataset", INFO), EVAL_OTHER, "leads out of"),
 ]
 
 BENCHES = [
@@ -427,6 +435,8 @@ FROM_LEROBOT = [
         ("steps without end", as_lerobot(steps=10**400), "must be 1000000000000000 or less"),
         ("a seed that is an object", as_lerobot(seed={"a": {"b": 1}}), "seed.a.b: LeRobot has no such field"),
         ("a rate that is no number", as_lerobot(policy__optimizer_lr="nan"), "lr"),
+        ("a base of a long name", as_lerobot(policy__path="a" * 100_000), "its config.json cannot be read"),
+        ("a base in nobody's home", as_lerobot(policy__path="~nobody-at-all/x"), "its config.json cannot be read"),
         ("a rename_map that is a list", as_lerobot(rename_map=[1]), "rename_map"),
         (
             "a root with a secret",

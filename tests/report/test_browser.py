@@ -50,9 +50,32 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two demos of other lengths, made as a newcomer makes one; each comes to a validation."""
     folders = [tmp_path_factory.mktemp("demo") / f"demo{steps}" for steps in LENGTHS]
     for folder, steps in zip(folders, LENGTHS, strict=True):
-        words = [sys.executable, "-m", "vlatune.cli", "demo", f"--output_dir={folder}", f"--steps={steps}"]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        run("demo", f"--output_dir={folder}", f"--steps={steps}")
     return folders
+
+
+def run(*words: str, code: int = 0) -> None:
+    """A command as its own process."""
+    done = subprocess.run([sys.executable, "-m", "vlatune.cli", *words], stdout=subprocess.DEVNULL, check=False)
+    assert done.returncode == code
+
+
+@pytest.fixture(scope="module")
+def examined(demos: list[Path]) -> Path:
+    """Doctor's page of a demo whose camera is misnamed, so that there are remedies."""
+    data, base, page = demos[0] / "dataset", demos[0] / "base", demos[0] / "doctor.html"
+    camera = next(one for one in json.loads((data / "meta/info.json").read_text())["features"] if "images" in one)
+    names = json.dumps({camera: f"{camera}_misnamed"})
+    run("doctor", f"--dataset.root={data}", f"--policy.path={base}", f"--rename_map={names}", f"--html={page}", code=1)
+    return page
+
+
+@pytest.fixture(scope="module")
+def evaluated(demos: list[Path]) -> Path:
+    """The page of an evaluation on another dataset."""
+    folder = demos[0].parent / "evaluated"
+    run("eval", str(demos[0]), f"--dataset.root={demos[1] / 'dataset'}", f"--output_dir={folder}")
+    return folder / "eval.html"
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +95,19 @@ def report_of(runs: list[Path], file: Path) -> Path:
     return file
 
 
-VIEWS = list(product(("written", "demos"), (1, 2), (1440, 390), (False, True)))
+WIDTHS, DARK = (1440, 390), (False, True)
+VIEWS = [
+    *product(("written", "demos"), (1, 2), WIDTHS, DARK),
+    *product(("examined", "evaluated"), (0,), WIDTHS, DARK),
+]
 
 
 @pytest.fixture(params=VIEWS, ids=lambda view: f"{view[1]}-{view[0]}-{view[2]}-{'dark' if view[3] else 'light'}")
 def view(request: pytest.FixtureRequest, browser: Browser, tmp_path: Path) -> Iterator[tuple[Tab, bool]]:
-    """The report of one run, or the comparison of two."""
-    runs, count, width, dark = request.param
-    page = report_of(request.getfixturevalue(runs)[:count], tmp_path / "page.html")
+    """The report of one run, the comparison of two, doctor's page, an evaluation's."""
+    what, count, width, dark = request.param
+    made = request.getfixturevalue(what)
+    page = report_of(made[:count], tmp_path / "page.html") if count else made
     assert page.stat().st_size < MAX_PAGE_BYTES
     tab = browser.open(page, width=width, dark=dark)
     yield tab, dark
@@ -187,6 +215,15 @@ def test_the_command_is_copied_and_is_the_run(browser: Browser, page: Path, writ
     assert words[:2] == ["vlatune", "train"]
     stored = json.loads((written[0] / "config.json").read_text())
     assert parse_flags(words[2:], RunConfig) == config_from_dict(RunConfig, stored, "the run")
+    tab.close()
+
+
+def test_doctors_remedies_are_copied(browser: Browser, examined: Path) -> None:
+    tab = browser.open(examined)
+    browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    tab.click(*tab.middle_of(".checks button.copy"))
+    assert tab.run("navigator.clipboard.readText()").startswith("--rename_map=")
+    assert tab.run("document.querySelectorAll('button.copy').length") >= 2  # of the whole command, too
     tab.close()
 
 
