@@ -61,13 +61,15 @@ def _times_seen(run: Run) -> str:
 def _tasks(data: dict[str, Any]) -> list[Html]:
     """Sentences with the episodes of each, the most frequent first; folded up where they are many."""
     tasks, count = data["tasks"], data["num_tasks"]
-    told = [*data.get("task_episodes", ()), *[0] * len(tasks)]  # a run of an earlier version counted none
-    most_first = sorted(zip(tasks, told, strict=False), key=lambda pair: -pair[1])[:MAX_TASKS]
-    total = sum(one["episodes"] for one in data["datasets"])
+    counts = data.get("task_episodes") or [0] * len(tasks)
+    most_first = sorted(zip(tasks, counts, strict=False), key=lambda pair: -pair[1])[:MAX_TASKS]
+    total = (
+        sum(one["episodes"] for one in data["datasets"]) if any(counts) else 0
+    )  # a run of an earlier version told none
     rows = [_task_row(task, episodes, total) for task, episodes in most_first]
-    if (rest := total - sum(told)) > 0 and any(told):
-        rows.append(row("of other sentences, of several, or of none that meta/ names", *_episode_cells(rest, total)))
-    listed = table(("Task", "episodes", "share of the episodes"), rows, kind="figures")
+    if (rest := total - sum(counts)) > 0:
+        rows.append(_task_row("of other sentences, of several, or of none that meta/ names", rest, total))
+    listed = table(("Task", "episodes", "share of the episodes")[: 3 if total else 1], rows, kind="figures")
     if count <= FEW_TASKS:
         return [listed]
     shown = f", the first {len(most_first)}" if count > len(most_first) else ""
@@ -76,11 +78,8 @@ def _tasks(data: dict[str, Any]) -> list[Html]:
 
 def _task_row(task: str, episodes: int, total: int) -> Html:
     sentence = tag("th", shorten(task, MAX_TEXT) or "(no sentence)", scope="row", dir="auto")
-    return tag("tr", sentence, *(tag("td", cell) for cell in _episode_cells(episodes, total)))
-
-
-def _episode_cells(episodes: int, total: int) -> tuple[str, str]:
-    return (f"{episodes:,}", format_share(episodes / total)) if episodes and total else ("-", "-")
+    cells = (f"{episodes:,}", format_share(episodes / total)) if total else ()
+    return tag("tr", sentence, *(tag("td", cell) for cell in cells))
 
 
 def shuffle_meaning(shuffle: dict[str, Any]) -> str:
