@@ -387,7 +387,8 @@ def test_data_seen_is_told(tmp_path) -> None:
 def test_many_sentences_are_folded_up_and_an_older_run_has_them_without_counts(tmp_path) -> None:
     write_whole_run(tmp_path)
     data = json.loads((tmp_path / "data.json").read_text())
-    (tmp_path / "data.json").write_text(json.dumps(data | {"tasks": [f"task {n}" for n in range(40)], "num_tasks": 99}))
+    many = {"tasks": [f"task {n}" for n in range(40)], "task_episodes": [1] * 40, "num_tasks": 99}
+    (tmp_path / "data.json").write_text(json.dumps(data | many))
     assert "99 tasks, the first 30" in page_of(tmp_path).texts
     del data["task_episodes"]
     (tmp_path / "data.json").write_text(json.dumps(data))
