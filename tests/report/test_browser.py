@@ -54,18 +54,19 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-def run(*words: str) -> None:
+def run(*words: str, code: int = 0) -> None:
     """A command as its own process."""
-    subprocess.run([sys.executable, "-m", "vlatune.cli", *words], stdout=subprocess.DEVNULL, check=True)
+    done = subprocess.run([sys.executable, "-m", "vlatune.cli", *words], stdout=subprocess.DEVNULL, check=False)
+    assert done.returncode == code
 
 
 @pytest.fixture(scope="module")
 def examined(demos: list[Path]) -> Path:
-    """Doctor's page of a demo one of whose cameras goes unused, so that there is a remedy."""
+    """Doctor's page of a demo one of whose cameras is misnamed, so that there is a remedy."""
     data, base, page = demos[0] / "dataset", demos[0] / "base", demos[0] / "doctor.html"
     camera = next(one for one in json.loads((data / "meta/info.json").read_text())["features"] if "images" in one)
     names = json.dumps({camera: "observation.images.elsewhere"})
-    run("doctor", f"--dataset.root={data}", f"--policy.path={base}", f"--rename_map={names}", f"--html={page}")
+    run("doctor", f"--dataset.root={data}", f"--policy.path={base}", f"--rename_map={names}", f"--html={page}", code=1)
     return page
 
 
