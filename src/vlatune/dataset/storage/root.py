@@ -33,7 +33,6 @@ class Root:
     """Whether meta/checksums.json is looked for; a place for checkpoints has manifests instead."""
     sums_version: str | None = field(default=None, compare=False, repr=False)
     """Of a store's meta/checksums.json when the run began, empty where there was none; None: nobody has asked yet."""
-
     started_in: str | None = field(default=None, compare=False, repr=False)
     """The folder that a relative path counts from, which goes along: Ray's processes have other working directories."""
 
