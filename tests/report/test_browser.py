@@ -61,12 +61,13 @@ def run(*words: str, code: int = 0) -> None:
 
 
 @pytest.fixture(scope="module")
-def examined(demos: list[Path]) -> Path:
-    """Doctor's page of a demo one of whose cameras is misnamed, so that there is a remedy."""
-    data, base, page = demos[0] / "dataset", demos[0] / "base", demos[0] / "doctor.html"
-    camera = next(one for one in json.loads((data / "meta/info.json").read_text())["features"] if "images" in one)
-    names = json.dumps({camera: "observation.images.elsewhere"})
-    run("doctor", f"--dataset.root={data}", f"--policy.path={base}", f"--rename_map={names}", f"--html={page}", code=1)
+def examined(dataset_v3: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Doctor's page of a dataset one of whose cameras is misnamed, so that there is a remedy."""
+    page = tmp_path_factory.mktemp("doctor") / "doctor.html"
+    features = json.loads((dataset_v3 / "meta/info.json").read_text())["features"]
+    names = json.dumps({next(name for name in features if "images" in name): "observation.images.elsewhere"})
+    words = [f"--dataset.root={dataset_v3}", f"--policy.path={small_base}", f"--rename_map={names}", f"--html={page}"]
+    run("doctor", *words, code=1)
     return page
 
 
