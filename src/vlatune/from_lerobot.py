@@ -1,8 +1,9 @@
 """`--from_lerobot`: a `train_config.json` of LeRobot, or a command line of `lerobot-train`, as settings of our own.
 
-Every field of LeRobot's `TrainPipelineConfig` has a row in ROWS (a test holds the table to the real class): the flag of ours that
-means the same, the reason why it may be left out, or the reason why there is nothing like it; then a value other than LeRobot's
-default is refused. What is not given has LeRobot's default, not ours, so that the run is the one that `lerobot-train` would make.
+`lerobot_fields.py` has a row for every field: the flag of ours that means the same, the reason why it may be left out, or the reason
+why there is nothing like it; then a value other than LeRobot's default is refused. A policy's own fields are those that its card
+says a run may set (`Policy.overrides`). What is not given has LeRobot's default, not ours, so that the run is the one that
+`lerobot-train` would make.
 Values are plain JSON and text; nothing of LeRobot is imported.
 """
 
@@ -15,144 +16,23 @@ from typing import Any
 
 from vlatune.errors import did_you_mean
 from vlatune.files import parse_json, read_file
-from vlatune.policies.registry import get_policy, policy_types
+from vlatune.lerobot_fields import (
+    FROZEN,
+    NEW_MODELS,
+    OPTIMIZERS,
+    PRESETS,
+    REQUIRED,
+    ROWS,
+    WHO_TRAINS,
+    Row,
+    same,
+)
+from vlatune.policies.registry import Override, Policy, get_policy, policy_types
 
-REQUIRED: Any = object()
 PROGRAMS = ("lerobot-train", "lerobot_train", "lerobot_train.py", "train.py", "lerobot.scripts.lerobot_train")
 PROCESSES = ("--num_processes", "--num-processes")
 MAX_REFUSED, MAX_TEXT, MAX_PARTS = 20, 200, 8
 """Fields that a message names, characters of each, and parts of a name that are looked at: a file may hold a million."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """What becomes of one field of LeRobot's, or of all below a name that ends with a dot."""
-
-    default: Any = REQUIRED
-    """LeRobot's own."""
-    ours: str | None = None
-    """Our flag of the same meaning."""
-    why: str = ""
-    """Why there is none."""
-    harmless: bool = False
-    """Whether it may be left out, as it changes nothing that is learnt."""
-
-
-def same(ours: str, default: Any = REQUIRED) -> Row:
-    return Row(default, ours)
-
-
-def left_out(why: str) -> Row:
-    return Row(why=why, harmless=True)
-
-
-def unlike(default: Any, why: str) -> Row:
-    return Row(default, why=why)
-
-
-BY_THE_BASE = "the base's config.json says it; change it there"
-READING = "reading is sized by the machine (docs/sizing.md)"
-ROBOT = "it decides how the robot or the hub is served, not what is learnt"
-ROWS: Mapping[str, Row] = {
-    "dataset.repo_id": same("dataset.repo_id"),
-    "dataset.root": same("dataset.root", None),
-    "dataset.episodes": same("dataset.episodes", None),
-    "dataset.revision": same("dataset.revision", None),
-    "dataset.eval_split": same("dataset.eval_split", 0.0),
-    "dataset.repo_type": unlike(
-        "dataset", "storage buckets of the hub are not read; fetch the dataset, and give its folder"
-    ),
-    "dataset.streaming": left_out("datasets are always read as they are needed"),
-    "dataset.video_backend": left_out("PyAV decodes, to the same frames"),
-    "dataset.return_uint8": left_out("pixels are uint8 up to the device anyway"),
-    "dataset.depth_output_unit": left_out("depth is not read"),
-    "dataset.use_imagenet_stats": same("dataset.use_imagenet_stats", True),
-    "dataset.image_transforms.enable": same("dataset.image_transforms.enable", False),
-    "dataset.image_transforms.max_num_transforms": same("dataset.image_transforms.max_num_transforms", 3),
-    "dataset.image_transforms.random_order": same("dataset.image_transforms.random_order", False),
-    "dataset.image_transforms.tfs": same("dataset.image_transforms.tfs"),
-    "env": unlike(None, "nothing is simulated while training; `vlatune eval RUN --env.type=...` does it afterwards"),
-    "env.": left_out("see env"),
-    "reward_model": unlike(None, "reward models are not trained here"),
-    "reward_model.": left_out("see reward_model"),
-    "sample_weighting": unlike(None, "samples are weighted by dataset alone (--dataset.weight)"),
-    "sample_weighting.": left_out("see sample_weighting"),
-    "output_dir": same("output_dir", None),
-    "job_name": same("job_name", None),
-    "resume": unlike(False, "a run of LeRobot's cannot be continued; start from its weights with --policy.path"),
-    "checkpoint_path": left_out("a run of LeRobot's cannot be continued"),
-    "seed": same("seed", 1000),
-    "cudnn_deterministic": same("deterministic", False),
-    "num_workers": left_out(f"{READING}; our --num_workers counts training workers"),
-    "batch_size": same("batch_size", 8),
-    "prefetch_factor": left_out(READING),
-    "persistent_workers": left_out(READING),
-    "dataloader_multiprocessing_context": left_out(READING),
-    "steps": same("steps", 100_000),
-    "env_eval_freq": left_out("nothing is simulated while training"),
-    "log_freq": same("log_freq", 200),
-    "eval_steps": same("eval_freq", 0),
-    "max_eval_samples": same("eval_samples", 0),
-    "tolerance_s": same("dataset.tolerance_s", 1e-4),
-    "save_checkpoint": unlike(True, "checkpoints are always saved; see --save_freq and --keep_checkpoints"),
-    "save_freq": same("save_freq", 20_000),
-    "save_checkpoint_to_hub": unlike(False, "push the export of a run: vlatune export RUN DIR --push_to_hub=NAME"),
-    "use_policy_training_preset": left_out("optimizer and schedule are taken from where it says"),
-    "rename_map": same("rename_map", {}),
-    "eval.": left_out("nothing is simulated while training"),
-    "job.": left_out("see job.target"),
-    "job.target": unlike(None, "runs are not sent to HF Jobs; start it there, or with RAY_ADDRESS on a cluster"),
-    "wandb.": left_out("see wandb.enable"),
-    "wandb.enable": same("wandb.enable", False),
-    "wandb.project": same("wandb.project", "lerobot"),
-    "optimizer": left_out("none beside the policy's preset"),
-    "optimizer.type": unlike("adamw", "AdamW is the only optimizer"),
-    "optimizer.lr": same("optimizer.lr"),
-    "optimizer.betas": same("optimizer.betas"),
-    "optimizer.eps": same("optimizer.eps"),
-    "optimizer.weight_decay": same("optimizer.weight_decay"),
-    "optimizer.grad_clip_norm": same("optimizer.grad_clip_norm"),
-    "scheduler": left_out("none: the rate stays what it is"),
-    "scheduler.type": unlike("cosine_decay_with_warmup", "the schedule is a warm-up and a cosine"),
-    "scheduler.num_warmup_steps": same("scheduler.num_warmup_steps"),
-    "scheduler.num_decay_steps": same("scheduler.num_decay_steps"),
-    "scheduler.peak_lr": left_out("it is the optimizer's rate"),
-    "scheduler.decay_lr": same("scheduler.decay_lr"),
-    "peft": left_out("none"),
-    "peft.method_type": unlike("LORA", "adapters are LoRA's"),
-    "peft.r": same("policy.lora_rank", 16),
-    "peft.lora_alpha": same("policy.lora_alpha", None),
-    "peft.target_modules": unlike(None, "--policy.train=lora adapts the language model and the expert"),
-    "peft.full_training_modules": unlike(None, "--policy.train=lora trains the projections, too"),
-    "peft.init_type": unlike(None, "adapters begin as PEFT has it"),
-    "policy.type": same("policy.type"),
-    "policy.path": same("policy.path"),
-    "policy.pretrained_path": same("policy.path"),
-    "policy.dtype": same("policy.dtype"),
-    "policy.gradient_checkpointing": same("policy.gradient_checkpointing"),
-    "policy.compile_model": same("policy.compile"),
-    "policy.compile_mode": left_out("layers are compiled one by one"),
-    "policy.device": left_out("a worker takes the GPU that is there"),
-    "policy.use_amp": unlike(
-        False, "give --policy.dtype=bfloat16: frozen weights and computing in bfloat16, what trains in float32"
-    ),
-    "policy.use_peft": left_out("see peft"),
-    "policy.train_expert_only": left_out("--policy.train says what trains"),
-    "policy.freeze_vision_encoder": left_out("--policy.train says what trains"),
-    **dict.fromkeys(
-        ("policy.push_to_hub", "policy.repo_id", "policy.private", "policy.tags", "policy.license"), left_out(ROBOT)
-    ),
-    "policy.optimizer_lr": same("optimizer.lr"),
-    "policy.optimizer_betas": same("optimizer.betas"),
-    "policy.optimizer_eps": same("optimizer.eps"),
-    "policy.optimizer_weight_decay": same("optimizer.weight_decay"),
-    "policy.optimizer_grad_clip_norm": same("optimizer.grad_clip_norm"),
-    "policy.scheduler_warmup_steps": same("scheduler.num_warmup_steps"),
-    "policy.scheduler_decay_steps": same("scheduler.num_decay_steps"),
-    "policy.scheduler_decay_lr": same("scheduler.decay_lr"),
-    "policy.": Row(why=BY_THE_BASE),
-}
-"""The longest name counts: `policy.` is for what no other row has."""
 
 
 @dataclass(frozen=True)
@@ -237,11 +117,18 @@ def _pairs(words: list[str]) -> dict[str, Any]:
 
 
 def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, known: Collection[str]) -> Translated:
+    fields = _of_base(fields) | fields
+    card = _card(fields)
+    overrides = _overrides(fields, card)
+    known = {*known, *overrides}
+    fields, unused = _looked_at(fields)
     values: dict[str, Any] = {}
     refused: list[str] = []
-    harmless: dict[str, str] = {}
-    for name, value in (_defaults(fields) | fields).items():
-        row = _row(name)
+    harmless = {name: why for name, why in unused.items() if name in typed}
+    new = {f"policy.{name}" for name in NEW_MODELS.get(card.type, {})} if card and not _path(fields) else set()
+    given = _defaults(fields, overrides) | fields
+    for name in sorted(given, key=lambda name: name == "scheduler.name"):  # it says more than scheduler.type
+        value, row = given[name], _row(name, overrides)
         if row is None:
             hint = did_you_mean(name, ROWS) if len(refused) < MAX_REFUSED else ""
             refused.append(f"{_text(name)}: LeRobot has no such field{hint}")
@@ -250,10 +137,11 @@ def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, k
         elif row.harmless:
             harmless |= {name: row.why} if name in typed else {}
         elif name.startswith("policy.") and row.default is REQUIRED:
-            refused += [f"{name}={_text(value)}: {row.why}"] if name in typed else []
+            hint = did_you_mean(name, overrides) if name in typed and len(refused) < MAX_REFUSED else ""
+            refused += [f"{name}={_text(value)}: {row.why}{hint}"] if name in typed and name not in new else []
         elif not _is_same(value, row.default):
             refused.append(f"{name}={_text(value)}: {row.why}")
-    refused += _derive(fields, values, known)
+    refused += _derive(fields, values, harmless, card)
     if refused:
         more = f"; and {len(refused) - MAX_REFUSED:,} more" if len(refused) > MAX_REFUSED else ""
         raise ValueError(
@@ -261,20 +149,72 @@ def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, k
         )
     if processes is not None:
         values["num_workers"] = processes
-    return Translated({name: value for name, value in values.items() if value is not None}, harmless)
+    kept = {name: value for name, value in values.items() if value is not None or name in overrides}
+    return Translated(kept, harmless)
 
 
-def _defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """LeRobot's values of what was not given; those of a group that is not used have no part in it."""
+def _path(fields: Mapping[str, Any]) -> str | None:
+    """The base that the run begins with."""
+    given = (fields.get(f"policy.{name}") for name in ("path", "pretrained_path"))
+    return next((str(one) for one in given if one not in (None, "", "null", "None")), None)
+
+
+def _of_base(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With `--policy.path` LeRobot's policy config is the base's own: its type, presets, and what of it trains.
+
+    Of a folder; one on a hub is not fetched for it. What else is there counts in our runs as well.
+    """
+    path = str(fields.get("policy.path") or "")
+    try:
+        folder = Path(path).expanduser()
+        if not path or not folder.is_dir():
+            return {}
+        content = parse_json(read_file(folder.absolute(), "config.json"), "config.json")
+    except (OSError, RuntimeError, ValueError) as error:  # also of a name that is too long, or a home that is not known
+        said = f"--from_lerobot: policy.path={_text(path)}: its config.json cannot be read"
+        raise ValueError(f"{said} ({_text(str(error))})") from None
+    found = {f"policy.{key}": value for key, value in content.items()} if isinstance(content, dict) else {}
+    return {key: value for key, value in found.items() if key in ("policy.type", *WHO_TRAINS, *PRESETS)}
+
+
+def _card(fields: Mapping[str, Any]) -> Policy | None:
+    """Of the type that is named, or of the hub repository that everybody starts from."""
+    kind, path = fields.get("policy.type"), _path(fields)
+    if kind:
+        return get_policy(kind) if kind in policy_types() else None
+    return next((card for card in map(get_policy, policy_types()) if path and card.hub_base == path), None)
+
+
+def _overrides(fields: Mapping[str, Any], card: Policy | None) -> dict[str, Override]:
+    """Flag -> those that the run may set, by their dotted names; some say only how a new model is made."""
+    of_card = card.overrides.items() if card else ()
+    return {f"policy.{name}": one for name, one in of_card if one.with_base != "unused" or not _path(fields)}
+
+
+def _looked_at(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """LeRobot looks at the policy's presets or at optimizer and scheduler, not at both; the others, and why not."""
+    preset = _has_preset(fields)
+    why = f"use_policy_training_preset is {'on' if preset else 'off'}"
+    names = (name for name in fields if (name.startswith(("optimizer.", "scheduler.")) if preset else name in PRESETS))
+    unused = dict.fromkeys(names, why)
+    return {name: value for name, value in fields.items() if name not in unused}, unused
+
+
+def _has_preset(fields: Mapping[str, Any]) -> bool:
+    return _is_true(fields.get("use_policy_training_preset", True))
+
+
+def _defaults(fields: Mapping[str, Any], overrides: Mapping[str, Override]) -> dict[str, Any]:
+    """LeRobot's values of what was not given; those of a group that is not used have no part in it, and a base has its own."""
     found = {name: row.default for name, row in ROWS.items() if row.ours and row.default is not REQUIRED}
-    return (
-        found
-        if any(name.startswith("peft.") for name in fields)
-        else {k: v for k, v in found.items() if not k.startswith("peft.")}
-    )
+    if not any(name.startswith("peft.") for name in fields):
+        found = {name: value for name, value in found.items() if not name.startswith("peft.")}
+    return found if _path(fields) else found | {name: one.default for name, one in overrides.items()}
 
 
-def _row(name: str) -> Row | None:
+def _row(name: str, overrides: Collection[str] = ()) -> Row | None:
+    if name in overrides:
+        return same(name)
     if name in ROWS:
         return ROWS[name]
     parts = name.split(".", MAX_PARTS)
@@ -283,7 +223,7 @@ def _row(name: str) -> Row | None:
 
 
 def _take(name: str, value: Any, row: Row, known: Collection[str], values: dict[str, Any]) -> list[str]:
-    """Puts the value under our name; says what is wrong where this version has no such flag."""
+    """Puts the value under our name; says what is wrong where there is no such value, or this version has no such flag."""
     assert row.ours is not None
     if row.ours not in known:
         return (
@@ -291,6 +231,10 @@ def _take(name: str, value: Any, row: Row, known: Collection[str], values: dict[
             if _is_same(value, row.default) or row.default is REQUIRED or name == "wandb.project"
             else [f"{name}={_text(value)}: this version has no --{row.ours}"]
         )
+    if row.values is not None and value is not None:
+        if str(value) not in row.values:
+            return [f"{name}={_text(value)}: {row.why}"]
+        value = row.values[str(value)]
     if name == "dataset.root" and value is not None:
         value = [value]
     if not (value is None and values.get(row.ours) is not None):
@@ -298,55 +242,75 @@ def _take(name: str, value: Any, row: Row, known: Collection[str], values: dict[
     return []
 
 
-def _derive(fields: Mapping[str, Any], values: dict[str, Any], known: Collection[str]) -> list[str]:
-    """What several fields decide together: who trains, the schedule, names."""
-    kind = str(values.get("policy.type") or "")
-    if not kind and values.get("policy.path") is None:
-        return ["a command without --policy.type and --policy.path"]
-    if kind and kind not in policy_types():
-        return [f"policy.type={kind}: there are {', '.join(policy_types())}"]
+def _derive(
+    fields: Mapping[str, Any], values: dict[str, Any], harmless: dict[str, str], card: Policy | None
+) -> Iterator[str]:
+    """What several fields decide together: who trains, optimizer and schedule, names. Yields what has no equivalent."""
+    kind, path = fields.get("policy.type"), _path(fields)
+    if card is None:
+        yield _no_policy(kind, path)
+        return
+    values["policy.type"] = card.type
     if values.get("dataset.root") is not None:
         values["dataset.repo_id"] = None
-    values["job_name"] = values.get("job_name") or kind or "train"
-    if (
-        "scheduler" in fields
-        and fields["scheduler"] is None
-        and not _is_true(fields.get("use_policy_training_preset", True))
-    ):
-        values |= {"scheduler.num_warmup_steps": 0, "scheduler.decay_lr": values.get("optimizer.lr")}
-    if _is_true(fields.get("use_policy_training_preset", True)):
-        for name, value in fields.items():
-            if name.startswith(("policy.optimizer_", "policy.scheduler_")) and (row := _row(name)) and row.ours:
-                values[row.ours] = value
-    for name, value in _presets(kind):
-        values.setdefault(name, value)
-    if values.get("eval_freq") == 0 or "eval_freq" not in known:
-        values.pop("eval_samples", None)
-    return list(_who_trains(fields, values, kind))
+    values["job_name"] = values.get("job_name") or card.type
+    yield from _optimizer(fields, values, card)
+    if _is_same(values.get("eval_samples"), 0):  # LeRobot's word for all
+        del values["eval_samples"]
+        if not _is_same(values.get("eval_freq"), 0):
+            harmless["max_eval_samples"] = "a validation looks at --eval_samples held-out samples, spread evenly"
+    yield from _who_trains(fields, values, card)
+    for name, (theirs, ours) in NEW_MODELS.get(card.type, {}).items() if not path else ():
+        value = fields.get(f"policy.{name}", theirs)
+        if name not in card.overrides and not _is_same(value, ours):
+            yield f"policy.{name}={_text(value)}: a new {card.title} has {_text(ours)} here; say so, or give a base with --policy.path"
 
 
-def _presets(kind: str) -> Iterator[tuple[str, Any]]:
+def _no_policy(kind: Any, path: str | None) -> str:
+    if kind:
+        return f"policy.type={_text(kind)}: there are {', '.join(policy_types())}"
+    if path is None:
+        return "a command without --policy.type and --policy.path"
+    return (
+        f"policy.path={_text(path)} alone: it is not fetched to look of what type it is; add --policy.type=TYPE to it"
+    )
+
+
+def _optimizer(fields: Mapping[str, Any], values: dict[str, Any], card: Policy) -> Iterator[str]:
+    """What of optimizer and schedule was not said."""
+    if _has_preset(fields):
+        for name, value in _presets(card):
+            values.setdefault(name, value)
+        return
+    usual = OPTIMIZERS.get(values.get("optimizer.type", ""))
+    if usual is None and "optimizer.type" not in fields:
+        yield "use_policy_training_preset=false without an optimizer.type, which LeRobot asks for"
+    for name, value in (usual or {}).items():
+        values.setdefault(f"optimizer.{name}", value)
+    if "scheduler.type" not in fields:
+        values["scheduler.type"] = "none"
+
+
+def _presets(card: Policy) -> Iterator[tuple[str, Any]]:
     """Optimizer and schedule of a policy where nothing else is said: its recipes have LeRobot's own."""
-    recipes = [one for one in get_policy(kind).recipes.values() if not one.small] if kind else []
+    recipes = [one for one in card.recipes.values() if not one.small]
     for group in ("optimizer", "scheduler") if recipes else ():
         yield from _flat(recipes[0].values.get(group, {}), f"{group}.")
 
 
-def _who_trains(fields: Mapping[str, Any], values: dict[str, Any], kind: str) -> Iterator[str]:
+def _who_trains(fields: Mapping[str, Any], values: dict[str, Any], card: Policy) -> Iterator[str]:
     adapters = any(name.startswith("peft.") for name in fields)
-    expert, tower = (
-        _is_true(fields.get(f"policy.{name}", False)) for name in ("train_expert_only", "freeze_vision_encoder")
-    )
-    way = "lora" if adapters else "expert" if expert else "full"
+    usual = FROZEN.get(card.type, {})
+    expert, tower = (_is_true(fields.get(name, usual.get(name.removeprefix("policy."), False))) for name in WHO_TRAINS)
+    way = "lora" if adapters else "expert" if expert else "language" if tower else "full"
     if adapters and values.get("policy.lora_alpha") is None:
         values["policy.lora_alpha"] = 8.0  # PEFT's own
-    ways = get_policy(kind).train_ways if kind else {way: ""}
-    if tower and not (expert or adapters) and "expert" in ways:
-        yield "policy.freeze_vision_encoder=true alone: the vision tower is frozen with the language model (--policy.train=expert), or not at all"
-    elif way in ways:
+    if way in card.train_ways:
         values["policy.train"] = way
+    elif way == "language":
+        yield "policy.freeze_vision_encoder=true alone: the vision tower is frozen with the language model (--policy.train=expert), or not at all"
     else:
-        yield f"training '{way}': {kind} has {', '.join(ways)}"
+        yield f"training '{way}': {card.type} has {', '.join(card.train_ways)}"
 
 
 def _is_true(value: Any) -> bool:

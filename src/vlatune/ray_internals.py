@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -83,23 +83,31 @@ def count_gpus() -> int:
     return there if visible is None else min(there, len(visible))
 
 
-def start_none_unasked() -> None:
+def start_none_unasked() -> Callable[[], None]:
     """Ray starts a cluster for any call that finds none. Ray Train's thread may make one after ours was ended by Ctrl-C, or
     while it is replaced; that cluster would be nobody's. RAY_ENABLE_AUTO_CONNECT is read when Ray is imported: too early.
+    What it returns undoes it.
     """
     from ray._private import auto_init_hook
 
+    undo = partial(setattr, auto_init_hook, "enable_auto_connect", auto_init_hook.enable_auto_connect)
     auto_init_hook.enable_auto_connect = False
+    return undo
 
 
-def print_through(write: Callable[[str], None]) -> None:
-    """Errors of the cluster, screens long, are printed whatever `log_to_driver` says; from here on `write` gets them."""
+def print_through(write: Callable[[str], None]) -> Callable[[], None]:
+    """Errors of the cluster, screens long, are printed whatever `log_to_driver` says; from here on `write` gets them.
+
+    What it returns undoes it.
+    """
     import ray._private.worker
 
     def write_lines(data: dict[str, Any], *_: object, **__: object) -> None:
         write("\n".join(data["lines"]))
 
+    undo = partial(setattr, ray._private.worker, "print_to_stdstream", ray._private.worker.print_to_stdstream)
     ray._private.worker.print_to_stdstream = write_lines
+    return undo
 
 
 def store_counters() -> tuple[int, int, int]:

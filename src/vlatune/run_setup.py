@@ -5,6 +5,7 @@ tokenizer, batch against dataset.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -217,7 +218,20 @@ def describe_data(setup: Setup) -> dict[str, Any]:
         ],
         "tasks": [task[:MAX_TASK_CHARS] for task in tasks[:MAX_TASKS]],
         "num_tasks": len(tasks),
+        "task_episodes": _episodes_of(setup, tasks[:MAX_TASKS]),
     }
+
+
+def _episodes_of(setup: Setup, tasks: Sequence[str]) -> list[int]:
+    """Training episodes of each sentence, where meta/ names one beside an episode."""
+    found: Counter[str] = Counter()
+    for number, meta in enumerate(setup.metas):
+        if meta.episodes.task is not None:
+            told = meta.episodes.task[setup.training.position[setup.training.dataset == number]]
+            counts = np.bincount(told[told >= 0], minlength=len(meta.tasks))
+            for task, count in zip(meta.tasks, counts.tolist(), strict=True):
+                found[task] += count
+    return [found[task] for task in tasks]
 
 
 def _shares(setup: Setup) -> np.ndarray:

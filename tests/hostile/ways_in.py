@@ -186,6 +186,43 @@ EVALS = [
     Case("samples are a link out", linked_out("run", "eval_samples.npz"), REPORT, "leads out of", 1),
 ]
 
+EVAL_FOLDER = "eval {base} --dataset.root={dataset} --output_dir={out}"
+FOLDERS = [
+    Case(f"a policy's folder: {what}, eval", make, EVAL_FOLDER, says)
+    for what, make, says in (
+        ("config.json is a link out", linked_out("base", CONFIG), "leads out of"),
+        ("config.json is a FIFO", as_fifo("base", CONFIG), "is a FIFO, expected a file"),
+        ("config.json is an endless device", replaced("base", CONFIG, a_link_to("/dev/zero")), "leads out of"),
+        ("config.json nested deeply", replaced("base", CONFIG, text("[" * 100_000)), "is not readable JSON"),
+        ("a type that runs code", updated("base", CONFIG, type="os.system"), "its type 'os.system' is not known"),
+        ("a type of escapes", updated("base", CONFIG, type=ESCAPE), "its type '?]0;owned?"),
+        ("chunk_size of 10^9", updated("base", CONFIG, chunk_size=10**9), "chunk_size is 1000000000"),
+        (
+            "a step that names a class",
+            with_step("base", "policy_preprocessor.json", PAYLOAD),
+            "names the class 'subprocess.Popen'",
+        ),
+        ("the steps are a link out", linked_out("base", "policy_preprocessor.json"), "leads out of"),
+        ("the weights are a link out", linked_out("base", "model.safetensors"), "leads out of"),
+        ("the weights are a FIFO", as_fifo("base", "model.safetensors"), "is a FIFO, expected a file"),
+        (
+            "the weights are a pickle",
+            replaced("base", "model.safetensors", lambda path: path.write_bytes(b"\x80\x04cos\nsystem\n")),
+            "model.safetensors is damaged",
+        ),
+    )
+]
+EVAL_OTHER = "eval {run} --trust_run=true --dataset.root={dataset} --output_dir={out}"
+FOLDERS += [
+    Case(
+        "another dataset with a pickle for a sentence, eval",
+        pickled(TASKS, "task"),
+        EVAL_OTHER,
+        "has the extension type",
+    ),
+    Case("another dataset's info.json is a link out, eval", linked_out("dataset", INFO), EVAL_OTHER, "leads out of"),
+]
+
 BENCHES = [
     Case("a pickle for a sentence, bench", pickled(TASKS, "task"), BENCH, "`vlatune inspect` finds errors in it"),
     Case(
@@ -397,7 +434,9 @@ FROM_LEROBOT = [
         ("a field of a million parts", as_lerobot(**{"a." * 1_000_000: 1}), "LeRobot has no such field"),
         ("steps without end", as_lerobot(steps=10**400), "must be 1000000000000000 or less"),
         ("a seed that is an object", as_lerobot(seed={"a": {"b": 1}}), "seed.a.b: LeRobot has no such field"),
-        ("a rate that is no number", as_lerobot(optimizer__lr="nan"), "lr"),
+        ("a rate that is no number", as_lerobot(policy__optimizer_lr="nan"), "lr"),
+        ("a base of a long name", as_lerobot(policy__path="a" * 100_000), "its config.json cannot be read"),
+        ("a base in nobody's home", as_lerobot(policy__path="~nobody-at-all/x"), "its config.json cannot be read"),
         ("a rename_map that is a list", as_lerobot(rename_map=[1]), "rename_map"),
         (
             "a root with a secret",
@@ -407,4 +446,4 @@ FROM_LEROBOT = [
     )
 ]
 
-WAYS_IN = [*STRANGERS, *EVALS, *BENCHES, *JSONS, *WRITES, *CONFIG_PATHS, *PASSED_ON, *REMOTE, *FROM_LEROBOT]
+WAYS_IN = [*STRANGERS, *EVALS, *FOLDERS, *BENCHES, *JSONS, *WRITES, *CONFIG_PATHS, *PASSED_ON, *REMOTE, *FROM_LEROBOT]

@@ -87,6 +87,14 @@ def test_every_row_comes_once_in_order_with_its_own_frames(
     check_frames(root, read_with_ray, partitioning, block_rows)
 
 
+def test_a_relative_path_counts_from_where_it_was_given(dataset_v3, ray_local, monkeypatch):
+    """The cluster was started in another folder, as one that is joined is."""
+    monkeypatch.chdir(dataset_v3.parent)
+    rows = vlatune.read_lerobot(dataset_v3.name, cameras=[], action_horizon=None)
+    monkeypatch.chdir("/")
+    assert len(rows.take_all()) == vlatune.plan_read(dataset_v3, cameras=[], action_horizon=None).rows
+
+
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 @pytest.mark.parametrize("partitioning", PARTITIONINGS)
 def test_blocks_of_any_size_hold_the_same_rows(partitioning, version, dataset_v3, dataset_v21):

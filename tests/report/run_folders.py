@@ -15,6 +15,7 @@ from vlatune.report.summary import write_summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&\ud800"
 TASKS = ("put the cube in the bowl", "close the drawer", "fold the towel")
+TASK_EPISODES = (12, 20, 2)
 
 
 def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
@@ -75,7 +76,8 @@ def write_whole_run(folder: Path, *, lr: float = 1e-3, steps: int = 300, word: s
         [{"event": event, "optimizer_step": step, "time_s": 1.7e9 + s} for event, step, s in times],
     )
     dataset = {"root": "/data/a set", "episodes": 40, "held_out": 4, "frames": 800, "share": 1.0}
-    write_json(folder / "data.json", {"datasets": [dataset], "tasks": list(tasks), "num_tasks": len(tasks)})
+    data = {"tasks": list(tasks), "num_tasks": len(tasks), "task_episodes": TASK_EPISODES}
+    write_json(folder / "data.json", {"datasets": [dataset], **data})
     mixed = {"order": 3.0, "permutation": 3.1, "ratio": 0.97}
     episodes = [{"dataset": 0, "episode": number, "loss": 1.0 / (number + 1), "samples": 20} for number in range(30)]
     end = summary(

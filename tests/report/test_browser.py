@@ -28,6 +28,7 @@ from vlatune.report.page import make_page
 pytestmark = pytest.mark.browser
 
 MAX_PAGE_BYTES = 3_000_000
+LENGTHS = (200, 120)
 PAPER = {False: "rgb(251, 251, 250)", True: "rgb(20, 23, 28)"}
 LABELS = """[...document.querySelectorAll('figure.chart')].map(chart =>
   [...chart.querySelectorAll('.plot > .x, .plot > .y')].map(one => [one.className, one.textContent, one.style.cssText]).sort())"""
@@ -46,12 +47,36 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two demos of other lengths, made as a newcomer makes one."""
-    folders = [tmp_path_factory.mktemp("demo") / f"demo{steps}" for steps in (60, 40)]
-    for folder, steps in zip(folders, (60, 40), strict=True):
-        words = [sys.executable, "-m", "vlatune.cli", "demo", f"--output_dir={folder}", f"--steps={steps}"]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    """Two demos of other lengths, made as a newcomer makes one; each comes to a validation."""
+    folders = [tmp_path_factory.mktemp("demo") / f"demo{steps}" for steps in LENGTHS]
+    for folder, steps in zip(folders, LENGTHS, strict=True):
+        run("demo", f"--output_dir={folder}", f"--steps={steps}")
     return folders
+
+
+def run(*words: str, code: int = 0) -> None:
+    """A command as its own process."""
+    done = subprocess.run([sys.executable, "-m", "vlatune.cli", *words], stdout=subprocess.DEVNULL, check=False)
+    assert done.returncode == code
+
+
+@pytest.fixture(scope="module")
+def examined(dataset_v3: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Doctor's page of a dataset one of whose cameras is misnamed, so that there is a remedy."""
+    page = tmp_path_factory.mktemp("doctor") / "doctor.html"
+    features = json.loads((dataset_v3 / "meta/info.json").read_text())["features"]
+    names = json.dumps({next(name for name in features if "images" in name): "observation.images.elsewhere"})
+    words = [f"--dataset.root={dataset_v3}", f"--policy.path={small_base}", f"--rename_map={names}", f"--html={page}"]
+    run("doctor", *words, code=1)
+    return page
+
+
+@pytest.fixture(scope="module")
+def evaluated(demos: list[Path]) -> Path:
+    """The page of an evaluation on another dataset."""
+    folder = demos[0].parent / "evaluated"
+    run("eval", str(demos[0]), f"--dataset.root={demos[1] / 'dataset'}", f"--output_dir={folder}")
+    return folder / "eval.html"
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +96,19 @@ def report_of(runs: list[Path], file: Path) -> Path:
     return file
 
 
-VIEWS = list(product(("written", "demos"), (1, 2), (1440, 390), (False, True)))
+WIDTHS, DARK = (1440, 390), (False, True)
+VIEWS = [
+    *product(("written", "demos"), (1, 2), WIDTHS, DARK),
+    *product(("examined", "evaluated"), (0,), WIDTHS, DARK),
+]
 
 
 @pytest.fixture(params=VIEWS, ids=lambda view: f"{view[1]}-{view[0]}-{view[2]}-{'dark' if view[3] else 'light'}")
 def view(request: pytest.FixtureRequest, browser: Browser, tmp_path: Path) -> Iterator[tuple[Tab, bool]]:
-    """The report of one run, or the comparison of two."""
-    runs, count, width, dark = request.param
-    page = report_of(request.getfixturevalue(runs)[:count], tmp_path / "page.html")
+    """The report of one run, the comparison of two, doctor's page, an evaluation's."""
+    what, count, width, dark = request.param
+    made = request.getfixturevalue(what)
+    page = report_of(made[:count], tmp_path / "page.html") if count else made
     assert page.stat().st_size < MAX_PAGE_BYTES
     tab = browser.open(page, width=width, dark=dark)
     yield tab, dark
@@ -186,6 +216,15 @@ def test_the_command_is_copied_and_is_the_run(browser: Browser, page: Path, writ
     assert words[:2] == ["vlatune", "train"]
     stored = json.loads((written[0] / "config.json").read_text())
     assert parse_flags(words[2:], RunConfig) == config_from_dict(RunConfig, stored, "the run")
+    tab.close()
+
+
+def test_doctors_remedies_are_copied(browser: Browser, examined: Path) -> None:
+    tab = browser.open(examined)
+    browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    tab.click(*tab.middle_of(".checks button.copy"))
+    assert tab.run("navigator.clipboard.readText()").startswith("--rename_map=")
+    assert tab.run("document.querySelectorAll('button.copy').length") >= 2  # of the whole command, too
     tab.close()
 
 

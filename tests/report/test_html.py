@@ -372,9 +372,30 @@ def test_starts_and_checkpoints_are_on_the_time_line(tmp_path) -> None:
 def test_data_seen_is_told(tmp_path) -> None:
     page = page_of(write_whole_run(tmp_path))
     assert "2,400 samples were trained on: each of the 800 frames 3 times in the mean." in page.text
-    assert "3 tasks" in page.texts
+    begin = page.texts.index("share of the episodes") + 1
+    rest = "of other sentences, of several, or of none that meta/ names"
+    assert page.texts[begin : begin + 12] == [
+        *(TASKS[1], "20", "50 %"),  # the most frequent first
+        *(TASKS[0], "12", "30 %"),
+        *(TASKS[2], "2", "5.0 %"),
+        *(rest, "6", "15 %"),
+    ]
     (tmp_path / "data.json").unlink()
     assert "The datasets were not recorded." in page_of(tmp_path).text
+
+
+def test_many_sentences_are_folded_up_and_an_older_run_has_them_without_counts(tmp_path) -> None:
+    write_whole_run(tmp_path)
+    data = json.loads((tmp_path / "data.json").read_text())
+    many = {"tasks": [f"task {n}" for n in range(40)], "task_episodes": [1] * 40, "num_tasks": 99}
+    (tmp_path / "data.json").write_text(json.dumps(data | many))
+    assert "99 tasks, the first 30" in page_of(tmp_path).texts
+    del data["task_episodes"]
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    texts = page_of(tmp_path).texts
+    assert "share of the episodes" not in texts
+    begin = texts.index("Task") + 1
+    assert texts[begin : begin + 3] == list(TASKS)
 
 
 def test_the_command_is_the_run_and_can_be_pasted(tmp_path) -> None:

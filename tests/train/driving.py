@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vlatune.bench.processes import processes_in
+from vlatune.report.sinks import read_jsonl
 
 PATIENCE_S = 400
 
@@ -65,6 +66,12 @@ def step_of(run_dir: Path) -> int:
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     whole = [line for line in lines if line.endswith("\n")]
     return json.loads(whole[-1])["optimizer_step"] if whole else 0
+
+
+def validation_curve(run_dir: Path) -> list[tuple[int, float, float]]:
+    """Optimizer step, loss and action error of every validation."""
+    lines = read_jsonl(run_dir / "validation.jsonl")
+    return [(line["optimizer_step"], line["val_loss"], line["val_action_error"]) for line in lines]
 
 
 def session(sid: int) -> list[int]:

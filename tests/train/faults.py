@@ -6,6 +6,8 @@
     optimizer           the weights are new, the step is not counted yet
     after step          between a step and its log line or save
     report              the log line is written, nothing else is
+    validation          of its held-out batches one is computed, the others are not
+    validated           all workers have the figures, nobody has written them down
     save: PHASE         a moment of a save (checkpoint/phases.py), e.g. `save: synced`, `save: uploading`
 
 `worker_with(faults, ...)` is what Ray Train calls on every rank instead of `run_worker`: it arms the points, then runs
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 POINTS = ("data wait", "forward", "backward", "all-reduce", "optimizer", "after step", "report")
+VALIDATION_POINTS = ("validation", "validated")
 SAVE_POINTS = tuple(
     f"save: {phase}" for phase in ("begun", "file", "written", "synced", "committed", "removing", "pruned")
 )
@@ -33,6 +36,8 @@ class Fault:
     """The step that is being made, counted from 1; of a save, the step that it saves."""
     rank: int = 0
     signal: int = signal.SIGKILL
+    pid: int | None = None
+    """Who gets it; the worker itself when left out."""
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.point.replace(' ', '_')}-{self.optimizer_step}-{self.rank}"
@@ -53,7 +58,7 @@ class Faults:
         for fault in self._mine:
             if fault.point == point and fault.optimizer_step == step and not fault.file(self._folder).exists():
                 fault.file(self._folder).touch()
-                os.kill(os.getpid(), fault.signal)
+                os.kill(fault.pid or os.getpid(), fault.signal)
 
 
 def worker_with(
@@ -78,6 +83,7 @@ def arm(faults: Faults) -> None:
     from vlatune.train.worker.loop import Worker
     from vlatune.train.worker.metrics_logger import MetricsLogger
     from vlatune.train.worker.optimizer import Updater
+    from vlatune.train.worker.validation import Validator
 
     def before(owner: Any, name: str, act: Callable[[Any], None]) -> None:
         real = getattr(owner, name)
@@ -115,6 +121,19 @@ def arm(faults: Faults) -> None:
     before(Updater, "backward", lambda _: faults.reach("backward"))
     after(Worker, "_note", "after step")
     after(MetricsLogger, "log", "report")
+
+    real_validate = Validator.validate
+
+    def validate(self, *args: Any, on_batch: Callable[[int], None], **kwargs: Any) -> Any:
+        def watched(done: int) -> None:
+            on_batch(done)
+            faults.reach("validation")
+
+        found = real_validate(self, *args, on_batch=watched, **kwargs)
+        faults.reach("validated")
+        return found
+
+    Validator.validate = validate
 
     real_save, real_init = BackgroundWriter.save, BackgroundWriter.__init__
 

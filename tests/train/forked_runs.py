@@ -1,7 +1,8 @@
 """Runs of two workers without Ray, restarted until they are done: `python forked_runs.py RUNS_JSON`.
 
 The workers are the real ones, over gloo, each in a process that is forked from this one, so that a start costs a
-second. Only what Ray would bring is stood in for: the feed hands out ready batches, the object store is not metered.
+second. Only what Ray would bring is stood in for: the feed hands out ready batches, held-out rows are read in the worker, the
+object store is not metered.
 A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"config", "faults"}, ...].
 """
 
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +21,9 @@ import torch.distributed as dist
 from faults import Fault, Faults, arm
 
 from vlatune.batch import Columns
-from vlatune.config import RunConfig
+from vlatune.config import EvalConfig, RunConfig
 from vlatune.dataset.reader import make_unit, read_unit
+from vlatune.evaluate.held_out import read_chosen
 from vlatune.flags import config_from_dict
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
@@ -29,7 +32,7 @@ from vlatune.policies.pi05 import load as pi05_load
 from vlatune.policies.pi05 import module as pi05_module
 from vlatune.train.driver.resume_rules import find_resume_point, open_run
 from vlatune.train.heartbeat import Request
-from vlatune.train.worker import loop, metrics_logger
+from vlatune.train.worker import loop, metrics_logger, validation
 from vlatune.train.worker_job import WorkerJob
 
 WORKERS = 2
@@ -127,6 +130,8 @@ def main(runs: list[dict[str, Any]]) -> None:
     loop.get_device = lambda: torch.device("cpu")
     loop.Feed = ReadyBatches
     metrics_logger.SpillMeter = NoSpills
+    loop.EvalConfig = partial(EvalConfig, batch_size=2)  # so that each worker has several
+    validation._read_batches = lambda setup, batches: ((n, read_chosen(setup, frames)) for n, frames in batches.items())
     for one in runs:
         config = config_from_dict(RunConfig, one["config"], "the test")
         restarts = run(config, tuple(Fault(**fault) for fault in one["faults"]))

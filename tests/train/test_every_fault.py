@@ -1,4 +1,4 @@
-"""SIGKILL of either worker at every named point: losses, samples and weights are to the last bit the undisturbed run's.
+"""SIGKILL of either worker at every named point: losses, validation, samples and weights are to the last bit the undisturbed run's.
 
 Without Ray (forked_runs.py), so that all points are met in a minute, several of them by a run; test_faults.py meets some
 with it.
@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from faults import POINTS, SAVE_POINTS, Fault
+from driving import validation_curve
+from faults import POINTS, SAVE_POINTS, VALIDATION_POINTS, Fault
 from test_matrix import check
 
 from vlatune.checkpoint.local_store import ASIDE, REMOVING
@@ -22,12 +23,19 @@ from vlatune.report.sinks import read_jsonl
 
 pytestmark = pytest.mark.early
 STEPS, SAVE_FREQ, STEP, LOGGED_STEP, SAVED_STEP = 8, 3, 5, 4, 6
+VALIDATED_STEP = 4
+"""Between two checkpoints: what the first attempt wrote down of it is made again."""
 WORK = tuple(point for point in POINTS if point != "report")
 CASES = {
     "rank 0, in a step": (Fault("report", LOGGED_STEP), *(Fault(point, STEP) for point in WORK)),
     "rank 1, before the first checkpoint and in a step": (
         *(Fault(point, 1, rank=1) for point in ("data wait", "optimizer")),
         *(Fault(point, STEP, rank=1) for point in WORK),
+    ),
+    "in a validation": tuple(
+        Fault(point, step, rank=rank)
+        for step, ranks in ((2, (0, 1)), (VALIDATED_STEP, (1, 0)), (STEPS, (0, 1)))
+        for point, rank in zip(VALIDATION_POINTS, ranks, strict=True)
     ),
     "in a save, and at the very end": (
         *(Fault(point, SAVED_STEP) for point in SAVE_POINTS[: SAVE_POINTS.index("save: committed") + 1]),
@@ -48,13 +56,15 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
     """Name of a case -> its run folder; `clean` is undisturbed."""
     folder = tmp_path_factory.mktemp("faults")
     config = RunConfig(
-        dataset=DatasetConfig(root=(str(dataset_v3),), eval_split=0.0),
+        dataset=DatasetConfig(root=(str(dataset_v3),), eval_split=0.2),
         policy=PolicyConfig(path=str(small_base), train="heads"),
         optimizer=OptimizerConfig(lr=1e-3, ema_decay=0.9),
         num_workers=2,
         batch_size=2,
         steps=STEPS,
         log_freq=2,
+        eval_freq=2,
+        eval_samples=8,
         save_freq=SAVE_FREQ,
         save_every_s=0.0,
         keep_checkpoints=1,
@@ -65,9 +75,9 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
         run_dir.parent.mkdir()
     configs = {name: replace(config, output_dir=str(run_dir)) for name, run_dir in found.items()}
     several = PolicyConfig(path=str(small_base), train="expert", dtype="bfloat16", flow_samples=4)
-    held_out, at_once = replace(config.dataset, eval_split=0.2), SchedulerConfig(num_warmup_steps=0)
+    at_once = SchedulerConfig(num_warmup_steps=0)
     configs[TO_THE_ROBOT] = replace(
-        configs[TO_THE_ROBOT], policy=several, dataset=held_out, optimizer=OptimizerConfig(lr=1e-2), scheduler=at_once
+        configs[TO_THE_ROBOT], policy=several, optimizer=OptimizerConfig(lr=1e-2), scheduler=at_once
     )
     faults = CASES | {"clean": (), TO_THE_ROBOT: (Fault("backward", STEP, rank=1),)}
     jobs = [
@@ -91,11 +101,16 @@ def weights(run_dir: Path) -> dict[str, bytes]:
 def test_the_undisturbed_run_is_done_in_one_start(runs):
     assert (runs["clean"] / "restarts").read_text() == "0"
     assert [line["optimizer_step"] for line in read_jsonl(runs["clean"] / "samples.jsonl")] == list(range(1, STEPS + 1))
+    steps, losses, errors = zip(*validation_curve(runs["clean"]), strict=True)
+    assert steps == (2, 4, 6, 8)
+    assert len(set(losses)) == len(set(errors)) == 4
 
 
 def test_every_point_is_met():
     met = {(fault.point, fault.rank) for faults in CASES.values() for fault in faults}
-    assert met >= {(point, rank) for point in WORK for rank in (0, 1)} | {(one, 0) for one in ("report", *SAVE_POINTS)}
+    assert met >= {(point, rank) for point in (*WORK, *VALIDATION_POINTS) for rank in (0, 1)} | {
+        (one, 0) for one in ("report", *SAVE_POINTS)
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,6 +121,7 @@ def test_the_killed_run_is_the_undisturbed_one(runs, case):
     for key in ("optimizer_step", "loss", "loss_by_task", "loss_by_dim", "grad_norm", "lr", "samples_seen"):
         assert [line[key] for line in ours] == [line[key] for line in theirs], key
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
+    assert validation_curve(run_dir) == validation_curve(clean)
     assert weights(run_dir) == weights(clean)  # with the sums of losses by episode
     told = [json.loads((folder / "summary.json").read_text())["loss_by_episode"] for folder in (run_dir, clean)]
     assert told[0] == told[1] != []

@@ -5,20 +5,25 @@ run.
 """
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import faults as faults_module
 import pytest
+import ray
 from checkpoint.upload_server import environment, running_upload_server
 from dataset.storage.loopback_s3 import BUCKET
+from driving import validation_curve
 from faults import POINTS, SAVE_POINTS, Fault, worker_with
 
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import RunConfig
+from vlatune.config import RunConfig, to_json
 from vlatune.report.sinks import read_jsonl
 from vlatune.run_setup import make_setup
 from vlatune.train.driver import trainer
@@ -92,6 +97,7 @@ def weights(run_dir: Path) -> dict[str, bytes]:
 def assert_same(run_dir: Path, clean: Path) -> None:
     assert numbers(run_dir) == numbers(clean)
     assert read_jsonl(run_dir / "samples.jsonl") == read_jsonl(clean / "samples.jsonl")
+    assert validation_curve(run_dir) == validation_curve(clean) != []
     assert weights(run_dir) == weights(clean)
 
 
@@ -160,6 +166,40 @@ def test_killed_at_every_point(longer, longer_clean, arm, tmp_path, rank):
     run_dir = run(replace(longer, max_restarts=len(faults)), tmp_path)
     assert_same(run_dir, longer_clean)
     assert_all_met(faults, marks, run_dir)
+
+
+ENDS_ITS_DRIVER = """
+import os, sys
+from pathlib import Path
+import ray.cloudpickle
+import faults
+from vlatune import cli
+from vlatune.train.driver import trainer
+marks, *words = sys.argv[1:]
+ray.cloudpickle.register_pickle_by_value(faults)
+ends = (faults.Fault("validation", 8, pid=os.getpid()),)
+trainer.run_worker = faults.worker_with(ends, Path(marks), {})
+sys.exit(cli.main(words))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_driver_is_killed_in_a_validation_and_the_same_command_goes_on(base_config, first_run, tmp_path):
+    """`vlatune train` as its own process, whose worker has computed a part of the second validation when it is gone."""
+    run_dir, marks = tmp_path / "run", tmp_path / "faults"
+    marks.mkdir()
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(to_json(replace(base_config, output_dir=str(run_dir)))))
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": paths}
+    command = [sys.executable, "-c", ENDS_ITS_DRIVER, str(marks), "train", f"--config_path={file}"]
+    ends = [subprocess.run(command, env=env, capture_output=True, text=True, check=False) for _ in range(2)]
+    assert [one.returncode for one in ends] == [-signal.SIGKILL, 0], ends[-1].stderr
+    assert "continuing from " in ends[1].stdout + ends[1].stderr
+    assert validation_curve(run_dir) == validation_curve(first_run)
+    assert numbers(run_dir) == numbers(first_run)
+    assert (run_dir / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
 
 
 def _step(place: int, point: str) -> int:

@@ -51,7 +51,8 @@ def test_the_data_and_the_first_batch_are_those_of_the_run(train, dataset_v3):
     (dataset,) = data["datasets"]
     assert dataset["root"] == str(dataset_v3)
     assert dataset["share"] == 1.0
-    assert data["num_tasks"] == len(data["tasks"]) > 0
+    assert data["num_tasks"] == len(data["tasks"]) == len(data["task_episodes"]) > 0
+    assert sum(data["task_episodes"]) == dataset["episodes"], "each has one sentence"
     (first, *_) = read_jsonl(run / "samples.jsonl")
     shown = load_first_batch(run)
     assert len(shown) == len(first["samples"]) == 4

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from driving import validation_curve
 
 from vlatune import cli
 from vlatune.checkpoint.local_store import read_manifest
@@ -44,13 +45,6 @@ def train(flags: list[str], folder: Path, *more: str) -> Path:
     return folder
 
 
-def curve(folder: Path) -> list[tuple[int, float, float]]:
-    return [
-        (one["optimizer_step"], one["val_loss"], one["val_action_error"])
-        for one in read_jsonl(folder / "validation.jsonl")
-    ]
-
-
 def losses(folder: Path) -> list[float]:
     return [one["loss"] for one in read_jsonl(folder / "metrics.jsonl")]
 
@@ -64,14 +58,14 @@ def test_training_does_not_feel_it(flags, tmp_path):
 
 def test_a_run_that_goes_on_keeps_its_curve_and_forgets_what_its_checkpoint_does_not_know(flags, tmp_path, capsys):
     folder = train(flags, tmp_path / "run", "--steps=2", "--eval_freq=1")
-    first = curve(folder)
+    first = validation_curve(folder)
     with (folder / "validation.jsonl").open("a") as file:  # a kill after a validation, before its checkpoint
         file.write('{"optimizer_step": 3, "val_loss": 7.0, "val_action_error": 7.0}\n')
     train(flags, folder, "--steps=3", "--eval_freq=1", "--resume=true")
     capsys.readouterr()
-    assert curve(folder)[:2] == first
-    assert [step for step, *_ in curve(folder)] == [1, 2, 3]
-    assert curve(folder)[-1][2] != 7.0
+    assert validation_curve(folder)[:2] == first
+    assert [step for step, *_ in validation_curve(folder)] == [1, 2, 3]
+    assert validation_curve(folder)[-1][2] != 7.0
 
 
 def test_a_run_that_gets_no_better_ends_with_all_that_a_finished_one_has(flags, tmp_path, capsys):
@@ -81,9 +75,9 @@ def test_a_run_that_gets_no_better_ends_with_all_that_a_finished_one_has(flags, 
     summary = read_summary(folder)
     assert summary is not None
     assert (summary.finished, summary.optimizer_steps) == (True, 3)
-    assert [step for step, *_ in curve(folder)] == [1, 2, 3]
+    assert [step for step, *_ in validation_curve(folder)] == [1, 2, 3]
     assert [path.name for path in list_checkpoints(folder)] == ["00000003"]
-    assert read_manifest(list_checkpoints(folder)[-1]).score.val_error == curve(folder)[-1][2]
+    assert read_manifest(list_checkpoints(folder)[-1]).score.val_error == validation_curve(folder)[-1][2]
     assert "finished: 3 steps" in capsys.readouterr().out
 
 

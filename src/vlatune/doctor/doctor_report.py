@@ -24,7 +24,7 @@ from vlatune.flags import typed
 from vlatune.report import plots
 from vlatune.report.chart import Chart, Line, draw, legend, scale_of, span_of
 from vlatune.report.formatting import Html, join, plural, shorten, tag
-from vlatune.report.page import make_page
+from vlatune.report.page import command, make_page, row, section, table
 
 MAX_SAMPLES, MAX_DIMS = 6, 8
 """Cards on the page, and dims of the action on each."""
@@ -39,7 +39,7 @@ STYLE = """
 .badge.bad { color: var(--bad); background: var(--bad-bg); } .badge.muted { color: var(--muted); background: var(--soft); }
 .todo { color: var(--muted); margin: .3rem 0 0; } .checks td p { margin: 0; max-width: none; }
 pre { background: var(--soft); border-radius: .4rem; padding: .5rem .7rem; margin: .4rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .82rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-.sizes td, .sizes th { border-top: 1px solid var(--line); padding: .35rem .8rem .35rem 0; } .wide { overflow-x: auto; }
+.sizes td, .sizes th { border-top: 1px solid var(--line); padding: .35rem .8rem .35rem 0; }
 .scale { font-size: .8rem; font-weight: 600; margin: .2rem 0 .3rem; color: var(--muted); grid-column: 1 / -1; }
 @media (max-width: 46rem) {
   .checks, .checks tbody, .checks tr, .checks td, .checks th { display: block; width: auto; border: 0; padding: 0; }
@@ -123,9 +123,7 @@ def doctor_page(found: Examination) -> str:
     body = [tag("style", Html(STYLE)), _head(found), _checks(found.findings), _command(found)]
     batch: FirstBatch | None = getattr(case, "batch", None)
     body.append(
-        _first_batch(case, batch)
-        if batch
-        else _section("The first batch", tag("p", _no_batch(found), class_="missing"))
+        _first_batch(case, batch) if batch else section("The first batch", tag("p", _no_batch(found), class_="missing"))
     )
     body.append(_memory(found.findings))
     return make_page(f"{found.given.job_name} · vlatune doctor", join(body))
@@ -158,18 +156,22 @@ def _checks(findings: Sequence[Finding]) -> Html:
         parts: list[str] = [tag("p", shorten(one.text, MAX_TEXT))]
         if one.status in ("warn", "fail"):
             parts += [tag("p", shorten(one.remedy, MAX_TEXT), class_="todo")] if one.remedy else []
-            parts += [tag("pre", text) for text in (one.command, typed(one.flags)) if text]
+            parts += [_copyable(text) for text in (one.command, typed(one.flags)) if text]
         badge = tag(
             "span", "not checked" if one.status == "skipped" else one.status, class_=f"badge {TONES[one.status]}"
         )
         rows.append(tag("tr", tag("th", one.check, scope="row"), tag("td", badge, class_="state"), tag("td", *parts)))
-    return _section("Checks", tag("table", tag("tbody", *rows), class_="checks"))
+    return section("Checks", tag("table", tag("tbody", *rows), class_="checks"))
 
 
 def _command(found: Examination) -> Html:
     flags = any(one.flags for one in found.findings if one.status in ("warn", "fail"))
     what = "With all flags that were named:" if flags else "The run, as it was given:"
-    return _section("Command", tag("p", what), tag("pre", found.command))
+    return section("Command", tag("p", what), _copyable(found.command))
+
+
+def _copyable(text: str) -> Html:
+    return command(text.split(" "))
 
 
 def _first_batch(case: Case, batch: FirstBatch) -> Html:
@@ -180,7 +182,7 @@ def _first_batch(case: Case, batch: FirstBatch) -> Html:
         f"the chunk of {case.policy.horizon} actions as recorded and on the policy's scale."
     )
     keys = legend((("action", "main"), ("past the episode's end", "shade")))
-    return _section(
+    return section(
         "The first batch, as the model sees it",
         tag("p", text),
         keys,
@@ -251,18 +253,5 @@ def _memory(findings: Iterable[Finding]) -> Html:
     if not rows:
         return Html("")
     heads = ["what trains", "weights and optimizer", "each sample", *(f"{size} GB: batch" for size in GPU_SIZES)]
-    table = tag(
-        "table",
-        tag("thead", tag("tr", *(tag("th", name, scope="col") for name in heads))),
-        tag(
-            "tbody",
-            *(tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows),
-        ),
-        class_="sizes",
-    )
     text = "Memory of a GPU that each way to train would need with this base model, and the largest batch for a worker that fits. Counted, not run."
-    return _section("What fits which GPU", tag("p", text), tag("div", table, class_="wide"))
-
-
-def _section(title: str, *parts: str) -> Html:
-    return tag("section", tag("h2", title), *parts)
+    return section("What fits which GPU", tag("p", text), table(heads, (row(*cells) for cells in rows), kind="sizes"))

@@ -300,7 +300,7 @@ def rollout_horizon_chart(rollouts: dict[str, Any]) -> Html:
         Line("all dims", ahead, errors),
         *(
             Line(shorten(name, 40), ahead, by_dim[name], style)
-            for name, style in zip(worst, ("truth", "raw"), strict=False)
+            for name, style in zip(worst, ("run1", "run2"), strict=False)
         ),
     )
     scale = scale_of(*(line.ys for line in lines), from_zero=True)

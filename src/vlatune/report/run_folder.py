@@ -63,7 +63,7 @@ RECORD = {
     "loss_by_dim": tuple[Number, ...] | None,
 }
 EVENT = {"event": str, "optimizer_step": int, "time_s": int | float}
-DATA = {"datasets": tuple[dict, ...], "tasks": tuple[str, ...], "num_tasks": int}
+DATA = {"datasets": tuple[dict, ...], "tasks": tuple[str, ...], "num_tasks": int, "task_episodes": tuple[int, ...]}
 DATASET = {"root": str, "episodes": int, "held_out": int, "frames": int, "share": int | float}
 SIMULATION = {
     "env": str,

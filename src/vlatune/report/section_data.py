@@ -12,7 +12,8 @@ from vlatune.report.run_folder import Run
 
 MAX_SAMPLES = 6
 """Cards on the page; more are kept in eval_samples.npz only."""
-MAX_TASKS = 30
+MAX_TASKS, FEW_TASKS = 30, 12
+"""Sentences that are listed, and up to how many stand there unfolded."""
 DISTINCT_FINE = 0.9
 """Of the episodes in a permutation's batch; below, batches lean towards single episodes."""
 NEIGHBOURS_FINE = 2.0
@@ -58,10 +59,27 @@ def _times_seen(run: Run) -> str:
 
 
 def _tasks(data: dict[str, Any]) -> list[Html]:
+    """Sentences with the episodes of each, the most frequent first; folded up where they are many."""
     tasks, count = data["tasks"], data["num_tasks"]
-    shown = [tag("li", shorten(one, MAX_TEXT) or "(no sentence)", dir="auto") for one in tasks[:MAX_TASKS]]
-    rest = f", the first {len(shown)}" if count > len(shown) else ""
-    return [tag("details", tag("summary", f"{plural(count, 'task')}{rest}"), tag("ul", *shown, class_="tasks"))]
+    counts = data.get("task_episodes") or [0] * len(tasks)
+    most_first = sorted(zip(tasks, counts, strict=False), key=lambda pair: -pair[1])[:MAX_TASKS]
+    total = (
+        sum(one["episodes"] for one in data["datasets"]) if any(counts) else 0
+    )  # a run of an earlier version told none
+    rows = [_task_row(task, episodes, total) for task, episodes in most_first]
+    if (rest := total - sum(counts)) > 0:
+        rows.append(_task_row("of other sentences, of several, or of none that meta/ names", rest, total))
+    listed = table(("Task", "episodes", "share of the episodes")[: 3 if total else 1], rows, kind="figures")
+    if count <= FEW_TASKS:
+        return [listed]
+    shown = f", the first {len(most_first)}" if count > len(most_first) else ""
+    return [tag("details", tag("summary", f"{plural(count, 'task')}{shown}"), listed)]
+
+
+def _task_row(task: str, episodes: int, total: int) -> Html:
+    sentence = tag("th", shorten(task, MAX_TEXT) or "(no sentence)", scope="row", dir="auto")
+    cells = (f"{episodes:,}", format_share(episodes / total)) if total else ()
+    return tag("tr", sentence, *(tag("td", cell) for cell in cells))
 
 
 def shuffle_meaning(shuffle: dict[str, Any]) -> str:

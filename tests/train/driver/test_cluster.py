@@ -1,5 +1,6 @@
 """Our own cluster: its size, its folder, which goes with the run, and what killed runs leave, which is removed."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -121,26 +122,44 @@ def test_no_cluster_is_started_unasked(monkeypatch):
     assert started == ["by itself"]
 
 
-def test_what_ray_prints_goes_to_the_log(monkeypatch, tmp_path, capfd):
+def test_what_ray_prints_goes_to_the_log(tmp_path, capfd):
     """Ray prints errors of the cluster through this function, whatever its settings say."""
     import ray._private.worker
 
-    from vlatune.report.run_folder import RunFolder
     from vlatune.train.driver.cluster import _quiet
 
-    monkeypatch.setattr(ray._private.worker, "print_to_stdstream", ray._private.worker.print_to_stdstream)
-    loggers = [logging.getLogger(name) for name in ("ray", "ray.data", "ray.train", "ray.tune")]
-    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
-    try:
-        _quiet(RunFolder(tmp_path))
+    with _quiet(RunFolder(tmp_path)):
         ray._private.worker.print_to_stdstream(
             {"lines": ["a worker died", "and why"], "pid": "raylet"}, ignore_prefix=False
         )
-    finally:
-        for logger, handlers, propagate in before:
-            logger.handlers, logger.propagate = handlers, propagate
     assert (tmp_path / "logs" / "driver.log").read_text() == "a worker died\nand why\n"
     assert capfd.readouterr() == ("", "")
+
+
+def of_this_process() -> list[object]:
+    """What a run changes of Ray in its process."""
+    import ray._private.worker
+    from ray._private import auto_init_hook
+
+    loggers = [logging.getLogger(name) for name in ("ray", "ray.data", "ray.train", "ray.tune")]
+    told = [(list(logger.handlers), logger.propagate) for logger in loggers]
+    return [told, ray._private.worker.print_to_stdstream, auto_init_hook.enable_auto_connect]
+
+
+@pytest.mark.parametrize("end", [None, ValueError, KeyboardInterrupt])
+def test_what_a_run_changes_of_ray_is_as_before_afterwards(tmp_path, end):
+    """In a notebook, which lives on; a process that was interrupted ends, and quietly."""
+    from vlatune.train.driver.cluster import _quiet
+
+    before = of_this_process()
+    with _quiet(RunFolder(tmp_path / "outer")):  # so that this test leaves nothing changed
+        first = of_this_process()
+        assert first != before
+        with contextlib.suppress(ValueError, KeyboardInterrupt), _quiet(RunFolder(tmp_path / "inner")):
+            if end:
+                raise end
+        assert (of_this_process() == first) == (end is not KeyboardInterrupt)
+    assert of_this_process() == before
 
 
 # Its size
@@ -262,7 +281,7 @@ def test_the_workers_of_our_own_find_each_other_on_loopback_only():
 def test_joining_an_open_cluster_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    for name in ("ray.init", "ray.shutdown", "vlatune.train.driver.cluster._quiet"):
+    for name in ("ray.init", "ray.shutdown"):
         monkeypatch.setattr(name, lambda *_, **__: None)
     monkeypatch.setattr("vlatune.train.driver.cluster.read_nodes", lambda: [Node(8, 4 * GB, 0, 1)])
     for is_closed in (True, False):

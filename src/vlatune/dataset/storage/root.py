@@ -33,12 +33,16 @@ class Root:
     """Whether meta/checksums.json is looked for; a place for checkpoints has manifests instead."""
     sums_version: str | None = field(default=None, compare=False, repr=False)
     """Of a store's meta/checksums.json when the run began, empty where there was none; None: nobody has asked yet."""
+    started_in: str | None = field(default=None, compare=False, repr=False)
+    """The folder that a relative path counts from, which goes along: Ray's processes have other working directories."""
 
     def __post_init__(self) -> None:
         if has_secret(self.url):  # the URL is part of messages, logs and reports
             raise ValueError(
                 "a dataset's URL holds a password, a token or a signature; give it in storage_options or in the environment"
             )
+        if self.is_local and self.started_in is None:
+            object.__setattr__(self, "started_in", str(Path.cwd()))  # frozen; set once, as it is made
 
     @property
     def is_local(self) -> bool:
@@ -49,7 +53,7 @@ class Root:
     def path(self) -> str:
         """The root as its filesystem names it."""
         if self.is_local:
-            return str(Path(self.url.partition("://")[2] or self.url).expanduser())
+            return str(Path(self.started_in or "", Path(self.url.partition("://")[2] or self.url).expanduser()))
         return self.filesystem()._strip_protocol(self.url)
 
     def filesystem(self) -> Any:

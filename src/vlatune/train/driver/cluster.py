@@ -23,6 +23,7 @@ import psutil
 
 from vlatune.config import RunConfig
 from vlatune.console import redacted, say, warn
+from vlatune.errors import TerminatedError
 from vlatune.files import make_folder, open_to_append, write_aside, write_new
 from vlatune.ray_internals import (
     VITAL_PROCESSES,
@@ -147,14 +148,13 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
 
     from vlatune.pipeline.sizing import plan_on_nodes
 
-    _quiet(folder)
-    start_none_unasked()
     # Training and decoding share the cores: threads that spin while they wait for each other make a step 10 x slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if ray.is_initialized():  # a caller, such as a test, has its own
-        yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
-        return
     with ExitStack() as stack:
+        stack.enter_context(_quiet(folder))
+        if ray.is_initialized():  # a caller, such as a test, has its own
+            yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
+            return
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
             stack.callback(ray.shutdown)
@@ -332,12 +332,27 @@ class WithoutSecrets(logging.Formatter):
         return redacted(super().format(record))
 
 
-def _quiet(folder: RunFolder) -> None:
-    """What Ray has to say goes to logs/driver.log instead of the terminal."""
+@contextmanager
+def _quiet(folder: RunFolder) -> Iterator[None]:
+    """What Ray has to say goes to logs/driver.log instead of the terminal, and it starts no cluster unasked; as it was afterwards.
+
+    But not after Ctrl-C and SIGTERM: the process ends then, and Ray's threads complain of what was taken from them.
+    """
     handler = logging.StreamHandler(open_to_append(make_folder(folder.path, "logs") / "driver.log"))
     handler.setFormatter(WithoutSecrets())
-    for name in ("ray", "ray.data", "ray.train", "ray.tune"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
-    print_through(logging.getLogger("ray").error)
+    with ExitStack() as as_it_was:
+        for name in ("ray", "ray.data", "ray.train", "ray.tune"):
+            logger = logging.getLogger(name)
+            as_it_was.callback(_set_handlers, logger, logger.handlers, propagate=logger.propagate)
+            _set_handlers(logger, [handler], propagate=False)
+        as_it_was.callback(print_through(logging.getLogger("ray").error))
+        as_it_was.callback(start_none_unasked())
+        try:
+            yield
+        except (KeyboardInterrupt, TerminatedError):
+            as_it_was.pop_all()
+            raise
+
+
+def _set_handlers(logger: logging.Logger, handlers: list[logging.Handler], *, propagate: bool) -> None:
+    logger.handlers, logger.propagate = handlers, propagate
