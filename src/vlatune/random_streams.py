@@ -11,6 +11,8 @@ import numpy as np
 ORDER_VERSION = 2
 """Raised with every change that gives a run another order of samples or other draws: a checkpoint carries it, and a run
 that would go on with another order is refused."""
+MIXED_ORDER_VERSION = 3
+"""The same for a run on several datasets."""
 
 
 class Stream(IntEnum):
