@@ -108,6 +108,13 @@ def test_by_size_every_frame_comes_once_in_an_epoch():
         assert sorted(samples_of(epoch, mixture=by_size).tolist()) == list(range(80))
 
 
+def test_by_size_a_dataset_that_is_held_out_whole_gives_nothing():
+    mixture = Mixture((0, 0, 2, 2), (1.0, 0.0, 1.0))
+    check_mixture(mixture, tuple(LENGTHS.tolist()))
+    spec = OrderSpec(tuple(LENGTHS.tolist()), 5, 8, 8, 6, 8, mixture)
+    assert sorted(epoch_order(spec, 0).ravel().tolist()) == list(range(80))
+
+
 def test_an_epoch_takes_other_frames_of_a_rare_dataset_than_the_one_before():
     rare = [{sample for sample in samples_of(epoch).tolist() if 30 <= sample < 40 or sample >= 65} for epoch in (0, 1)]
     assert [len(one) for one in rare] == [8, 8]

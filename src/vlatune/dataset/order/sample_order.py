@@ -116,6 +116,8 @@ def mixed_runs(mixture: Mixture, lengths: np.ndarray, run_length: int, *, seed: 
     parts: list[Ranges] = []
     starts = np.cumsum(lengths) - lengths
     for number, quota in enumerate(quotas(mixture, int(lengths.sum()))):
+        if quota == 0:
+            continue
         chosen = np.asarray(mixture.dataset) == number
         frames = int(lengths[chosen].sum())
         first, last = epoch * quota, (epoch + 1) * quota
