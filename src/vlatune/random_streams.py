@@ -11,6 +11,8 @@ import numpy as np
 ORDER_VERSION = 2
 """Raised with every change that gives a run another order of samples or other draws: a checkpoint carries it, and a run
 that would go on with another order is refused."""
+MIXED_ORDER_VERSION = 3
+"""The same for a run on several datasets."""
 
 
 class Stream(IntEnum):
@@ -31,4 +33,7 @@ class Stream(IntEnum):
 
 
 def make_generator(stream: Stream, *numbers: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([int(stream), *numbers])))
+    words = [int(stream), *numbers]
+    # The same seed as of the list, in a third of the time: a list is made of single words first.
+    seed = np.array(words, np.uint32) if max(words) < 2**32 else words
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))

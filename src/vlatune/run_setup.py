@@ -194,10 +194,12 @@ def join_roots(
 
 
 def _make_mixture(config: RunConfig, training: Selection, num_datasets: int) -> Mixture | None:
-    weights, temperature = config.dataset.weight, config.dataset.weight_temperature
-    if temperature is not None:
+    """By size, every frame of all datasets comes once in an epoch."""
+    weights = config.dataset.weight
+    if not weights and num_datasets > 1:
         frames = np.bincount(training.dataset, weights=training.length, minlength=num_datasets)
-        weights = tuple(((frames / frames.max()) ** (1 / temperature)).tolist())
+        temperature = config.dataset.weight_temperature or 1.0
+        weights = tuple(((frames / max(1.0, frames.max())) ** (1 / temperature)).tolist())
     return Mixture(tuple(training.dataset.tolist()), weights) if weights else None
 
 

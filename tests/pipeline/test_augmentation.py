@@ -26,6 +26,7 @@ from vlatune.pipeline.augmentation import make_augment, make_subset
 from vlatune.pipeline.picture_kinds import make_kind
 from vlatune.pipeline.plan import Share, make_units, plan_pieces
 from vlatune.pipeline.transforms import apply_all
+from vlatune.random_streams import Stream, make_generator
 from vlatune.run_setup import Setup, make_setup
 from vlatune.train.driver.resume_rules import config_changes
 
@@ -59,7 +60,7 @@ def levels_apart(made_HWC: np.ndarray, wanted_CHW: torch.Tensor) -> np.ndarray:
         ("brightness", (0.0, 0.8, 1.0, 1.2, 2.5), 1),
         ("contrast", (0.0, 0.6, 1.0, 1.4, 2.5), 1),
         ("saturation", (0.0, 0.5, 1.0, 1.5, 3.0), 2),
-        ("hue", (-0.5, -0.05, 0.0, 0.013, 0.05, 0.5), 3),
+        ("hue", (-0.5, -0.37, -0.2, -0.05, 0.0, 0.013, 0.05, 0.17, 0.25, 0.4, 0.5), 1),
     ],
 )
 def test_colours_are_adjusted_as_torchvision_does(name: str, factors: tuple[float, ...], most: int, kind: str) -> None:
@@ -235,6 +236,19 @@ def test_draws_fill_their_ranges_evenly() -> None:
     assert {abs(down) for _, down in moves} == set(range(4))
     assert set(scales) == {1.0}
     assert set(shears) == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 0), (5, 7, 2**32 - 1), (2**32, 1, 0), (2**63 + 9, 3, 4)])
+def test_draws_are_numpys_for_the_seed(numbers: tuple[int, ...]) -> None:
+    """The faster ways to a generator and to a number give what the plain ones do: a run that goes on draws on."""
+    plain = np.random.Generator(np.random.Philox(np.random.SeedSequence([int(Stream.PICTURES), *numbers])))
+    rng = make_generator(Stream.PICTURES, *numbers)
+    affine = ours.RandomAffine((-5.0, 5.0), scale=(0.7, 1.9), shear=(-3.0, 2.0))
+    for _ in range(100):
+        angle, _, scale, shear = affine.draw(rng, (60, 80))
+        spans = (affine.degrees, (0.0, 0.0), (0.0, 0.0), affine.scale, affine.shear)
+        wanted = [plain.uniform(low, high) for low, high in spans]
+        assert (angle, scale, shear[0]) == (wanted[0], wanted[3], wanted[4])
 
 
 def rows(slots: list[int]) -> Columns:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import rich.style  # noqa: F401  # imported, it draws from Python's own generator: not in the middle of a run
 import torch
 from pipeline.feeding import all_rows
 

@@ -15,7 +15,7 @@ from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.dataset.storage.remote_retry import retried
 from vlatune.files import MAX_TOKENIZER_BYTES, read_file
 from vlatune.policies.base_folder import base_weights, short_hash
-from vlatune.random_streams import ORDER_VERSION
+from vlatune.random_streams import MIXED_ORDER_VERSION, ORDER_VERSION
 from vlatune.run_setup import Setup
 
 PACKAGES = ("vlatune", "torch", "lerobot", "transformers", "tokenizers", "peft", "numpy", "av", "ray")
@@ -36,7 +36,7 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     found["base.weights"] = base_weights(Path(setup.policy.folder))
     for name, file in setup.adapter.base_files(setup.policy).items():
         found[f"base.{name}"] = short_hash([read_file(file.parent, file.name, max_bytes=MAX_TOKENIZER_BYTES)])
-    found[f"{VERSIONS}order"] = str(ORDER_VERSION)
+    found[f"{VERSIONS}order"] = str(MIXED_ORDER_VERSION if setup.order.mixture else ORDER_VERSION)
     return found | {f"{VERSIONS}{name}": version(name) for name in PACKAGES}
 
 

@@ -1,5 +1,7 @@
 """Several datasets by weight: whole numbers of samples, nothing left out for good, all frames equally often."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from vlatune.dataset.order.sample_order import (
     OrderSpec,
     all_batches,
     check_mixture,
+    choose_lanes,
     concatenate_runs,
     epoch_order,
     mixed_runs,
@@ -58,6 +61,58 @@ def test_after_any_epoch_the_frames_of_a_dataset_have_come_equally_often(weight,
     dataset = np.repeat(MIXED.dataset, LENGTHS)
     for number in (0, 1):
         assert np.ptp(times[dataset == number]) <= 1
+
+
+@pytest.mark.parametrize("how", ["fixed", "size", "temperature"])
+@pytest.mark.parametrize("global_batch", [8, 32, 64])
+def test_shares_are_the_weights_in_every_ten_thousand_samples(global_batch, how):
+    """Of large datasets, too, whose epoch takes far longer: within 1 in 100, also where a run begins anew or goes on."""
+    episodes, length = np.array([40, 120, 80]), 300
+    frames = episodes * length
+    weights = {"fixed": np.array([0.2, 0.5, 0.3]), "size": frames / frames.max(), "temperature": frames ** (1 / 3)}[how]
+    dataset = np.repeat(np.arange(3), episodes)
+    for seed in range(3):
+        spec = OrderSpec(
+            lengths=(length,) * len(dataset),
+            seed=seed,
+            global_batch=global_batch,
+            lanes=choose_lanes(global_batch, 1),
+            run_length=32,
+            window_rows=32,
+            mixture=Mixture(tuple(dataset.tolist()), tuple(weights.tolist())),
+        )
+        taken = np.concatenate([all_batches(spec, epoch_order(spec, epoch)).ravel() for epoch in (0, 1)]) // length
+        for begin in range(0, len(taken) - 10_000, 5_000):
+            shares = np.bincount(dataset[taken[begin : begin + 10_000]], minlength=3) / 10_000
+            np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.01)
+
+
+@unhurried
+@given(st.floats(0.02, 50), st.booleans(), st.integers(1, 12), st.sampled_from([(1, 1), (4, 2), (12, 12), (40, 40)]))
+def test_lanes_hold_the_epochs_samples_but_for_the_ragged_end(weight, drop_last, run_length, batch):
+    mixture = Mixture(MIXED.dataset, (1.0, weight))
+    spec = OrderSpec(tuple(LENGTHS.tolist()), 5, *batch, run_length, 8, mixture, drop_last=drop_last)
+    order = epoch_order(spec, 2)
+    assert order.shape == (spec.lanes, spec.samples_per_lane)
+    taken = np.bincount(order.ravel(), minlength=80)
+    given_ = np.bincount(samples_of(2, mixture=mixture, run_length=run_length), minlength=80)
+    extra = order.size - 80
+    assert abs(extra) < spec.global_batch
+    assert (taken - given_).clip(min=0).sum() == max(0, extra)
+    assert (given_ - taken).clip(min=0).sum() == max(0, -extra)
+
+
+def test_by_size_every_frame_comes_once_in_an_epoch():
+    by_size = Mixture(MIXED.dataset, (55.0, 25.0))
+    for epoch in range(3):
+        assert sorted(samples_of(epoch, mixture=by_size).tolist()) == list(range(80))
+
+
+def test_by_size_a_dataset_that_is_held_out_whole_gives_nothing():
+    mixture = Mixture((0, 0, 2, 2), (1.0, 0.0, 1.0))
+    check_mixture(mixture, tuple(LENGTHS.tolist()))
+    spec = OrderSpec(tuple(LENGTHS.tolist()), 5, 8, 8, 6, 8, mixture)
+    assert sorted(epoch_order(spec, 0).ravel().tolist()) == list(range(80))
 
 
 def test_an_epoch_takes_other_frames_of_a_rare_dataset_than_the_one_before():
@@ -164,4 +219,7 @@ def test_a_runs_order_has_its_weights_and_its_end(dataset_v3, small_base):
     assert order.mixture == Mixture((0,) * 7 + (1,) * 7, (3.0, 1.0))
     assert not order.drop_last
     plain = DatasetConfig(root=root, eval_split=0.0)
-    assert make_setup(RunConfig(dataset=plain, policy=PolicyConfig(path=str(small_base)))).order.mixture is None
+    order = make_setup(RunConfig(dataset=plain, policy=PolicyConfig(path=str(small_base)))).order
+    assert order.mixture == Mixture((0,) * 7 + (1,) * 7, (1.0, 1.0))
+    alone = replace(plain, root=root[:1])
+    assert make_setup(RunConfig(dataset=alone, policy=PolicyConfig(path=str(small_base)))).order.mixture is None

@@ -21,10 +21,13 @@ passes over its own frames, every pass in another order of runs:
 
 So no frame is left out for good, and after any number of epochs no frame of a dataset has come more than once more
 often than another, whether its dataset is drawn ten times an epoch or a tenth. Where a dataset stands is arithmetic.
+Runs of the datasets alternate by their shares, and each is dealt to the lane that is shortest: shares hold in every stretch of steps,
+to a few runs, and not only over an epoch. Shuffled, 10,000 samples in runs of 32 would be off by 3 in 100, and at times by 9.
 
 Runs are neighbouring frames of one episode that are decoded together, as half-open ranges of flat samples.
 """
 
+import heapq
 import itertools
 from dataclasses import dataclass
 
@@ -82,8 +85,11 @@ class Mixture:
 
 
 def check_mixture(mixture: Mixture, lengths: tuple[int, ...]) -> None:
+    """By size, a dataset that is held out whole has the weight 0, and gives nothing."""
     frames = _frames_of(mixture, np.asarray(lengths))
     for number, quota in enumerate(quotas(mixture, sum(lengths))):
+        if mixture.weights[number] == 0:
+            continue
         if frames[number] == 0:
             raise ValueError(
                 f"dataset {number} has the weight {mixture.weights[number]} and no episode to train on; "
@@ -110,6 +116,8 @@ def mixed_runs(mixture: Mixture, lengths: np.ndarray, run_length: int, *, seed: 
     parts: list[Ranges] = []
     starts = np.cumsum(lengths) - lengths
     for number, quota in enumerate(quotas(mixture, int(lengths.sum()))):
+        if quota == 0:
+            continue
         chosen = np.asarray(mixture.dataset) == number
         frames = int(lengths[chosen].sum())
         first, last = epoch * quota, (epoch + 1) * quota
@@ -170,6 +178,11 @@ class OrderSpec:
         """Samples that one optimizer step takes from each lane."""
         return self.global_batch // self.lanes
 
+    @property
+    def samples_per_lane(self) -> int:
+        """Of an epoch."""
+        return self.batches_per_epoch * self.samples_per_lane_step
+
 
 @dataclass(frozen=True)
 class Cursor:
@@ -211,17 +224,55 @@ def epoch_order(spec: OrderSpec, epoch: int) -> np.ndarray:
     rng = _generator(spec, epoch)
     begin, end = _epoch_runs(spec, epoch, rng)
     shuffled = rng.permutation(len(begin))
-    sequence = concatenate_runs((begin[shuffled], end[shuffled]))
-    per_lane = spec.batches_per_epoch * spec.samples_per_lane_step
-    lanes = np.resize(sequence, (spec.lanes, per_lane))  # cuts the ragged end off, or goes on from the beginning
+    runs = (begin[shuffled], end[shuffled])
+    lanes = _cut_lanes(spec, runs) if spec.mixture is None else _deal_lanes(spec, _alternate(spec, spec.mixture, runs))
     for lane in range(spec.lanes):
         _mix_windows(lanes[lane], window_edges(spec, lane), rng)
     return lanes
 
 
+def _cut_lanes(spec: OrderSpec, runs: Ranges) -> np.ndarray:
+    """Cuts the ragged end off, or goes on from the beginning."""
+    return np.resize(concatenate_runs(runs), (spec.lanes, spec.samples_per_lane))
+
+
+def _alternate(spec: OrderSpec, mixture: Mixture, runs: Ranges) -> Ranges:
+    """The runs of each dataset in their order, each at the place that it has among its own: a third of the way, say."""
+    begin, end = runs
+    episode = np.searchsorted(np.cumsum(spec.lengths), begin, side="right")
+    dataset = np.asarray(mixture.dataset)[episode]
+    place = np.empty(len(begin))
+    for number in range(len(mixture.weights)):
+        sizes = (end - begin)[dataset == number]
+        place[dataset == number] = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+    order = np.argsort(place, kind="stable")
+    return begin[order], end[order]
+
+
+def _deal_lanes(spec: OrderSpec, runs: Ranges) -> np.ndarray:
+    """Each run to the lane that is shortest so far, so that all lanes are about as far in the order of runs at any step. What is
+    too long for its lane fills up those that are too short, then the beginning does.
+    """
+    begin, end = runs
+    shortest = [(0, lane) for lane in range(spec.lanes)]
+    lane_of = np.empty(len(begin), dtype=np.int64)
+    for run, size in enumerate((end - begin).tolist()):
+        filled, lane_of[run] = shortest[0]
+        heapq.heapreplace(shortest, (filled + size, int(lane_of[run])))
+    own = [np.flatnonzero(lane_of == lane) for lane in range(spec.lanes)]
+    rows = [concatenate_runs((begin[of_lane], end[of_lane])) for of_lane in own]
+    spare = np.concatenate([*(row[spec.samples_per_lane :] for row in rows), concatenate_runs(runs)])
+    lanes, used = np.empty((spec.lanes, spec.samples_per_lane), dtype=np.int64), 0
+    for lane, row in zip(lanes, rows, strict=True):
+        missing = max(0, len(lane) - len(row))
+        lane[:] = np.concatenate([row[: len(lane)], spare[used : used + missing]])
+        used += missing
+    return lanes
+
+
 def window_edges(spec: OrderSpec, lane: int) -> np.ndarray:
     """Positions in a lane at which a new mixing window begins: 0, first, first + window, ..., end."""
-    per_lane = spec.batches_per_epoch * spec.samples_per_lane_step
+    per_lane = spec.samples_per_lane
     first = _first_edge(spec, lane)
     return np.unique(np.minimum(np.r_[0, np.arange(first, per_lane + spec.window_rows, spec.window_rows)], per_lane))
 
