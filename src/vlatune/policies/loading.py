@@ -51,20 +51,22 @@ def parameters_on_meta() -> Iterator[None]:
     """
     from transformers import PreTrainedModel
 
-    original, initialize = nn.Module.register_parameter, PreTrainedModel.initialize_weights
+    original, original_values = nn.Module.register_parameter, PreTrainedModel.initialize_weights
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
+    def initialize_weights(self: PreTrainedModel) -> None: ...
+
     nn.Module.register_parameter = register_parameter
-    PreTrainedModel.initialize_weights = lambda _: None
+    PreTrainedModel.initialize_weights = initialize_weights
     try:
         yield
     finally:
         nn.Module.register_parameter = original
-        PreTrainedModel.initialize_weights = initialize
+        PreTrainedModel.initialize_weights = original_values
 
 
 def fill(policy: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
