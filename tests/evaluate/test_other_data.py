@@ -22,6 +22,7 @@ from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.subject import open_subject
 from vlatune.policies.registry import PACKAGES
 
+pytestmark = pytest.mark.early
 SMALL = ("--max_samples=10", "--batch_size=4", "--rollouts=2")
 
 

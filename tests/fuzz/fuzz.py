@@ -205,7 +205,7 @@ def choose(folder: Path, case: int) -> tuple[str, str, random.Random]:
         kind = REMOTE
     source = folder / source_of(kind)
     files = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
-    files = [name for name in files if name != "meta/checksums.json" and not name.endswith((".lock", ".pen"))]
+    files = [name for name in files if name != "meta/checksums.json" and not name.endswith((".lock",))]
     weights = [
         2.0 if name.endswith(".mp4") else 4.0 if name.startswith("meta/") or name.endswith((".json", ".jsonl")) else 1.0
         for name in files

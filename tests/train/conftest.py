@@ -30,12 +30,6 @@ def base_config(ray_local, dataset_v3, small_base) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def first_run(base_config, tmp_path_factory) -> Path:
-    """One worker, undisturbed."""
-    return _run(base_config, tmp_path_factory.mktemp("runs") / "first")
-
-
-@pytest.fixture(scope="session")
 def two_workers_config(base_config) -> RunConfig:
     """The same global batches over two workers; averaged weights and one checkpoint are kept."""
     averaged = replace(base_config.optimizer, ema_decay=0.9)
@@ -45,13 +39,10 @@ def two_workers_config(base_config) -> RunConfig:
 @pytest.fixture(scope="session")
 def two_workers_run(two_workers_config, tmp_path_factory) -> Path:
     """Two workers, undisturbed."""
-    return _run(two_workers_config, tmp_path_factory.mktemp("runs") / "two")
-
-
-def _run(config: RunConfig, folder: Path) -> Path:
     from vlatune.train.driver.launch import train
 
-    train(replace(config, output_dir=str(folder)))
+    folder = tmp_path_factory.mktemp("runs") / "two"
+    train(replace(two_workers_config, output_dir=str(folder)))
     return folder
 
 

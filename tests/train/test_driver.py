@@ -6,7 +6,6 @@ machine; it is then taken to an end that is near, and the undisturbed run is mad
 
 import os
 import random
-import re
 import signal
 import subprocess
 import time
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from driving import PATIENCE_S, end_of, left_behind, named, output, started, step_of, until
 from safetensors.numpy import load_file
-from without_ray import run_without_ray
+from without_ray import run_without_ray, threads_of
 
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.pipeline.feed import MAX_QUEUED
@@ -135,7 +134,7 @@ def test_killed_then_the_same_command_then_asked_to_end_then_on(flags, tmp_path)
     asked = saved_in(run_dir)
     assert asked[0] == SAVE_FREQ
     assert asked[-1] == step_of(run_dir) > reached  # where it stopped, not where the plan had it save
-    threads = int(re.findall(r"\bthreads (\d+)", (run_dir / "logs" / "worker.log").read_text())[-1])
+    threads = threads_of(run_dir)
     config = replace(read_config(run_dir), output_dir=str(run_dir), steps=asked[-1] + 20)
     run_without_ray(config, threads)
     assert (saved_in(run_dir)[-1], step_of(run_dir)) == (config.steps, config.steps)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 from terminal import on_terminal, without_escapes
-from without_ray import worker_here
+from without_ray import run_without_ray, threads_of, worker_here
 
 from vlatune import cli
 from vlatune.checkpoint.store import list_checkpoints
@@ -41,6 +41,37 @@ SUMMARY |= {"fallback_bytes", "peak_object_store_bytes", "restarts", "verdict"}
 def run(config: RunConfig, folder: Path) -> Path:
     train(replace(config, output_dir=str(folder)))
     return folder
+
+
+TOLD_OF_TORCH = """
+import sys
+from vlatune import cli
+code = cli.main(sys.argv[1:])
+print("torch in the driver:", "torch" in sys.modules)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def command_on_terminal(base_config, tmp_path_factory) -> tuple[Path, str]:
+    """One worker, undisturbed: the run's folder, and what its command wrote.
+
+    A process of its own, which RAY_ADDRESS leads to a cluster that it has not started and must not end. On a terminal, which
+    becomes narrow after a while. With --deterministic=true, which changes nothing on a CPU.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "run.json").write_text(json.dumps(to_json(replace(base_config, output_dir=str(folder / "first")))))
+    env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    flags = [f"--config_path={folder / 'run.json'}", "--deterministic=true"]
+    command = [sys.executable, "-c", TOLD_OF_TORCH, "train", *flags]
+    code, written = on_terminal(command, env=env, columns=100, then={"held up by": 60})
+    assert code == 0, written
+    return folder / "first", written
+
+
+@pytest.fixture(scope="module")
+def first_run(command_on_terminal) -> Path:
+    return command_on_terminal[0]
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +191,6 @@ def test_the_shuffle_in_the_summary_is_that_of_the_samples_that_were_used(first_
     assert 0 <= shuffle["distance"] <= 1
 
 
-TOLD_OF_TORCH = """
-import sys
-from vlatune import cli
-code = cli.main(sys.argv[1:])
-print("torch in the driver:", "torch" in sys.modules)
-sys.exit(code)
-"""
-
-
 def check_terminal(written: str) -> None:
     """What a start waits for, then the figures, and in the end plain lines alone."""
     drawn = without_escapes(written)
@@ -187,25 +209,21 @@ def check_terminal(written: str) -> None:
     assert "vlatune: finished: 12 steps, loss " in left
 
 
-def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others(base_config, first_run, tmp_path):
-    """As a process of its own, which RAY_ADDRESS leads to a cluster that it has not started and must not end.
-
-    With --deterministic=true, which changes nothing on a CPU; the worker's own process tells that it is on there. And on a
-    terminal, which becomes narrow after a while.
-    """
-    second, file = tmp_path / "second", tmp_path / "run.json"
-    file.write_text(json.dumps(to_json(replace(base_config, output_dir=str(second)))))
-    env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-c", TOLD_OF_TORCH, "train", f"--config_path={file}", "--deterministic=true"]
-    code, written = on_terminal(command, env=env, columns=100, then={"held up by": 60})
-    assert code == 0, written
+def test_on_a_terminal_a_run_shows_how_far_it_is(command_on_terminal):
+    written = command_on_terminal[1]
     check_terminal(written)
     assert "torch in the driver: False" in written  # seconds before the first step
+
+
+def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others(base_config, first_run, tmp_path):
+    """The second is made in this process, without Ray and without --deterministic; the first one's worker tells that it was on there."""
+    second = tmp_path / "second"
+    run_without_ray(replace(base_config, output_dir=str(second)), threads_of(first_run))
     assert losses(second) == losses(first_run)
-    assert json.loads((second / "config.json").read_text())["deterministic"] is True
+    assert json.loads((first_run / "config.json").read_text())["deterministic"] is True
     by_run = [json.loads((one / "summary.json").read_text())["performance_flags"] for one in (first_run, second)]
-    assert [flags["deterministic"] for flags in by_run] == [False, True]
-    assert by_run[1]["cublas_workspace_config"] == ":4096:8"
+    assert [flags["deterministic"] for flags in by_run] == [True, False]
+    assert by_run[0]["cublas_workspace_config"] == ":4096:8"
     assert (second / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
 
 

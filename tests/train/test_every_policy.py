@@ -20,7 +20,7 @@ from vlatune.policies.registry import PACKAGES, get_policy
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 
-pytestmark = [pytest.mark.usefixtures("temporary"), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.early, pytest.mark.usefixtures("temporary"), pytest.mark.timeout(1200)]
 
 ENDLESS = 100_000
 SAVE_FREQ = 10

@@ -1,8 +1,10 @@
 """A worker in this process: `worker_here` spares Ray Train and its imports, `no_ray` and `run_without_ray` all of Ray."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,6 +74,11 @@ def run_without_ray(config: RunConfig, torch_threads: int) -> None:
             restarts=0,
         )
     )
+
+
+def threads_of(run_dir: Path) -> int:
+    """As many as the last worker of a run computed with, by its log: with others sums may round otherwise."""
+    return int(re.findall(r"\bthreads (\d+)", (run_dir / "logs" / "worker.log").read_text())[-1])
 
 
 def _work(job: WorkerJob) -> None:

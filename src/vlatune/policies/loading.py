@@ -46,20 +46,27 @@ def decode_config[C](folder: Path, config_class: type[C], overrides: Mapping[str
 def parameters_on_meta() -> Iterator[None]:
     """Modules that are made inside have parameters without memory, and real buffers: those are in no file.
 
-    Holds for the whole process: build one model at a time.
+    Transformers gives no parameter a first value meanwhile, which costs more than all else here and leaves nothing behind;
+    buffers have theirs from their constructors. Holds for the whole process: build one model at a time.
     """
-    original = nn.Module.register_parameter
+    from transformers import PreTrainedModel
+
+    original, original_values = nn.Module.register_parameter, PreTrainedModel.initialize_weights
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
+    def initialize_weights(self: PreTrainedModel) -> None: ...
+
     nn.Module.register_parameter = register_parameter
+    PreTrainedModel.initialize_weights = initialize_weights
     try:
         yield
     finally:
         nn.Module.register_parameter = original
+        PreTrainedModel.initialize_weights = original_values
 
 
 def fill(policy: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:

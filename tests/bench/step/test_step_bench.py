@@ -17,6 +17,7 @@ from vlatune.policies.pi05.size import Pi05Size
 from vlatune.policies.registry import get_policy
 from vlatune.policies.smolvla.smolvla_size import SmolVLMSize
 
+pytestmark = pytest.mark.early
 TINY = StepBench(
     width=64, depth=2, vision_depth=1, rounds=1, cameras=2, image_size=28, tokens=48, horizon=4, small_batch_size=1, small_steps=2
 )  # fmt: skip

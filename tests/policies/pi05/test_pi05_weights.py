@@ -14,6 +14,7 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pi05 import PI05Config, modeling_pi05
 from pi05_parity import SIZE
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from vlatune.policies import loading
 from vlatune.policies.base import ModuleOptions
@@ -97,6 +98,21 @@ def test_every_tensor_is_the_stored_one(parity_base):
     assert stored.keys() == loaded.keys()
     for name, tensor in stored.items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def test_no_weight_gets_a_first_value_and_what_is_in_no_file_is_lerobots(parity_base, lerobot_policy, monkeypatch):
+    """Frequencies, places of patches and the like have their values from constructors."""
+
+    def initialize(_) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(PreTrainedModel, "initialize_weights", initialize)
+    ours = dict(load_policy(parity_base, train="heads", dtype=None).named_buffers())
+    assert PreTrainedModel.initialize_weights is initialize  # it is given back
+    theirs = dict(lerobot_policy.named_buffers())
+    assert ours.keys() == theirs.keys() != set()
+    for name, buffer in theirs.items():
+        assert torch.equal(ours[name], buffer), name
 
 
 def test_shards_and_older_names_load_the_same(parity_base, base):
