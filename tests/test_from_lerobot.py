@@ -11,7 +11,7 @@ from vlatune import cli
 from vlatune.config import ImageTransformConfig, ImageTransformsConfig, RunConfig
 from vlatune.flags import leaf_types, parse_flags
 from vlatune.from_lerobot import translate
-from vlatune.lerobot_fields import FROZEN, NEW_MODELS, OPTIMIZERS, REQUIRED, ROWS, WHO_TRAINS
+from vlatune.lerobot_fields import OPTIMIZERS, REQUIRED, ROWS, WHO_TRAINS
 from vlatune.policies.registry import get_policy, policy_types
 
 KNOWN = leaf_types(RunConfig)
@@ -94,8 +94,8 @@ def test_every_policy_is_told_on_as_lerobot_has_it(kind):
     trained_with = [one.name for one in fields(theirs) if one.name.startswith(("optimizer_", "scheduler_"))]
     assert [name for name in trained_with if f"policy.{name}" not in ROWS and name not in card.overrides] == []
     for name in (one.removeprefix("policy.") for one in WHO_TRAINS):
-        assert FROZEN.get(kind, {}).get(name, False) == getattr(theirs, name, False), name
-    for name, (default, _) in NEW_MODELS.get(kind, {}).items():
+        assert card.frozen_fields.get(name, False) == getattr(theirs, name, False), name
+    for name, (default, _) in card.new_model_fields.items():
         first, _, rest = name.partition(".")
         value = getattr(theirs, first)
         assert (value[rest].value if rest else value) == default, name

@@ -17,8 +17,6 @@ from typing import Any
 from vlatune.errors import did_you_mean
 from vlatune.files import parse_json, read_file
 from vlatune.lerobot_fields import (
-    FROZEN,
-    NEW_MODELS,
     OPTIMIZERS,
     PRESETS,
     REQUIRED,
@@ -125,7 +123,7 @@ def _translate(fields: dict[str, Any], typed: set[str], processes: int | None, k
     values: dict[str, Any] = {}
     refused: list[str] = []
     harmless = {name: why for name, why in unused.items() if name in typed}
-    new = {f"policy.{name}" for name in NEW_MODELS.get(card.type, {})} if card and not _path(fields) else set()
+    new = {f"policy.{name}" for name in card.new_model_fields} if card and not _path(fields) else set()
     given = _defaults(fields, overrides) | fields
     for name in sorted(given, key=lambda name: name == "scheduler.name"):  # it says more than scheduler.type
         value, row = given[name], _row(name, overrides)
@@ -260,7 +258,7 @@ def _derive(
         if not _is_same(values.get("eval_freq"), 0):
             harmless["max_eval_samples"] = "a validation looks at --eval_samples held-out samples, spread evenly"
     yield from _who_trains(fields, values, card)
-    for name, (theirs, ours) in NEW_MODELS.get(card.type, {}).items() if not path else ():
+    for name, (theirs, ours) in card.new_model_fields.items() if not path else ():
         value = fields.get(f"policy.{name}", theirs)
         if name not in card.overrides and not _is_same(value, ours):
             yield f"policy.{name}={_text(value)}: a new {card.title} has {_text(ours)} here; say so, or give a base with --policy.path"
@@ -300,7 +298,7 @@ def _presets(card: Policy) -> Iterator[tuple[str, Any]]:
 
 def _who_trains(fields: Mapping[str, Any], values: dict[str, Any], card: Policy) -> Iterator[str]:
     adapters = any(name.startswith("peft.") for name in fields)
-    usual = FROZEN.get(card.type, {})
+    usual = card.frozen_fields
     expert, tower = (_is_true(fields.get(name, usual.get(name.removeprefix("policy."), False))) for name in WHO_TRAINS)
     way = "lora" if adapters else "expert" if expert else "language" if tower else "full"
     if adapters and values.get("policy.lora_alpha") is None:

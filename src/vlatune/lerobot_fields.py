@@ -173,15 +173,3 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 10.0},
 }
 """LeRobot's defaults of `--optimizer.type`, which count without a policy's preset."""
-FROZEN: Mapping[str, Mapping[str, bool]] = {"smolvla": {"train_expert_only": True, "freeze_vision_encoder": True}}
-"""Policies of which LeRobot trains less than everything unless it is told otherwise."""
-NEW_MODELS: Mapping[str, Mapping[str, tuple[Any, Any]]] = {
-    "act": {f"normalization_mapping.{kind}": ("MEAN_STD", "MEAN_STD") for kind in ("VISUAL", "STATE", "ACTION")},
-    "diffusion": {
-        "normalization_mapping.VISUAL": ("MEAN_STD", "MEAN_STD"),
-        "normalization_mapping.STATE": ("MIN_MAX", "MIN_MAX"),
-        "normalization_mapping.ACTION": ("MIN_MAX", "MIN_MAX"),
-        "pretrained_backbone_weights": ("ResNet18_Weights.IMAGENET1K_V1", None),
-    },
-}
-"""Fields of a model that begins without a base, beside those of its card: LeRobot's default, and the value that it has here."""

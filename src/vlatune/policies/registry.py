@@ -91,6 +91,10 @@ class Policy:
     """Whether the sentence takes part: decides which world the demo shows it."""
     overrides: Mapping[str, Override] = field(default_factory=dict)
     """Fields of its config.json that a run may change, by LeRobot's names."""
+    frozen_fields: Mapping[str, bool] = field(default_factory=dict)
+    """Of those that say what trains, LeRobot's defaults that are on; for --from_lerobot."""
+    new_model_fields: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Of a model that begins without a base, beside `overrides`: LeRobot's default, and the value here; for --from_lerobot."""
 
     @property
     def small_recipe(self) -> str:

@@ -56,4 +56,7 @@ POLICY = Policy(
     from_scratch=True,
     fetches_start=True,
     overrides=OVERRIDES,
+    new_model_fields={
+        f"normalization_mapping.{kind}": ("MEAN_STD", "MEAN_STD") for kind in ("VISUAL", "STATE", "ACTION")
+    },
 )

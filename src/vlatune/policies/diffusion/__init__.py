@@ -127,4 +127,10 @@ POLICY = Policy(
     settings=("gradient_checkpointing",),
     from_scratch=True,
     overrides=OVERRIDES,
+    new_model_fields={
+        "normalization_mapping.VISUAL": ("MEAN_STD", "MEAN_STD"),
+        "normalization_mapping.STATE": ("MIN_MAX", "MIN_MAX"),
+        "normalization_mapping.ACTION": ("MIN_MAX", "MIN_MAX"),
+        "pretrained_backbone_weights": ("ResNet18_Weights.IMAGENET1K_V1", None),
+    },
 )

@@ -75,4 +75,5 @@ POLICY = Policy(
             bool, "Train the state's projection, too; false keeps the base's.", True, with_base="any"
         ),
     },
+    frozen_fields={"train_expert_only": True, "freeze_vision_encoder": True},
 )
