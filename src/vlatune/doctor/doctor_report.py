@@ -37,7 +37,7 @@ STYLE = """
 .badge { display: inline-block; min-width: 4rem; text-align: center; border-radius: .35rem; padding: .05rem .5rem; font-size: .8rem; font-weight: 600; }
 .badge.good { color: var(--good); background: var(--good-bg); } .badge.warn { color: var(--warn); background: var(--warn-bg); }
 .badge.bad { color: var(--bad); background: var(--bad-bg); } .badge.muted { color: var(--muted); background: var(--soft); }
-.todo { color: var(--muted); margin: .3rem 0 0; } .checks td p { margin: 0; max-width: none; }
+.todo { color: var(--muted); margin: .3rem 0 0; } .checks .command { margin: .4rem 0 .2rem; } .checks td p { margin: 0; max-width: none; }
 pre { background: var(--soft); border-radius: .4rem; padding: .5rem .7rem; margin: .4rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font: .82rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 .sizes td, .sizes th { border-top: 1px solid var(--line); padding: .35rem .8rem .35rem 0; }
 .scale { font-size: .8rem; font-weight: 600; margin: .2rem 0 .3rem; color: var(--muted); grid-column: 1 / -1; }
