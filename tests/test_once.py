@@ -42,7 +42,7 @@ KEPT = {
     "decoder.py: _decoders": "by the file's version and what info.json says of it",
     "generate.py: @lru_cache": "pure, over numbers",
     "images.py: _streams": "by the file's version",
-    "picture_kinds.py: _OWN": "memory that every picture overwrites before it is read",
+    "image_ops.py: _OWN": "memory that every picture overwrites before it is read",
     "ray_internals.py: @cache": "what the installed Ray has",
     "ray_internals.py: OFTEN": "how many turns are under way now: none between two runs",
     "remote_file.py: edges": "by the object and its version",
