@@ -94,7 +94,7 @@ def _curves(runs: dict[str, Run]) -> Html:
         _chart("Loss on held-out samples", validations, "val_loss"),
         _chart("Learning rate", metrics, "lr"),
         _chart("Samples per second", metrics, "samples_per_s", noisy=True),
-        _chart("Share of the time waiting for data", metrics, "wait_share", unit="share", least_top=0.1, noisy=True),
+        _chart("Waiting for data", metrics, "wait_share", unit="share", least_top=0.1, noisy=True),
     ]
     shown = [chart for chart in pairs if chart is not None]
     return section(
