@@ -1,16 +1,19 @@
 """Every private part of Ray that we use is there, does what we rely on, is named in one file, and leaves no trace."""
 
 import ast
+import asyncio
 import inspect
 import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -326,6 +329,42 @@ def test_without_its_parts_a_dataset_goes_at_rays_own_pace(monkeypatch, capsys, 
     said = capsys.readouterr().err
     assert said.count("reading goes at Ray's own pace") == 1
     assert f"Ray {ray.__version__} has no ray.data._internal.execution.streaming_executor_state:{WAIT}" in said
+
+
+def test_a_trainer_that_is_cancelled_ends(monkeypatch):
+    """Ray Train's own loop goes on for as long as there are workers, whatever becomes of the thread that waits for it."""
+    begun = threading.Event()
+
+    class Endless:
+        def __init__(self, **_: object) -> None: ...
+
+        async def run(self) -> None:
+            begun.set()
+            while True:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr("ray.train.v2._internal.execution.controller.TrainController", Endless)
+    kind = ray_internals._make_lean(object, True)
+
+    def fit(trainer: Any, ends: list[BaseException]) -> None:
+        try:
+            trainer._initialize_and_run_controller()
+        except asyncio.CancelledError as error:
+            ends.append(error)
+
+    trainer, ends = kind(), []
+    thread = threading.Thread(target=fit, args=(trainer, ends))
+    thread.start()
+    assert begun.wait(60)
+    trainer.cancel()
+    thread.join(60)
+    trainer.cancel()  # there is nothing left to end
+    begun.clear()
+    early = kind()
+    early.cancel()
+    fit(early, ends)
+    assert len(ends) == 2
+    assert not begun.is_set()
 
 
 def test_a_block_of_one_row(ray_local):

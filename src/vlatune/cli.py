@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vlatune import __version__
 from vlatune.bench.options import FeedBench, ReaderBench, ResumeBench, StepBench, TrainBench
@@ -296,6 +296,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or OK
 
 
+def run() -> NoReturn:
+    """The program `vlatune`: one command, and this process ends with its code."""
+    code = main()
+    internals = sys.modules.get("vlatune.ray_internals")  # not loaded where no run was started
+    if internals is not None and internals.is_asked():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # what Ray has registered for the end would not come back
+    sys.exit(code)
+
+
 def _make_invocation(words: list[str]) -> Invocation:
     match words:
         case []:
@@ -424,4 +435,4 @@ def _log_folder(run_dir: Path | None) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

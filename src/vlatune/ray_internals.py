@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,17 @@ def make_block(row: dict[str, Any]) -> Any:
 
 # Ray Train
 
+FIT_THREAD = "ray-train"
+"""Name of the driver's thread in which Ray Train runs."""
+
+
+def is_asked() -> bool:
+    """Whether a run that was broken off has left that thread inside of Ray, as one that waits for workers which do not answer
+    cannot be ended. Ray ends a process, without a word and with a code of its own, that asks it something after `ray.shutdown`.
+    """
+    return any(thread.name == FIT_THREAD for thread in threading.enumerate())
+
+
 TRAIN_SETTINGS = {
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # the driver's log is ours
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the driver watches the nodes itself
@@ -369,12 +380,31 @@ def _make_lean(base: Any, own_cluster: bool) -> Any:
         worker_group_cls = DriversWorkerGroup
 
     class LeanTrainer(base):
+        _cancel: Callable[[], object] | None = None
+        _is_cancelled = False
+
         def _create_default_callbacks(self) -> list[Any]:
             return [one for one in super()._create_default_callbacks() if not isinstance(one, unused)]
 
         def _initialize_and_run_controller(self, **settings: Any) -> Any:
             controller = DriversController(**settings)
-            asyncio.run(controller.run())
+
+            async def run() -> None:
+                task = asyncio.current_task()
+                assert task is not None  # this is one
+                self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+                if self._is_cancelled:  # before it had begun
+                    raise asyncio.CancelledError
+                await controller.run()
+
+            asyncio.run(run())
             return controller.get_result()
+
+        def cancel(self) -> None:
+            """From another thread than the one in `fit`: it ends at its next look at the workers, and asks Ray nothing more."""
+            self._is_cancelled = True
+            if self._cancel is not None:
+                with suppress(RuntimeError):  # its loop has just ended
+                    self._cancel()
 
     return LeanTrainer

@@ -2,8 +2,9 @@
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import ray
@@ -86,13 +87,25 @@ def test_nodes_are_read_as_ray_counts_them(ray_local):
     assert read_nodes() == [Node(cpus=2, store_bytes=200 * 1024 * 1024, gpus=0, trainers=2)]
 
 
-def test_a_monitor_that_dies_keeps_no_request_from_the_workers(ray_local, tmp_path):
-    """SIGTERM at the worst moment: nobody is left who knows that the workers began."""
-    folder, terminated, heard = RunFolder(tmp_path), Ending(), []
+@pytest.fixture
+def terminated() -> Ending:
+    return Ending()
+
+
+@pytest.fixture
+def supervisor(ray_local, tmp_path, terminated) -> Iterator[Supervisor]:
+    folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    config = RunConfig(grace_s=60)
     sizing = plan_on_nodes(read_nodes(), RunShape(num_workers=1, row_bytes=1000, run_rows=32))
-    supervisor = Supervisor(config, folder, Cluster(sizing, None, ours=False), terminated, say=lambda _: None)
+    cluster = Cluster(sizing, None, ours=False)
+    made = Supervisor(RunConfig(grace_s=60), folder, cluster, terminated, say=lambda _: None)
+    yield made
+    ray.kill(made.monitor)
+
+
+def test_a_monitor_that_dies_keeps_no_request_from_the_workers(supervisor, terminated, tmp_path):
+    """SIGTERM at the worst moment: nobody is left who knows that the workers began."""
+    heard = []
 
     def fit() -> None:
         heartbeat = Heartbeat(supervisor.monitor, 3, 0, tmp_path)
@@ -107,9 +120,22 @@ def test_a_monitor_that_dies_keeps_no_request_from_the_workers(ray_local, tmp_pa
             heartbeat.close()
 
     with pytest.raises(TerminatedError, match="all is saved"):
-        supervisor.run(fit, attempt=3)
+        supervisor.run(fit, attempt=3, cancel=lambda: pytest.fail("it has ended by itself"))
     assert heard[-1] is Request.STOP
-    ray.kill(supervisor.monitor)
+
+
+def test_whoever_ends_at_once_leaves_no_thread_behind_that_asks_ray(supervisor, terminated):
+    """A second Ctrl-C: Ray is shut down next, and would end a process that asks it anything afterwards."""
+    told, done = threading.Event(), []
+
+    def fit() -> None:
+        terminated.is_urgent = True
+        assert told.wait(60)
+        done.append(ray.cluster_resources())
+
+    with pytest.raises(KeyboardInterrupt):
+        supervisor.run(fit, attempt=1, cancel=told.set)
+    assert len(done) == 1
 
 
 def wait_until(there: Callable[[], object]) -> None:

@@ -30,6 +30,7 @@ from vlatune.ray_internals import (
     asks_for_token,
     count_gpus,
     init_options,
+    is_asked,
     print_through,
     ray_on_loopback,
     start_none_unasked,
@@ -49,6 +50,7 @@ STARTS = 3
 AUTH_MODE = "RAY_AUTH_MODE"
 GLOO = "GLOO_SOCKET_IFNAME"
 """Else gloo takes the address that the machine's name leads to."""
+LEAVE_S = 5.0
 LOG_BYTES = 10_000_000
 """Ray's own logs are kept after a failure, each file up to this size."""
 
@@ -78,6 +80,16 @@ class Cluster:
         for process in self._vital.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def leave(self) -> None:
+        """The end of the run. Where a thread still asks Ray something, our own ends without Ray's help."""
+        if not is_asked():
+            return
+        started = [one for process in self._vital.values() for one in [process, *process.children(recursive=True)]]
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(started, timeout=LEAVE_S)
 
     def renew(self) -> bool:
         """Our own is started again if it lost a part; says whether it was. Another's may have other nodes by now."""
@@ -157,7 +169,7 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
             return
         if os.environ.get("RAY_ADDRESS"):
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-            stack.callback(ray.shutdown)
+            stack.callback(_disconnect)
             if not asks_for_token():
                 warn(f"vlatune: warning: {OPEN_CLUSTER}")
             yield Cluster(plan_on_nodes(read_nodes(), run), None, ours=False)
@@ -167,8 +179,9 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
         stack.enter_context(_kept_logs(ray_folder, folder.logs / "ray"))
         stack.enter_context(on_loopback())
         keep_token_private()
-        stack.callback(ray.shutdown)
+        stack.callback(_disconnect)
         cluster = Cluster(sizing, ray_folder, ours=True)
+        stack.callback(cluster.leave)
         if asks_for_token():
             say(
                 f"vlatune: Ray runs on this machine alone: it listens on {ray.util.get_node_ip_address()}, and asks for a token"
@@ -176,6 +189,14 @@ def local_ray(config: RunConfig, folder: RunFolder, run: "RunShape") -> Iterator
         else:
             warn(f"vlatune: warning: {OPEN_LOCAL}")
         yield cluster
+
+
+def _disconnect() -> None:
+    """Unless a thread still asks Ray something: then this process stays connected, and must end soon."""
+    import ray
+
+    if not is_asked():
+        ray.shutdown()
 
 
 OPEN_LOCAL = (

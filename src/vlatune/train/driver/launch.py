@@ -177,7 +177,7 @@ def _fit(config: RunConfig, folder: RunFolder, cluster: Cluster, supervisor: "Su
         own_cluster=cluster.ours,
         environment=DETERMINISTIC_ENVIRONMENT if config.deterministic else {},
     )
-    supervisor.run(trainer.fit, job.restarts)
+    supervisor.run(trainer.fit, job.restarts, cancel=getattr(trainer, "cancel", lambda: None))
 
 
 def run_shape(config: RunConfig, setup: Setup) -> "RunShape":

@@ -22,7 +22,7 @@ from vlatune.bounded_queue import BoundedQueue
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.files import write_text
-from vlatune.ray_internals import draining_nodes
+from vlatune.ray_internals import FIT_THREAD, draining_nodes
 from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import Cluster
 from vlatune.train.failures import dump_and_kill, root_cause
@@ -35,6 +35,8 @@ END_S = 60.0
 """How long Ray Train may take to notice that the workers were killed, and a node to answer."""
 LOSE_S = 20.0
 """The same after its cluster died. Ray ends a process that has heard nothing from its server for a minute."""
+CANCEL_S = 5.0
+"""How long Ray Train may take to end by itself where nobody waits for its workers."""
 RUNNING = object()
 
 
@@ -74,11 +76,18 @@ class Supervisor:
         self.states: Sequence[RankState] = ()
         """The workers of this attempt, as last heard of; none before they began."""
 
-    def run(self, fit: Callable[[], object], attempt: int) -> None:
-        """Call `fit` and watch; raises what it raises, or why the group was ended."""
+    def run(self, fit: Callable[[], object], attempt: int, *, cancel: Callable[[], None]) -> None:
+        """Call `fit` and watch; raises what it raises, or why the group was ended. `cancel` has `fit` end soon."""
         self._attempt, self._requested, self._began, self.states = attempt, NO_REQUEST, False, ()
         with signals_set(self._terminated):  # a cluster that was started anew has put Ray's handler there again
-            error = self._watch(_on_thread(fit))
+            outcome = _on_thread(fit)
+            try:
+                error = self._watch(outcome)
+            except BaseException:
+                # Whoever asks Ray something after its end, on whatever thread, is ended by it without a word.
+                cancel()
+                _wait(outcome, CANCEL_S)
+                raise
         remove_empty_stacks(self._folder.path)
         if self._terminated.is_set() and self._folder.summary() is None:
             raise self._terminated.error(f"; {_what_is_saved(error)}")
@@ -196,7 +205,7 @@ def _on_thread(call: Callable[[], object]) -> BoundedQueue:
         except BaseException as error:  # carried over to the waiting thread
             outcome.put(error)
 
-    threading.Thread(target=run, name="ray-train", daemon=True).start()
+    threading.Thread(target=run, name=FIT_THREAD, daemon=True).start()
     return outcome
 
 
