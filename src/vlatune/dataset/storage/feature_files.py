@@ -146,6 +146,15 @@ def stored_sizes(root: Root, camera: str) -> dict[str, int]:
     return sizes
 
 
+def remove_leftovers(root: Root, camera: str) -> None:
+    """What writers left aside that were killed; only one run writes here."""
+    folder = Path(root.join(camera))
+    refuse_link(folder.parent)
+    refuse_link(folder)
+    for left in folder.glob(".*.aside") if root.is_local else ():
+        left.unlink(missing_ok=True)
+
+
 def open_features(root: Root, made_of: Mapping[str, Any]) -> None:
     """Write down what the folder's numbers are made of, or hold it to what is written there."""
     wanted = json.loads(json.dumps(made_of))

@@ -29,6 +29,7 @@ from vlatune.dataset.storage.feature_files import (
     num_parts,
     open_features,
     part_rows,
+    remove_leftovers,
     stored_sizes,
 )
 from vlatune.pipeline.sizing import CORE_FLOPS, Sizing
@@ -99,11 +100,12 @@ def of_camera(spec: ReadSpec, camera: int) -> ReadSpec:
 
 
 def find_missing(stage: Stage, parts: Sequence[Part]) -> list[Part]:
-    """Those without a file; a file of another size is refused, as none is written half."""
+    """Those without a file; a file of another size is refused, as none is half written under its name."""
     kept = {(part.unit.dataset_index, part.camera) for part in parts}
     sizes: dict[str, int] = {}
     for dataset, camera in sorted(kept):
         files = stage.files(dataset, camera)
+        remove_leftovers(files.root, files.camera)
         sizes |= stored_sizes(files.root, files.camera)
     missing = []
     for part in parts:
