@@ -105,7 +105,6 @@ def find_missing(stage: Stage, parts: Sequence[Part]) -> list[Part]:
     sizes: dict[str, int] = {}
     for dataset, camera in sorted(kept):
         files = stage.files(dataset, camera)
-        remove_leftovers(files.root, files.camera)
         sizes |= stored_sizes(files.root, files.camera)
     missing = []
     for part in parts:
@@ -166,6 +165,9 @@ def keep_features(
     stage = Stage(setup, ModuleOptions.of(config.policy), config.deterministic)
     open_features(setup.features, made_of(setup, fingerprints))
     parts = plan_parts(setup)
+    for dataset, spec in enumerate(setup.specs):
+        for camera in range(len(spec.cameras)):
+            remove_leftovers(setup.features, stage.files(dataset, camera).camera)
     missing, began_s, in_vain = find_missing(stage, parts), time.monotonic(), 0
     needed, _ = check_room(stage, missing)
     pictures, left = (sum(len(part.unit.frames) for part in of) for of in (parts, missing))
