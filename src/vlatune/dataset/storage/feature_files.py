@@ -135,9 +135,7 @@ def stored_sizes(root: Root, camera: str) -> dict[str, int]:
         fs.invalidate_cache(top)
         listed = retried(lambda: fs.find(top, detail=True), f"'{root.url}/{camera}'")
         return {f"{camera}/{name.rpartition('/')[2]}": int(info["size"]) for name, info in listed.items()}
-    folder, sizes = Path(root.join(camera)), {}
-    refuse_link(folder.parent)
-    refuse_link(folder)
+    folder, sizes = _own_folder(root, camera), {}
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if not entry.is_file(follow_symlinks=False):
             kind = "a link" if entry.is_symlink() else "no regular file"
@@ -148,10 +146,7 @@ def stored_sizes(root: Root, camera: str) -> dict[str, int]:
 
 def remove_leftovers(root: Root, camera: str) -> None:
     """What writers left aside that were killed; only one run writes here."""
-    folder = Path(root.join(camera))
-    refuse_link(folder.parent)
-    refuse_link(folder)
-    for left in folder.glob(".*.aside") if root.is_local else ():
+    for left in _own_folder(root, camera).glob(".*.aside") if root.is_local else ():
         left.unlink(missing_ok=True)
 
 
@@ -178,6 +173,14 @@ def free_bytes(root: Root) -> int | None:
         return None
     folder = Path(root.path).absolute()
     return shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free
+
+
+def _own_folder(root: Root, camera: str) -> Path:
+    """Of a camera, with no link on the way to it."""
+    folder = Path(root.join(camera))
+    for one in (Path(root.path), folder.parent, folder):
+        refuse_link(one)
+    return folder
 
 
 def _write(root: Root, name: str, data: bytes) -> None:
