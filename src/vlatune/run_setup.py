@@ -29,7 +29,7 @@ from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_
 from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, hold_out_each, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
 from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, from_features, read_units
-from vlatune.dataset.storage.feature_files import FEATURES, FeatureRow
+from vlatune.dataset.storage.feature_files import FeatureRow, features_root
 from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.resize import Letterbox, letterbox_box
@@ -181,7 +181,7 @@ def make_setup(
         flow_samples=config.policy.flow_samples,
         augment=_make_augment(config, metas, specs, policy, binding),
         kept=_make_kept(config, adapter, policy, specs) if config.policy.keep_features else None,
-        features=_features_root(config) if config.policy.keep_features else None,
+        features=features_root(config.run_dir, config.storage_path) if config.policy.keep_features else None,
     )
 
 
@@ -197,14 +197,6 @@ def _make_kept(
             f"nothing to keep of it; leave the flag out"
         )
     return require_kept(adapter, policy, get_policy(config.policy.type), ModuleOptions.of(config.policy))
-
-
-def _features_root(config: RunConfig) -> Root:
-    """In the run's folder, or below --storage_path under the run's name, as checkpoints are."""
-    folder, storage = config.run_dir.resolve(), config.storage_path
-    return Root(
-        f"{storage.rstrip('/')}/{folder.name}/{FEATURES}" if storage else str(folder / FEATURES), has_checksums=False
-    )
 
 
 def join_roots(

@@ -3,6 +3,7 @@ learnt is evaluated and exported as any other.
 """
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,7 @@ def test_ended_by_ctrl_c_it_goes_on_with_two_workers_and_is_evaluated_and_export
     assert cli.main(["train", *flags]) == 0, capsys.readouterr().err
     assert kept_in(two) == kept_in(one)
     assert read_jsonl(two / "samples.jsonl") == read_jsonl(one / "samples.jsonl")
+    shutil.rmtree(two / "features")  # whoever looks at the result looks at pictures
     assert cli.main(["eval", str(two), "--max_samples=4"]) == 0, capsys.readouterr().err
     assert cli.main(["export", str(two), str(tmp_path / "exported")]) == 0, capsys.readouterr().err
     assert (tmp_path / "exported" / "model.safetensors").exists()

@@ -1,6 +1,8 @@
 """The stage before training: which pictures are looked at, that a number is a function of its picture alone, what is refused."""
 
+import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from itertools import groupby
@@ -15,6 +17,7 @@ from vlatune import cli
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.dataset.reader import make_unit, read_unit
 from vlatune.dataset.storage import feature_files
+from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 from vlatune.pipeline.sizing import Node
 from vlatune.policies.base import Fit, ModuleOptions
 from vlatune.policies.smolvla.smolvla_small import make_smolvla
@@ -265,6 +268,70 @@ def test_what_does_not_go_together_is_refused_and_the_remedy_works(config, capsy
         assert remedy[0].partition("=")[0] in error
         assert not config.run_dir.exists()
         assert cli.main(["train", *flags_of(config, KEEP, *more, *remedy)]) == 0, capsys.readouterr().err
+
+
+def test_robots_one_of_which_lacks_a_camera_are_refused(config, tmp_path, capsys):
+    make_dataset(tmp_path / "other", SyntheticSpec(episodes=3, frames=8, cameras=1))
+    with no_ray():
+        assert cli.main(["train", *flags_of(config, KEEP, f"--dataset.root={tmp_path / 'other'}")]) == 2
+    error = capsys.readouterr().err
+    assert f"dataset '{tmp_path / 'other'}' has no camera 'observation.images.wrist', which another has" in error
+    assert error.rstrip().endswith("leave the flag out")
+
+
+def test_datasets_that_are_read_together_have_each_their_own(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_stage, "compute", compute_here)
+    shutil.copytree(config.dataset.root[0], tmp_path / "other")
+    roots = (*config.dataset.root, str(tmp_path / "other"))
+    keep(replace(config, dataset=replace(config.dataset, root=roots, episodes=(0, 1, 2), eval_split=0.0)))
+    kept = kept_files(config)
+    assert {name.partition("/")[0] for name in kept} == {"0", "1"}
+    first, second = ({k[1:]: v for k, v in kept.items() if k[0] == number} for number in "01")
+    assert first == second
+
+
+def spoil(config: RunConfig, how: str) -> None:
+    folder = config.run_dir / "features"
+    file = next((folder / "0/0").glob("*.raw"))
+    if how == "a link out":
+        (config.run_dir.parent / "elsewhere").write_bytes(file.read_bytes())
+        file.unlink()
+        file.symlink_to(config.run_dir.parent / "elsewhere")
+    elif how == "cut off":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "not finite":
+        for one in (folder / "0/0").glob("*.raw"):
+            one.write_bytes(b"\xff" * one.stat().st_size)
+    else:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"base_weights": "another"}))
+
+
+ANEW = "remove '.*features', and the same command computes them anew"
+CHANGED = {
+    "a link out": r"'.*\.raw' is a link that leads out of '.*', and nothing is written through links; remove it",
+    "cut off": rf"\.raw': [\d,]+ bytes, expected [\d,]+; {ANEW}",
+    "not finite": rf"\.raw': rows \d+ to \d+ hold numbers that are not finite; {ANEW}",
+    "another manifest": rf"made of other things \(base_weights\); {ANEW}",
+}
+
+
+def test_features_that_were_changed_end_in_one_line_until_they_are_removed(config, capsys, tmp_path):
+    features, honest, more = config.run_dir / "features", tmp_path / "honest", ["--steps=4", "--resume=true"]
+    with no_ray():
+        assert cli.main(["train", *flags_of(config, KEEP)]) == 0, capsys.readouterr().err
+        shutil.copytree(features, honest)
+        for how, says in CHANGED.items():
+            spoil(config, how)
+            capsys.readouterr()
+            assert cli.main(["train", *flags_of(config, KEEP, *more)]) == 2
+            error = capsys.readouterr().err
+            assert len(error.splitlines()) == 1
+            assert re.search(says, error), error
+            shutil.rmtree(features)
+            shutil.copytree(honest, features)
+        shutil.rmtree(features)
+        assert cli.main(["train", *flags_of(config, KEEP, *more)]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policy", ["pi05", "pi0", "act", "diffusion"])

@@ -256,7 +256,7 @@ def _check(options: StepBench) -> None:
             raise ValueError(f"--train={train}: must be one of {', '.join(known)}")
     for name, value in vars(options).items():
         least = 0 if name == "seed" else 1
-        if isinstance(value, int) and value < least:
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise ValueError(f"--{name}={value}: must be {least} or more")
 
 
@@ -270,7 +270,9 @@ def print_report(
     sys.stdout.write(f"host share of a micro-step on the small model: {small.median('host_share'):.1%}\n")
     for train, one in by_train.items():
         if one.look_s is not None:
-            sys.stdout.write(f"{train}: to look at a sample's pictures, once, takes {one.look_s:.4f} s\n")
+            sys.stdout.write(
+                f"to look at a sample's pictures, which kept features cost once ({train}): {one.look_s:.4f} s\n"
+            )
     for place, times in next(iter(by_train.values())).lerobot.sync_places.items():
         sys.stdout.write(f"LeRobot's host sync: {times} x {place}\n")
     print_last("step", _figures(options, by_train, small, flags), options)

@@ -31,6 +31,13 @@ BFLOAT16_NOT_FINITE = 0x7F80
 """Exponent bits of bfloat16 that are all set in what is no finite number."""
 
 
+def features_root(run_dir: Path, storage_path: str | None) -> Root:
+    """In the run's folder, or below `storage_path` (a folder or URL) under the run's name, as checkpoints are."""
+    folder = run_dir.resolve()
+    url = f"{storage_path.rstrip('/')}/{folder.name}/{FEATURES}" if storage_path else str(folder / FEATURES)
+    return Root(url, has_checksums=False)
+
+
 @dataclass(frozen=True)
 class FeatureRow:
     """What is kept of one picture."""
