@@ -209,6 +209,8 @@ class Rounds:
         """Held-out error of the last round's runs: each has seen the same number of samples."""
         steps = self.job.config.steps
         folders = {OURS: our_folder(self.runs_folder / "ours", steps)}
+        if PEERS["kept"] in self.by_way:
+            folders[PEERS["kept"]] = our_folder(self.runs_folder / "kept", steps)
         if PEERS["lerobot"] in self.by_way:
             folders[PEERS["lerobot"]] = lerobot_folder(self.job, self.runs_folder / "lerobot", steps)
         return {way: self.meter.error_of(folder) for way, folder in folders.items()}
