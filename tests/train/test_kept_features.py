@@ -3,13 +3,14 @@ learnt is evaluated and exported as any other.
 """
 
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from driving import PATIENCE_S, output, started, step_of, until
+from driving import PATIENCE_S, named, output, started, step_of, until
 from test_driver import assert_same, saved_in
 from without_ray import compute_here, no_ray, run_without_ray, threads_of
 
@@ -66,7 +67,9 @@ def test_killed_in_the_stage_and_at_work_it_is_a_run_to_which_nothing_happened(d
     run_dir = tmp_path / "run"
     flags = flags_of(dataset_v3, "--steps=100000", "--ray.num_cpus=2", "--ray.object_store_bytes=100000000")
     with started(run_dir, *flags) as process:
-        until(lambda: "features: 1 encoder" in output(run_dir), process, run_dir)
+        until(lambda: named(process.pid, "ray::Encoder"), process, run_dir)
+        os.kill(named(process.pid, "ray::Encoder")[0], signal.SIGKILL)
+        until(lambda: "; going on with features of 12 files" in output(run_dir), process, run_dir)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=PATIENCE_S)
     assert not saved_in(run_dir)
@@ -107,6 +110,12 @@ def test_ended_by_ctrl_c_it_goes_on_with_two_workers_and_is_evaluated_and_export
     assert cli.main(["train", *flags]) == 0, capsys.readouterr().err
     assert kept_in(two) == kept_in(one)
     assert read_jsonl(two / "samples.jsonl") == read_jsonl(one / "samples.jsonl")
+    file = next((two / "features/0/1").glob("*.raw"))
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    assert cli.main(["train", *flags, "--steps=60", "--resume=true"]) == 2
+    assert re.search(
+        rf"{file.name}': rows \d+ to \d+ hold numbers that are not finite; remove", capsys.readouterr().err
+    )
     shutil.rmtree(two / "features")  # whoever looks at the result looks at pictures
     assert cli.main(["eval", str(two), "--max_samples=4"]) == 0, capsys.readouterr().err
     assert cli.main(["export", str(two), str(tmp_path / "exported")]) == 0, capsys.readouterr().err

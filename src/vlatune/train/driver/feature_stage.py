@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,9 @@ from vlatune.dataset.storage.feature_files import (
 )
 from vlatune.pipeline.sizing import CORE_FLOPS, Sizing
 from vlatune.policies.base import ModuleOptions
-from vlatune.report.formatting import format_bytes, format_seconds
+from vlatune.report.formatting import format_bytes, format_seconds, plural
 from vlatune.run_setup import Setup
+from vlatune.train.driver.cluster import Cluster
 from vlatune.train.failures import FINAL, root_cause
 
 CHUNK = 8
@@ -45,7 +47,7 @@ WORTH_S = 30.0
 STORE_SHARE = 0.5
 """Of the object store, for pictures under way."""
 AHEAD = 2
-"""Files for each encoder that are read or computed, so that none waits for pictures."""
+"""Parts for each encoder, the one that it computes and those whose pictures are ready for it."""
 LOOK_S = 0.5
 SAY_S = 30.0
 
@@ -68,8 +70,13 @@ class Stage:
     options: ModuleOptions
     deterministic: bool = False
 
+    @cached_property
+    def specs(self) -> tuple[ReadSpec, ...]:
+        """As training reads."""
+        return self.setup.training_specs()
+
     def files(self, dataset: int, camera: int) -> FeatureFiles:
-        found = self.setup.training_specs()[dataset].cameras[camera].kept
+        found = self.specs[dataset].cameras[camera].kept
         assert found is not None  # a run that keeps features has them for each camera
         return found
 
@@ -135,8 +142,8 @@ def made_of(setup: Setup, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def check_room(stage: Stage, missing: Sequence[Part]) -> tuple[int, int | None]:
-    """Bytes that are still to be written, and bytes that are free; a disk without room is refused."""
+def check_room(stage: Stage, missing: Sequence[Part]) -> int:
+    """Bytes that are still to be written; a disk without room for them is refused."""
     root, needed = stage.setup.features, sum(stage.num_bytes(part) for part in missing)
     assert root is not None
     free = free_bytes(root)
@@ -145,14 +152,14 @@ def check_room(stage: Stage, missing: Sequence[Part]) -> tuple[int, int | None]:
             f"--policy.keep_features=true: {format_bytes(needed)} of features do not fit '{root.url}', which has {format_bytes(free)} free; "
             f"leave the flag out, or choose another --output_dir or --storage_path"
         )
-    return needed, free
+    return needed
 
 
 def keep_features(
     config: RunConfig,
     setup: Setup,
     fingerprints: Mapping[str, str],
-    cluster: Any,
+    cluster: Cluster,
     watch: Callable[[], None],
     *,
     say: Callable[[str], None],
@@ -161,6 +168,7 @@ def keep_features(
 
     What broke off is begun again as often as training would be, in a row without a new file.
     """
+    assert setup.kept is not None
     assert setup.features is not None
     stage = Stage(setup, ModuleOptions.of(config.policy), config.deterministic)
     open_features(setup.features, made_of(setup, fingerprints))
@@ -169,15 +177,15 @@ def keep_features(
         for camera in range(len(spec.cameras)):
             remove_leftovers(setup.features, stage.files(dataset, camera).camera)
     missing, began_s, in_vain = find_missing(stage, parts), time.monotonic(), 0
-    needed, _ = check_room(stage, missing)
+    needed = check_room(stage, missing)
     pictures, left = (sum(len(part.unit.frames) for part in of) for of in (parts, missing))
     say(
-        f"features of {pictures:,} pictures, of {setup.kept.nbytes if setup.kept else 0:,} bytes each, in {setup.features.url}: "
+        f"features of {pictures:,} pictures, of {setup.kept.nbytes:,} bytes each, in {setup.features.url}: "
         + (f"{left:,} are to be computed, {format_bytes(needed)}" if missing else "all are there")
     )
     while missing:
         try:
-            compute(stage, missing, config, cluster.sizing, watch, say)
+            compute(stage, missing, config, cluster, watch, say)
         except Exception as error:
             reason, before = root_cause(error), len(missing)
             missing = find_missing(stage, parts)
@@ -208,43 +216,57 @@ def compute(
     stage: Stage,
     missing: Sequence[Part],
     config: RunConfig,
-    sizing: Sizing,
+    cluster: Cluster,
     watch: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
     """Read, look and write, part by part, with as many encoders as there is place for."""
     import ray
 
-    pictures = sum(len(part.unit.frames) for part in missing)
+    sizing, pictures = cluster.sizing, sum(len(part.unit.frames) for part in missing)
     count = min(len(missing), num_encoders(stage, pictures, config.num_workers, sizing))
     gpus = 1 if any(node.gpus for node in sizing.nodes) else 0
-    part_bytes = PART_FRAMES * 3 * math.prod(stage.setup.policy.image_hw)
-    most = max(1, min(AHEAD * count, int(STORE_SHARE * sizing.store_bytes) // part_bytes))
-    actor: Any = ray.remote(Encoder)
-    there, specs = ray.put(stage), ray.put(stage.setup.specs)
-    encoders = [
-        actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD").remote(there) for _ in range(count)
-    ]
-    read: Any = ray.remote(read_pictures)
-    say(f"features: {count} encoder{'s' if count > 1 else ''}, {'a GPU each' if gpus else 'a core each'}")
+    say(f"features: {plural(count, 'encoder')}, {'each ' if count > 1 else ''}on a {'GPU' if gpus else 'core'}")
+    actor: Any = ray.remote(Encoder).options(num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD")  # pyright: ignore[reportAttributeAccessIssue]
+    there = ray.put(stage)
+    encoders = [actor.remote(there) for _ in range(count)]
     try:
-        with ExitStack() as stack:
-            told = Told(pictures, stack.enter_context(progress_bar("pictures looked at")), say)
-            waiting, running, load = deque(missing), {}, [0] * count
-            while waiting or running:
-                while waiting and len(running) < most:
-                    part, idle = waiting.popleft(), load.index(min(load))
-                    load[idle] += 1
-                    running[encoders[idle].keep.remote(part, read.remote(specs, part))] = (part, idle)
-                ready, _ = ray.wait(list(running), timeout=LOOK_S)
-                watch()
-                for ref in ready:
-                    part, idle = running.pop(ref)
-                    load[idle] -= 1
-                    told.add(ray.get(ref))
+        with progress_bar("pictures looked at") as show:
+            _run(stage, missing, encoders, _most_under_way(stage, count, sizing), watch, Told(pictures, show, say))
     finally:
-        for encoder in encoders:
-            ray.kill(encoder)
+        if not cluster.lost_part():  # which takes all its processes along, and would not answer
+            for encoder in encoders:
+                ray.kill(encoder)
+
+
+def _most_under_way(stage: Stage, encoders: int, sizing: Sizing) -> int:
+    """Parts that are read or computed at once: encoders on GPUs take what all cores read, those on cores need no more
+    than keeps them from waiting. The store holds the pictures of all of them.
+    """
+    on_gpus = any(node.gpus for node in sizing.nodes)
+    wanted = AHEAD * encoders + (sum(node.cpus for node in sizing.nodes) if on_gpus else 0)
+    part_bytes = PART_FRAMES * 3 * math.prod(stage.setup.policy.image_hw)
+    return max(1, min(wanted, int(STORE_SHARE * sizing.store_bytes) // part_bytes))
+
+
+def _run(
+    stage: Stage, missing: Sequence[Part], encoders: Sequence[Any], most: int, watch: Callable[[], None], told: "Told"
+) -> None:
+    """Each part to the encoder that has least to do; its pictures go there by themselves when they are read."""
+    import ray
+
+    specs, read = ray.put(stage.setup.specs), ray.remote(read_pictures)
+    waiting, running, load = deque(missing), {}, [0] * len(encoders)
+    while waiting or running:
+        while waiting and len(running) < most:
+            part, idle = waiting.popleft(), load.index(min(load))
+            load[idle] += 1
+            running[encoders[idle].keep.remote(part, read.remote(specs, part))] = idle  # pyright: ignore[reportArgumentType]
+        ready, _ = ray.wait(list(running), timeout=LOOK_S)
+        watch()
+        for ref in ready:
+            load[running.pop(ref)] -= 1
+            told.add(ray.get(ref))
 
 
 class Told:
