@@ -253,6 +253,18 @@ def test_the_loop_rests_longer_while_nothing_happens(monkeypatch):
     assert rests[-1] <= LOOK_EVERY_S
 
 
+def test_a_turn_that_has_waited_for_a_task_is_followed_by_the_next_at_once(monkeypatch):
+    """However long nothing happens: the core of a task that ends is idle until the loop looks."""
+    rests: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    metrics = SimpleNamespace(num_tasks_submitted=1, num_task_outputs_generated=0)
+    executor, pace = SimpleNamespace(_topology=OneOperator(metrics, [])), Pace()
+    for _ in range(6):
+        pace._turned_s -= LOOK_EVERY_S
+        pace.on_execution_step(executor)
+    assert rests == [0.0] * 6
+
+
 def test_an_executor_that_does_not_tell_goes_on_without_long_rests(monkeypatch):
     rests: list[float] = []
     monkeypatch.setattr(time, "sleep", rests.append)

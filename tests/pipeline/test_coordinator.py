@@ -21,7 +21,7 @@ from vlatune.pipeline.coordinator import BlockStream, SegmentHead, end_coordinat
 from vlatune.pipeline.feed import MAX_LOST, Feed
 from vlatune.pipeline.memory import read_counters
 from vlatune.pipeline.plan import Share
-from vlatune.pipeline.source import READER_NICENESS
+from vlatune.pipeline.source import IDLE_POLICY, READER_NICENESS
 
 pytestmark = pytest.mark.ray
 LOOK_S, LOOKS = 2.0, 10
@@ -159,15 +159,15 @@ def test_what_one_met_that_was_started_ahead_is_told(plan, feeds):
 
 
 def test_readers_give_way(plan, feeds):
-    class Niceness:
+    class Schedule:
         def __call__(self, columns: Columns) -> Columns:
-            rows = num_rows(columns)
-            return columns | {"niceness": np.full(rows, os.getpriority(os.PRIO_PROCESS, 0))}
+            told = [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
+            return columns | {"schedule": np.tile(told, (num_rows(columns), 1))}
 
-    watched = replace(plan, transforms=(*plan.transforms, Niceness()))
+    watched = replace(plan, transforms=(*plan.transforms, Schedule()))
     feed = Feed(watched, Share(0, 1), small_blocks(plan), first_step=0, last_step=2)
     feeds.append(feed)
-    assert set(next(feed)["niceness"].tolist()) == {READER_NICENESS}
+    assert {tuple(row) for row in next(feed)["schedule"].tolist()} == {(READER_NICENESS, IDLE_POLICY)}
 
 
 def shares_of_a_core() -> tuple[float, float]:

@@ -96,7 +96,7 @@ def test_fixed_shapes_stay_one_buffer_and_strings_stay_strings():
 
 @pytest.mark.parametrize("task_blocks", [1, 2])
 def test_tasks_make_their_blocks_and_announce_their_rows(task_blocks, spec_and_units, monkeypatch):
-    monkeypatch.setattr(source_module, "READER_NICENESS", 0)  # they run in this process
+    monkeypatch.setattr(source_module, "give_way", lambda: None)  # they run in this process
     spec, units = spec_and_units
     source = LeRobotSource(unit_tasks([spec], units, [], block_rows=4, task_blocks=task_blocks))
     tasks = source.get_read_tasks(parallelism=99)

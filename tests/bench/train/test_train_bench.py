@@ -144,9 +144,9 @@ def test_the_ideal_is_all_cores_at_the_cost_that_the_parts_have_alone():
     assert sharing_explains(alone, CpuPerSample(0.006, 0.0, 0.0, 0.0), cores=2) == 1.0  # never faster than alone
 
 
-def test_a_pinned_step_shares_its_core_with_its_own_process_alone():
+def test_a_pinned_step_shares_its_core_with_nobody():
     alone, cpu = Alone(0.004, 0.004, 0.003), CpuPerSample(0.004, 0.0002, 0.003, 0.001)
-    assert sharing_explains(alone, cpu, cores=2, pinned=True) == pytest.approx(1.05)
+    assert sharing_explains(alone, cpu, cores=2, pinned=True) == 1.0
     assert share_of_predicted(200.0, alone, cores=2, pinned=True) == pytest.approx(0.8)
     slow_reading = replace(alone, read_cpu_s=0.012)
     assert share_of_predicted(100.0, slow_reading, cores=4, pinned=True) == pytest.approx(0.4)  # three cores read
@@ -398,7 +398,7 @@ child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIP
 print("step", flush=True)
 until = time.monotonic() + 60
 where = lambda: [os.sched_getaffinity(one) for one in (0, thread.native_id, child.pid)]
-while where() != [training, training, rest] and time.monotonic() < until:
+while where() != [training, rest, rest] and time.monotonic() < until:
     time.sleep(0.01)
 print("step", flush=True)
 child.communicate(b"x")
@@ -407,7 +407,7 @@ sys.exit(0 if time.monotonic() < until else 4)
 """
 
 
-def test_the_training_process_gets_a_core_and_all_others_the_rest(tmp_path):
+def test_the_thread_that_trains_gets_a_core_and_all_others_the_rest(tmp_path):
     usable = sorted(os.sched_getaffinity(0))
     training, rest = usable[0], usable[-1]
     watched = program(tmp_path, PINNED)

@@ -184,14 +184,15 @@ def step_in_run_s(metrics: Sequence[Mapping[str, Any]], window: Window) -> float
 
 def sharing_explains(alone: Alone, cpu: CpuPerSample, cores: int, *, pinned: bool = False) -> float:
     """How much longer than alone a step must take on cores that also do all the rest: `step_in_run_over_alone` at best.
-    `pinned`: of the rest only the training process' other threads are on the step's core.
+    `pinned`: nothing else is on the step's core.
 
     >>> round(sharing_explains(Alone(0.004, 0.006, 0.002), CpuPerSample(0.006, 0.0, 0.003, 0.001), cores=2), 3)
     1.25
     """
-    own_s = alone.step_cpu_s + cpu.other_threads_s
-    work_s = own_s if pinned else (own_s + cpu.readers_s + cpu.others_s) / cores
-    return max(1.0, work_s / alone.step_wall_s)
+    if pinned:
+        return 1.0
+    work_s = alone.step_cpu_s + cpu.other_threads_s + cpu.readers_s + cpu.others_s
+    return max(1.0, work_s / cores / alone.step_wall_s)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import nn
 
 from vlatune.files import read_file
 from vlatune.policies.loading import decode_config, fill, parameters_on_meta, put, read_tensors, round_input
+from vlatune.policies.modeling import multiply_large_patches
 from vlatune.policies.pi05.size import building_at, read_size
 from vlatune.policies.pi05.trainable import is_float32, set_trainable, trains_tower
 from vlatune.policies.pi05.weights import find_tensors
@@ -49,6 +50,7 @@ def plan_policy(folder: Path, *, train: str, dtype: str | None, lean: bool) -> P
     policy = build_policy(folder, dtype)
     if lean:
         _make_lean(policy, train)
+        multiply_large_patches(policy)
     set_trainable(policy, train)
     for name, parameter in list(policy.named_parameters()):
         if is_float32(name, train):

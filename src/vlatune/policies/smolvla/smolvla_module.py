@@ -40,6 +40,7 @@ from vlatune.policies.modeling import (
     how_to_run,
     make_time_scale,
     merge_adapters,
+    multiply_large_patches,
     noisy_and_wanted,
     repeat_each,
     to_pixels,
@@ -255,6 +256,7 @@ def plan_policy(spec: SmolVLASpec, *, train: str, dtype: str | None) -> SmolVLAP
     """The policy before it is filled, on the meta device: which tensors, in which dtypes, and what of them trains."""
     policy = build_policy(spec)
     policy.model.vlm_with_expert.vlm.lm_head = None  # pyright: ignore[reportAttributeAccessIssue]
+    multiply_large_patches(policy)
     set_trainable(policy, spec.size, train)
     for name, parameter in list(policy.named_parameters()):
         if dtype == "bfloat16" and not _is_float32(name, train):

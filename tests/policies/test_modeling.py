@@ -1,0 +1,49 @@
+"""A patch embedding as a product of matrices is the convolution that it stands for."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from vlatune.policies.modeling import LARGEST_KERNEL, PatchProduct, multiply_large_patches
+
+
+def as_product(layer: nn.Conv2d) -> nn.Module:
+    policy = nn.Sequential(copy.deepcopy(layer))
+    multiply_large_patches(policy)
+    return policy[0]
+
+
+@pytest.mark.parametrize("picture", [(48, 48), (48, 96), (60, 100)], ids=["one patch", "two", "a rest that fills none"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_output_and_gradients_are_the_convolutions(picture, bias):
+    layer = nn.Conv2d(3, 8, kernel_size=48, stride=48, bias=bias).double()
+    product = as_product(layer)
+    assert isinstance(product, PatchProduct)
+    pixels = torch.rand(5, 3, *picture, dtype=torch.float64)
+    found, gradients = [], []
+    for one in (layer, product):
+        seen = pixels.clone().requires_grad_()
+        out = one(seen)
+        out.pow(2).sum().backward()
+        found.append(out.detach())
+        gradients.append([seen.grad, *(parameter.grad for parameter in one.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
+    assert product.state_dict().keys() == layer.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 8, kernel_size=LARGEST_KERNEL, stride=LARGEST_KERNEL),
+        nn.Conv2d(3, 8, kernel_size=48, stride=24),
+        nn.Conv2d(3, 8, kernel_size=48, stride=48, padding=4),
+        nn.Conv2d(6, 8, kernel_size=48, stride=48, groups=2),
+        nn.Conv2d(3, 8, kernel_size=48, stride=48, dilation=2),
+    ],
+    ids=["small", "windows that overlap", "padding", "groups", "dilation"],
+)
+def test_what_is_no_product_or_no_faster_as_one_stays_a_convolution(layer):
+    assert type(as_product(layer)) is nn.Conv2d
