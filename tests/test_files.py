@@ -26,6 +26,7 @@ OTHERS = {
     "dataset/video/images.py": "pictures in memory, out of parquet",
     "dataset/meta/meta_v21.py": "through dataset/storage/root.py",
     "dataset/storage/parquet.py": "through dataset/storage/root.py",
+    "dataset/storage/feature_files.py": "through dataset/storage/root.py",
     "dataset/reader.py": "through dataset/storage/root.py",
     "dataset/storage/remote_file.py": "objects of a store",
     "dataset/video/recorded.py": "FFmpeg, by a path or a file object of dataset/storage/root.py",

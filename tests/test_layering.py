@@ -57,6 +57,7 @@ RAY_FILES = {
     "vlatune.pipeline.feed",
     "vlatune.ray_internals",
     "vlatune.train.driver.cluster",
+    "vlatune.train.driver.feature_stage",
     "vlatune.train.driver.launch",
     "vlatune.train.heartbeat",
     "vlatune.train.driver.supervisor",

@@ -24,7 +24,8 @@ S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C ch
 
 A policy that learns by diffusion has one draw: `noise` (N, T, A) and `time` int64 (N,), a step of its noise schedule.
 Observations of a policy that looks at several at once have them as a second axis, the newest last, with a mask of those
-before the episode's first: `observation.state` (N, O, S) and `observation.state_is_pad` (N, O).
+before the episode's first: `observation.state` (N, O, S) and `observation.state_is_pad` (N, O). With --policy.keep_features
+training has what was kept of a picture in place of it, of the policy's shape: float32, or bfloat16 as its bits in int16.
 """
 
 from collections.abc import Mapping

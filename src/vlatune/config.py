@@ -127,6 +127,8 @@ class PolicyConfig:
     """Rank of the adapters of --policy.train=lora."""
     lora_alpha: float = 16.0
     """The adapters' output is scaled by lora_alpha / lora_rank."""
+    keep_features: bool = False
+    """Compute what the frozen vision tower makes of each picture once, before training, keep it in files, and train from these."""
     overrides: dict[str, Any] = field(default_factory=dict, metadata={"open": OVERRIDES})
     """Fields of LeRobot's config with values of this run's own; flags of the same names, --policy.chunk_size."""
 

@@ -87,6 +87,11 @@ def validate(config: RunConfig) -> None:
         _one_of("--allow_changed", group, CHANGEABLE)
     _one_of("--policy.train", config.policy.train, tuple(policy.train_ways))
     _check_settings(config.policy, policy)
+    _require(
+        not (config.policy.keep_features and config.dataset.image_transforms.enable),
+        "--policy.keep_features=true: with --dataset.image_transforms.enable=true a picture is another one each time it is looked at; "
+        "leave one of them out",
+    )
     if config.policy.dtype is not None:
         _one_of("--policy.dtype", config.policy.dtype, ("float32", "bfloat16"))
     for name in ("flow_samples", "lora_rank"):

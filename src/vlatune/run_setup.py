@@ -28,7 +28,8 @@ from vlatune.dataset.health.bad_episodes import (
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, hold_out_each, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
-from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, read_units
+from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, from_features, read_units
+from vlatune.dataset.storage.feature_files import FeatureRow, features_root
 from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.video.resize import Letterbox, letterbox_box
@@ -37,7 +38,7 @@ from vlatune.pipeline.augmentation import Augment, make_augment
 from vlatune.pipeline.loss_groups import LossGroups, WithLossGroups, make_loss_groups
 from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
 from vlatune.pipeline.transforms import Transform
-from vlatune.policies.base import Binding, Draw, PolicyAdapter, PolicySpec, read_policy
+from vlatune.policies.base import Binding, Draw, ModuleOptions, PolicyAdapter, PolicySpec, read_policy, require_kept
 from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings, why_one_robot
 from vlatune.policies.normalisation import run_stats
@@ -72,6 +73,10 @@ class Setup:
     """Noise and time draws per observation in training; evaluation takes one."""
     augment: Augment | None = None
     """What the user asks for beside the policy's own augmentation (--dataset.image_transforms)."""
+    kept: FeatureRow | None = None
+    """What training reads in place of pictures (--policy.keep_features); evaluation looks at pictures."""
+    features: Root | None = None
+    """Where it is kept."""
 
     def training_transforms(self) -> tuple[Transform, ...]:
         own = self.adapter.training_transforms(self.policy, self.binding, self.stats, self._training_draw())
@@ -83,6 +88,8 @@ class Setup:
 
     def training_specs(self) -> tuple[ReadSpec, ...]:
         """With what the policy does to pictures before they are resized; evaluation reads by `specs`."""
+        if self.kept and self.features:
+            return from_features(self.specs, self.features, self.kept)
         return augmented(self.specs, self.adapter.augment_pictures(self.policy, self._training_draw()))
 
     @cached_property
@@ -100,6 +107,10 @@ class Setup:
             dims=self.binding.action_dim,
             robots=len(self.binding.parts),
         )
+
+    def from_pictures(self) -> "Setup":
+        """The same run, looking at pictures itself."""
+        return replace(self, kept=None, features=None)
 
     def with_lanes(self, lanes: int) -> "Setup":
         """Their number stays with a run: one that goes on has its checkpoint's."""
@@ -169,7 +180,23 @@ def make_setup(
         skipped=skipped,
         flow_samples=config.policy.flow_samples,
         augment=_make_augment(config, metas, specs, policy, binding),
+        kept=_make_kept(config, adapter, policy, specs) if config.policy.keep_features else None,
+        features=features_root(config.run_dir, config.storage_path) if config.policy.keep_features else None,
     )
+
+
+def _make_kept(
+    config: RunConfig, adapter: PolicyAdapter[Any], policy: PolicySpec, specs: Sequence[ReadSpec]
+) -> FeatureRow:
+    """What is kept of a picture, if features can stand in for every picture of the run."""
+    lacking = next(((spec, spec.absent[0]) for spec in specs if spec.absent), None)
+    if lacking:
+        spec, camera = lacking
+        raise ValueError(
+            f"--policy.keep_features=true: dataset '{spec.root.url}' has no camera '{camera.column}', which another has, and there is "
+            f"nothing to keep of it; leave the flag out"
+        )
+    return require_kept(adapter, policy, get_policy(config.policy.type), ModuleOptions.of(config.policy))
 
 
 def join_roots(
@@ -293,7 +320,7 @@ def read_first_rows(setup: Setup, specs: Sequence[ReadSpec], share: Share, count
         for piece in plan_steps(setup.order, share, 0, 1)
         if (first := piece.slots < count).any()
     ]
-    columns = read_units(specs, list(make_units(setup.data_plan, share, pieces)))
+    columns = read_units(specs, make_units(replace(setup.data_plan, specs=tuple(specs)), share, pieces))
     order = np.argsort(columns[SLOT], kind="stable")
     return {key: values[order] for key, values in columns.items()}
 

@@ -22,6 +22,7 @@ def test_the_module_gets_what_the_config_says():
         compile=True,
         lora_rank=4,
         lora_alpha=2.0,
+        keep_features=True,
     )
     options = ModuleOptions.of(config)
     for field in fields(ModuleOptions):

@@ -1,7 +1,7 @@
 """A worker in this process: `worker_here` spares Ray Train and its imports, `no_ray` and `run_without_ray` all of Ray."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from vlatune.pipeline.plan import DataPlan, Share
 from vlatune.pipeline.sizing import RunShape
 from vlatune.pipeline.transforms import apply_all
 from vlatune.report.run_folder import RunFolder
-from vlatune.train.driver import launch, supervisor, trainer
+from vlatune.train.driver import feature_stage, launch, supervisor, trainer
 from vlatune.train.driver.cluster import Cluster, size_for_this_host
 from vlatune.train.driver.resume_rules import find_resume_point, open_run
 from vlatune.train.heartbeat import Request
@@ -55,6 +55,7 @@ def no_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "local_ray", local_ray)
         patch.setattr(supervisor, "Supervisor", NoSupervisor)
+        patch.setattr(feature_stage, "compute", compute_here)
         patch.setattr(trainer, "make_trainer", lambda _, job, **__: SimpleNamespace(fit=lambda: _work(job)))
         yield
 
@@ -74,6 +75,14 @@ def run_without_ray(config: RunConfig, torch_threads: int) -> None:
             restarts=0,
         )
     )
+
+
+def compute_here(stage: feature_stage.Stage, missing: Sequence[feature_stage.Part], *_: object) -> None:
+    """Kept features, by an encoder in this process."""
+    with _own_threads():
+        encoder = feature_stage.Encoder(stage)
+        for part in missing:
+            encoder.keep(part, feature_stage.read_pictures(stage.setup.specs, part))
 
 
 def threads_of(run_dir: Path) -> int:

@@ -66,6 +66,8 @@ class StepBench(BenchOptions):
     """Samples per micro-step."""
     flow_samples: int = 8
     """Noise and time draws per observation whose cost is measured against one."""
+    keep_features: bool = False
+    """Also measure a step from kept features (--policy.keep_features of `vlatune train`), where the way to train has them."""
     train: tuple[str, ...] = ()
     """What is trained; give the flag again for several; all of the policy's ways when left out."""
     rounds: int = 3
@@ -174,7 +176,7 @@ class TrainBench(BenchOptions):
     alone_s: float = 8.0
     """How long the step and reading are each measured alone, after a warm-up of a quarter of it."""
     peers: tuple[str, ...] = ("lerobot", "template")
-    """What is run beside ours: lerobot, template (it knows PI0.5 alone), and augmented, which is ours with --dataset.image_transforms.enable; give the flag again for several, [] for ours alone."""
+    """What is run beside ours: lerobot, template (it knows PI0.5 alone), augmented, which is ours with --dataset.image_transforms.enable, and kept, which is ours with --policy.keep_features (SmolVLA, --config=expert-step); give the flag again for several, [] for ours alone."""
     num_workers: int = 2
     """Processes of LeRobot's DataLoader; it recommends 4, at most one per core."""
     quality: bool = False

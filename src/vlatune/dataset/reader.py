@@ -28,6 +28,7 @@ from vlatune.dataset.health.row_checks import (
 )
 from vlatune.dataset.meta.dataset_meta import DatasetMeta
 from vlatune.dataset.meta.listing import missing_remedy
+from vlatune.dataset.storage.feature_files import FeatureFiles, FeatureRow
 from vlatune.dataset.storage.root import Root
 from vlatune.dataset.storage.tables import read_rows
 from vlatune.dataset.video.decoder import VideoPlace, decode_into
@@ -42,7 +43,7 @@ INDEX_COLUMNS = ("index", "episode_index", "frame_index", "timestamp", "task_ind
 class CameraSpec:
     name: str
     kind: str
-    """`video` or `image`."""
+    """`video` or `image`; `features` where what was kept of the pictures is read in place of them."""
     height: int
     width: int
     """Size of the delivered picture."""
@@ -54,10 +55,18 @@ class CameraSpec:
     """Name of the delivered column; the dataset's own when None."""
     letterbox: Letterbox = CENTRED
     """How pictures get the delivered size."""
+    kept: FeatureFiles | None = None
+    """Where features are."""
 
     @property
     def column(self) -> str:
         return self.called or self.name
+
+    def empty(self, *shape: int) -> np.ndarray:
+        """Room for so many of what is delivered of a picture, with nothing in it."""
+        if self.kept is not None:
+            return np.empty((*shape, *self.kept.row.shape), dtype=self.kept.row.column_dtype)
+        return np.empty((*shape, 3, self.height, self.width), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,18 @@ def augmented(specs: Sequence[ReadSpec], before: tuple[PictureTransform, ...]) -
     if not before:
         return tuple(specs)
     changed = [[replace(c, letterbox=replace(c.letterbox, before=before)) for c in spec.cameras] for spec in specs]
+    return tuple(replace(spec, cameras=tuple(cameras)) for spec, cameras in zip(specs, changed, strict=True))
+
+
+def from_features(specs: Sequence[ReadSpec], root: Root, row: FeatureRow) -> tuple[ReadSpec, ...]:
+    """The same, with features in place of every picture."""
+    changed = [
+        [
+            replace(camera, kind="features", kept=FeatureFiles(root, f"{spec.dataset_index}/{number}", row))
+            for number, camera in enumerate(spec.cameras)
+        ]
+        for spec in specs
+    ]
     return tuple(replace(spec, cameras=tuple(cameras)) for spec, cameras in zip(specs, changed, strict=True))
 
 
@@ -150,7 +171,7 @@ def allocate(spec: ReadSpec, rows: int) -> Columns:
     columns: Columns = {}
     for camera in (*spec.cameras, *spec.absent):
         window = () if camera.offsets is None else (len(camera.offsets),)
-        columns[camera.column] = np.empty((rows, *window, 3, camera.height, camera.width), dtype=np.uint8)
+        columns[camera.column] = camera.empty(rows, *window)
         if camera.offsets is not None:
             columns[f"{camera.column}_is_pad"] = np.empty((rows, len(camera.offsets)), dtype=bool)
     for vector in spec.vectors:
@@ -274,7 +295,7 @@ def _read_each_once(
     """
     distinct = np.unique(frames_NT)
     if not camera.letterbox.before:
-        decoded = np.empty((len(distinct), *out_NTCHW.shape[2:]), dtype=np.uint8)
+        decoded = camera.empty(len(distinct))
         _read_frames(spec, camera, unit, timestamps, distinct, decoded)
         out_NTCHW[:] = decoded[np.searchsorted(distinct, frames_NT)]
         return
@@ -288,6 +309,9 @@ def _read_each_once(
 def _read_frames(
     spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, frames: np.ndarray, out: np.ndarray
 ) -> None:
+    if camera.kept is not None:
+        camera.kept.read_into(unit.episode_index, unit.length, frames, out)
+        return
     if camera.kind == "image":
         place = VideoPlace(
             spec.root.url, unit.episode_index, camera.name, unit.data_path, camera.recorded, camera.letterbox

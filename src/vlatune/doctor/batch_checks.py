@@ -52,7 +52,7 @@ MAX_SCALE, MIN_SPREAD = 20.0, 0.05
 def check_batch(case: Case) -> Iterator[Finding]:
     """Reads the first batch, as a worker would get it."""
     begin = time.perf_counter()
-    case.batch = read_first_batch(case.setup, case.config.num_workers)
+    case.batch = read_first_batch(case.setup.from_pictures(), case.config.num_workers)
     took = time.perf_counter() - begin
     rows, episodes = num_rows(case.batch.rows), len(np.unique(case.batch.rows["episode_index"]))
     yield Finding(

@@ -16,6 +16,7 @@ from vlatune.config import RunConfig
 from vlatune.dataset.order.sample_order import OrderSpec, check_order
 from vlatune.dataset.order.shuffle_meter import Shuffle, measure_shuffle
 from vlatune.dataset.reader import read_unit
+from vlatune.dataset.storage.feature_files import free_bytes
 from vlatune.doctor import device_memory
 from vlatune.doctor.findings import Case, Finding, refused
 from vlatune.pipeline.plan import Share, make_units, plan_steps
@@ -23,7 +24,9 @@ from vlatune.pipeline.sizing import CORE_FLOPS, Sizing, plan_on_nodes, usable_ra
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.formatting import format_bytes, format_number, format_seconds, format_share, plural
 from vlatune.report.section_data import DISTINCT_FINE, NEIGHBOURS_FINE
+from vlatune.run_setup import Setup
 from vlatune.train.driver.cluster import ask_nodes, size_for_this_host
+from vlatune.train.driver.feature_stage import Stage, find_missing, plan_parts
 from vlatune.train.driver.launch import run_shape
 from vlatune.train.driver.resume_rules import check_run
 
@@ -149,6 +152,14 @@ def _is_mixed_order(order: OrderSpec) -> bool:
 def check_reading(case: Case) -> Iterator[Finding]:
     """CPU time that a row costs to read and prepare, against what the step takes, and the readers that this makes."""
     row_s, rows = read_cost(case)
+    if case.setup.kept:
+        yield Finding(
+            "pass",
+            f"a row's pictures cost {_short(row_s)} of a core to read, once, before training, which reads the "
+            f"{format_bytes(len(case.binding.cameras) * case.setup.kept.nbytes)} of features that are kept of them",
+            figures={"row_cpu_s": row_s, "rows": rows},
+        )
+        return
     sizing = sizing_of(case)
     step_s, source = _sample_step_s(case)
     on_cpu = not any(node.gpus for node in sizing.nodes)
@@ -192,8 +203,10 @@ def _longer_runs(case: Case) -> tuple[str, ...]:
 
 
 def read_cost(case: Case) -> tuple[float, int]:
-    """Seconds of a core for a row, and how many were read: the longest pieces of the run's own plan, transforms included."""
-    plan, share = case.setup.data_plan, Share(0, case.config.num_workers)
+    """Seconds of a core for a row with its pictures, and how many were read: the longest pieces of the run's own plan,
+    transforms included.
+    """
+    plan, share = case.setup.from_pictures().data_plan, Share(0, case.config.num_workers)
     last = min(PLAN_STEPS, case.config.steps, plan.order.batches_per_epoch)
     pieces = sorted(plan_steps(plan.order, share, 0, last), key=lambda piece: -len(piece.frames))
     chosen, rows = [], 0
@@ -225,7 +238,7 @@ def sizing_of(case: Case) -> Sizing:
 
 
 def check_storage(case: Case) -> Iterator[Finding]:
-    """The run's folder is free, and checkpoints can be written, as many as are kept and one more."""
+    """The run's folder is free, and checkpoints can be written, as many as are kept and one more; and kept features."""
     try:
         check_run(case.config)
     except ValueError as error:
@@ -235,6 +248,7 @@ def check_storage(case: Case) -> Iterator[Finding]:
     if not isinstance(store, LocalStore):
         store.check_writable()
         yield Finding("pass", f"{case.config.storage_path}: a probe was written and removed")
+        yield from _check_features(case)
         return
     there = _existing(store.folder)
     try:
@@ -247,6 +261,31 @@ def check_storage(case: Case) -> Iterator[Finding]:
         )
         return
     yield from _check_room(case, there)
+    yield from _check_features(case)
+
+
+def _check_features(case: Case) -> Iterator[Finding]:
+    """What is kept of the pictures, where the run is to keep it and its set-up is known."""
+    setup: Setup | None = vars(case).get("setup")
+    if setup is None or setup.kept is None or setup.features is None:
+        return
+    stage, parts = Stage(setup, ModuleOptions.of(case.config.policy)), plan_parts(setup)
+    whole, needed = (sum(map(stage.num_bytes, of)) for of in (parts, find_missing(stage, parts)))
+    free, pictures = free_bytes(setup.features), sum(len(part.unit.frames) for part in parts)
+    figures = {"feature_bytes": whole, "missing_bytes": needed, "free_bytes": free, "pictures": pictures}
+    there = "" if needed == whole else f", of which {format_bytes(whole - needed)} are there"
+    said = f"features of {pictures:,} pictures are {format_bytes(whole)}{there}; '{setup.features.url}'"
+    if free is None:
+        yield Finding("pass", f"{said} is an object store", figures=figures)
+        return
+    said = f"{said} has {format_bytes(free)} free"
+    if needed <= FREE_SHARE * free:
+        yield Finding("pass", said, figures=figures)
+        return
+    flags = ("--policy.keep_features=false",)
+    yield Finding(
+        "fail", said, "take a place with room, or look at the pictures anew each epoch", flags, figures=figures
+    )
 
 
 def _check_room(case: Case, there: Path) -> Iterator[Finding]:

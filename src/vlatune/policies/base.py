@@ -22,6 +22,7 @@ from vlatune.policies.processors import CONFIG
 if TYPE_CHECKING:
     import torch
 
+    from vlatune.dataset.storage.feature_files import FeatureRow
     from vlatune.dataset.video.resize import PictureTransform
     from vlatune.pipeline.transforms import Transform
     from vlatune.policies.processors import Schema
@@ -136,6 +137,8 @@ class ModuleOptions:
     compile: bool = False
     lora_rank: int = 16
     lora_alpha: float = 16.0
+    keep_features: bool = False
+    """Whether training batches bring kept features in place of pictures; the module takes either."""
 
     @classmethod
     def of(cls, config: object) -> ModuleOptions:
@@ -158,7 +161,10 @@ class PolicyModule(Protocol):
     """
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Mean loss of the batch, 0-d, on the device; of several robots that of each sample, (B,). No host sync."""
+        """Mean loss of the batch, 0-d, on the device; of several robots that of each sample, (B,). No host sync.
+
+        A policy that keeps features takes them in place of a camera's pictures, and tells the two apart by their axes.
+        """
         ...
 
     def predict(self, batch: Mapping[str, torch.Tensor], noise_BTP: torch.Tensor) -> torch.Tensor:
@@ -221,6 +227,16 @@ class PolicyAdapter[S: PolicySpec](ABC):
         """
         return 6.0 * sum(file.stat().st_size for file in Path(spec.folder).glob("model*.safetensors")) / FLOAT32_BYTES
 
+    def kept_feature(self, spec: S, options: ModuleOptions) -> FeatureRow | None:
+        """What could be kept of a picture, where the part that looks at it does not train: a pure function of that part's
+        weights and of the picture. None where it trains, or where a policy does not offer it.
+        """
+        return None
+
+    def load_encoder(self, spec: S, options: ModuleOptions, device: torch.device | str = "cpu") -> torch.nn.Module:
+        """That part alone: uint8 pictures (B, 3, H, W) -> kept features, (B, *shape), in the dtype of their column."""
+        raise NotImplementedError(f"{spec.type}: an adapter with `kept_feature` has this, too")
+
     @abstractmethod
     def load_module(
         self,
@@ -265,6 +281,18 @@ def read_policy(adapter: PolicyAdapter[Any], folder: Path, card: Policy, overrid
         return adapter.read_spec(folder)
     spec = adapter.read_spec(folder, used)
     return replace(spec, overrides={**spec.overrides, **json.loads(json.dumps(used))})
+
+
+def require_kept(adapter: PolicyAdapter[Any], spec: PolicySpec, card: Policy, options: ModuleOptions) -> FeatureRow:
+    """What is kept of a picture, if it can be."""
+    found = adapter.kept_feature(spec, options)
+    if found is not None:
+        return found
+    able = [f"--policy.train={w}" for w in card.train_ways if adapter.kept_feature(spec, replace(options, train=w))]
+    raise ValueError(
+        f"--policy.keep_features=true: with --policy.train={options.train} what looks at the pictures is trained, and what it makes of one "
+        f"changes with every step; leave the flag out{''.join(f', or give {flag}' for flag in able)}"
+    )
 
 
 def check_action_steps(config: Mapping[str, Any], where: str) -> None:

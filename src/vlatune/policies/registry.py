@@ -78,7 +78,8 @@ class Policy:
     """What --policy.train may be -> what is trained then; the first is the usual one."""
     recipes: Mapping[str, Recipe]
     settings: tuple[str, ...] = ()
-    """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank and lora_alpha it understands."""
+    """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank, lora_alpha and keep_features it
+    understands."""
     hub_base: str | None = None
     """A hub repository to start from, for messages."""
     max_dims: int = 10_000

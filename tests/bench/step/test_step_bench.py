@@ -46,7 +46,7 @@ def test_the_last_line_holds_every_figure(capsys):
 
 OTHERS: dict[str, dict[str, Any]] = {
     "pi0": {"train": ("expert",)},
-    "smolvla": {"train": ("expert", "language"), "width": 192, "image_size": 64},
+    "smolvla": {"train": ("expert", "language"), "width": 192, "image_size": 64, "keep_features": True},
     "act": {"width": 32, "image_size": 64},
     "diffusion": {"width": 16, "image_size": 64},
 }
@@ -71,12 +71,18 @@ def test_another_policys_step_is_measured_by_its_type(kind, capsys):
         assert figures["by_train"]["expert"]["draws_cost"] > 0
     else:
         assert figures["expert_speedup"] is figures["flow_samples_8_cost"] is None
-    assert sum(line.startswith(tuple(ways)) for line in lines) == 2 * len(ways) + ("expert" in ways) + 1
+    kept = len(ways) if "keep_features" in OTHERS[kind] else 0
+    assert [figures[f"{train}_kept_speedup"] > 0 for train in ways if kept] == [True] * kept
+    assert sum(line.startswith(tuple(ways)) for line in lines) == 2 * len(ways) + kept + ("expert" in ways) + 1
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (
+            ["bench", "step", "--keep_features=true"],
+            "--keep_features=true: PI0.5 (--policy.type=pi05) keeps none; leave it out",
+        ),
         (["bench", "step", "--train=everything"], "--train=everything: must be one of heads, expert, lora, full"),
         (["bench", "step", "--policy.type=act", "--train=expert"], "--train=expert: must be one of full"),
         (["bench", "step", "--policy.type=smolvla", "--width=100"], "--width=100: must be a multiple of 192"),

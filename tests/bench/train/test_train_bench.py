@@ -42,6 +42,7 @@ from vlatune.bench.train.train_figures import (
     ErrorPoint,
     RunFigures,
     Window,
+    break_even_epochs,
     figures_of,
     first_step_at,
     measured_checkpoints,
@@ -308,7 +309,7 @@ def printed(capsys, options: TrainBench, figures: Figures) -> tuple[str, dict[st
     config = RunConfig(
         dataset=DatasetConfig(root=("data",)), policy=PolicyConfig(path="base", type=options.policy.type)
     )
-    print_report(options, TrainJob(config, (0,), 2), figures)
+    print_report(options, TrainJob(config, (0,), 2, epoch_samples=1000), figures)
     text = capsys.readouterr().out
     return text, json.loads(text.splitlines()[-1])
 
@@ -329,6 +330,20 @@ def test_the_last_line_of_what_was_seen(capsys):
     assert last["held_out_error"] == {OURS: 0.1, PEERS["lerobot"]: 0.2}
     assert "4.50 x" in text
     assert "sharing the cores explains" in text
+
+
+def test_kept_features_are_told_with_their_start_and_when_they_pay(capsys):
+    figures = recorded()
+    later = [replace(run, samples_per_s=4 * run.samples_per_s, first_step_s=50.0) for run in figures.by_way[OURS]]
+    figures.by_way = {**figures.by_way, PEERS["kept"]: later}
+    figures.results = Results({**figures.results.rounds, PEERS["kept"]: [400.0, 480.0]}, {})
+    text, last = printed(capsys, TrainBench(config="demo"), figures)
+    assert last["kept_over_plain"] == pytest.approx(4.0)
+    assert (last["time_to_first_step_s"], last["kept_first_step_s"]) == (20.0, 50.0)
+    saved_s = 1000 * 0.75 * np.mean([1 / 100, 1 / 120])  # an epoch
+    assert last["kept_break_even_epochs"] == pytest.approx(30 / saved_s)
+    assert "4.00 x the samples/s; the first step after 50.0 s, without them 20.0 s: it pays from" in text
+    assert break_even_epochs(later, figures.by_way[OURS], 1000) is None
 
 
 def test_seconds_to_an_error_that_are_rough_say_so(capsys):

@@ -161,7 +161,7 @@ def test_patches_have_the_places_that_transformers_gives_them(setup, pixels):
     vlm = module.policy.model.vlm_with_expert.get_vlm_model()
     image = torch.randint(0, 256, (2, 3, pixels, pixels), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     places = make_places((pixels, pixels), patch_size=8, image_size=32)
-    (ours,) = embed_images(vlm, [image], places, torch.float32)
+    ours = embed_images(vlm, image, places, torch.float32, None)
     theirs = module.policy.model.vlm_with_expert.embed_image(image.float() / 255.0 * 2.0 - 1.0)
     assert distance(ours, theirs * theirs.shape[-1] ** 0.5) <= LOSS_RTOL
 

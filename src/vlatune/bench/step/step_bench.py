@@ -10,6 +10,7 @@ import gc
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vlatune.batch import Columns
+from vlatune.batch import Columns, num_rows
 from vlatune.bench.base_models import Base, make_base, make_rows, make_small_base
 from vlatune.bench.harness import alternate, format_table, print_last, say
 from vlatune.bench.options import StepBench
@@ -38,6 +39,7 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.policies.registry import get_policy
 from vlatune.train.worker.device import set_performance_flags
 
+LEROBOT, OURS, KEPT = "LeRobot", "vlatune", "vlatune, kept features"
 FROZEN_PREFIX = ("heads", "expert")
 """Where the prefix is computed once for all draws of an observation, and without gradients."""
 Way = OurWay | LeRobotWay
@@ -78,7 +80,11 @@ class TrainFigures:
     ours: WayFigures
     many_draws: WayFigures | None = None
     """Ours with `flow_samples` draws per observation, where the prefix is frozen."""
+    kept: WayFigures | None = None
+    """Ours from kept features, where it is asked for and what looks at the pictures is frozen."""
     _: KW_ONLY
+    look_s: float | None = None
+    """Seconds to look at a sample's pictures, which kept features cost once."""
     loss_difference: float
     """Relative, on the same draws."""
     copies_hidden_share: float | None
@@ -92,6 +98,10 @@ class TrainFigures:
             "lerobot_activation_bytes": self.lerobot.peak_bytes,
             "activation_share": self.ours.peak_bytes / self.lerobot.peak_bytes,
             "draws_cost": self.many_draws.ratio("model_s", self.ours) if self.many_draws else None,
+            "kept_speedup": self.lerobot.ratio("model_s", self.kept) if self.kept else None,
+            "kept_step_speedup": self.lerobot.ratio("total_s", self.kept) if self.kept else None,
+            "kept_over_ours": self.ours.ratio("total_s", self.kept) if self.kept else None,
+            "look_s": self.look_s,
             "loss_difference": self.loss_difference,
             "copies_hidden_share": self.copies_hidden_share,
             "seconds": {name: self.ours.median(name) for name in TIMES},
@@ -122,18 +132,40 @@ def measure(base: Base, train: str, options: StepBench, device: torch.device) ->
     columns = base.columns(rows, flow_samples=1)
     ours = OurWay(module, base, columns, device)
     difference = _loss_difference(lerobot, ours, columns)
-    ways: dict[str, Way] = {"LeRobot": lerobot, "vlatune": ours}
+    ways: dict[str, Way] = {LEROBOT: lerobot, OURS: ours}
+    draws, look_s = f"vlatune, {options.flow_samples} draws", None
     if train in FROZEN_PREFIX and "flow_samples" in get_policy(base.spec.type).settings:
-        ways[f"vlatune, {options.flow_samples} draws"] = _with_draws(
-            module, train, base, rows, options.flow_samples, device
-        )
-    figures = _time({f"{train}: {name}": way for name, way in ways.items()}, options.rounds, say=say)
-    for way, one in zip(ways.values(), figures, strict=True):
-        _count(way, one, device)
+        ways[draws] = _with_draws(module, train, base, rows, options.flow_samples, device)
+    if options.keep_features and base.adapter.kept_feature(base.spec, _options(train)):
+        kept, look_s = keep_features(base, train, columns, device)
+        ways[KEPT] = OurWay(module, base, kept, device)
+    timed = _time({f"{train}: {name}": way for name, way in ways.items()}, options.rounds, say=say)
+    figures = dict(zip(ways, timed, strict=True))
+    for name, way in ways.items():
+        _count(way, figures[name], device)
     hidden = copies_hidden_share(ours.step) if device.type == "cuda" else None
     for way in ways.values():
         way.close()
-    return TrainFigures(*figures, loss_difference=difference, copies_hidden_share=hidden)
+    return TrainFigures(
+        figures[LEROBOT],
+        figures[OURS],
+        figures.get(draws),
+        figures.get(KEPT),
+        look_s=look_s,
+        loss_difference=difference,
+        copies_hidden_share=hidden,
+    )
+
+
+def keep_features(base: Base, train: str, columns: Columns, device: torch.device) -> tuple[Columns, float]:
+    """The columns with features in place of pictures, and the seconds that a sample's pictures took."""
+    encoder = base.adapter.load_encoder(base.spec, _options(train), device)
+    cameras = [target for _, target in base.binding.cameras]
+    pictures = {name: torch.from_numpy(columns[name]).to(device) for name in cameras}
+    encoder(pictures[cameras[0]])  # the first allocates
+    begin_s = time.perf_counter()
+    kept = {name: encoder(images).cpu().numpy() for name, images in pictures.items()}
+    return columns | kept, (time.perf_counter() - begin_s) / num_rows(columns)
 
 
 def measure_host(base: Base, options: StepBench, device: torch.device) -> WayFigures:
@@ -155,8 +187,11 @@ def _small_train(options: StepBench) -> str:
 
 
 def _load(base: Base, train: str, device: torch.device) -> Any:
-    options = ModuleOptions(train, "float32")  # one without the setting computes in float32 anyway
-    return base.adapter.load_module(base.spec, base.binding, options, device, stats=base.stats()).train()
+    return base.adapter.load_module(base.spec, base.binding, _options(train), device, stats=base.stats()).train()
+
+
+def _options(train: str) -> ModuleOptions:
+    return ModuleOptions(train, "float32")  # one without the setting computes in float32 anyway
 
 
 def _with_draws(module: Any, train: str, base: Base, rows: Columns, count: int, device: torch.device) -> OurWay:
@@ -212,13 +247,16 @@ def _loss_difference(lerobot: LeRobotWay, ours: OurWay, columns: Columns) -> flo
 
 
 def _check(options: StepBench) -> None:
-    known = get_policy(options.policy.type).train_ways
+    card = get_policy(options.policy.type)
+    known = card.train_ways
+    if options.keep_features and "keep_features" not in card.settings:
+        raise ValueError(f"--keep_features=true: {card.title} (--policy.type={card.type}) keeps none; leave it out")
     for train in options.train:
         if train not in known:
             raise ValueError(f"--train={train}: must be one of {', '.join(known)}")
     for name, value in vars(options).items():
         least = 0 if name == "seed" else 1
-        if isinstance(value, int) and value < least:
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise ValueError(f"--{name}={value}: must be {least} or more")
 
 
@@ -230,6 +268,11 @@ def print_report(
     sys.stdout.write(format_table(HEADER, rows) + "\n")
     sys.stdout.write("speed: forward and backward, LeRobot's time by this one's, median of the rounds\n")
     sys.stdout.write(f"host share of a micro-step on the small model: {small.median('host_share'):.1%}\n")
+    for train, one in by_train.items():
+        if one.look_s is not None:
+            sys.stdout.write(
+                f"to look at a sample's pictures, which kept features cost once ({train}): {one.look_s:.4f} s\n"
+            )
     for place, times in next(iter(by_train.values())).lerobot.sync_places.items():
         sys.stdout.write(f"LeRobot's host sync: {times} x {place}\n")
     print_last("step", _figures(options, by_train, small, flags), options)
@@ -244,7 +287,10 @@ def _figures(
     return {
         **dict.fromkeys(f"{train}_speedup" for train in FROZEN_PREFIX),  # None of a policy without a prefix
         **speedups,
-        "host_syncs_per_micro_step": max(one.ours.host_syncs for one in by_train.values()),
+        **{f"{train}_kept_speedup": one["kept_speedup"] for train, one in figures.items() if one["kept_speedup"]},
+        "host_syncs_per_micro_step": max(
+            way.host_syncs for one in by_train.values() for way in (one.ours, one.kept) if way
+        ),
         "lerobot_host_syncs_per_micro_step": min(one.lerobot.host_syncs for one in by_train.values()),
         "host_overhead_share": small.median("host_share"),
         "flow_samples_8_cost": draws_cost if options.flow_samples == 8 else None,
@@ -255,9 +301,11 @@ def _figures(
 
 
 def _rows(train: str, figures: TrainFigures, options: StepBench) -> list[list[str]]:
-    by_way = {"LeRobot": figures.lerobot, "vlatune": figures.ours}
+    by_way = {LEROBOT: figures.lerobot, OURS: figures.ours}
     if figures.many_draws:
         by_way[f"vlatune, {options.flow_samples} draws"] = figures.many_draws
+    if figures.kept:
+        by_way[KEPT] = figures.kept
     return [_row(train, name, way, f"{figures.lerobot.ratio('model_s', way):.2f} x") for name, way in by_way.items()]
 
 

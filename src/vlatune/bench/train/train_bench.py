@@ -33,6 +33,7 @@ from vlatune.bench.train.time_to_quality import (
 from vlatune.bench.train.train_figures import (
     Alone,
     RunFigures,
+    break_even_epochs,
     figures_of,
     share_of_ideal,
     share_of_predicted,
@@ -42,13 +43,21 @@ from vlatune.bench.train.train_figures import (
     step_in_run_s,
 )
 from vlatune.bench.train.train_programs import TrainJob, case_name, find_case, make_job
+from vlatune.config_checks import validate
 from vlatune.pipeline.sizing import usable_cpus
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import Summary, read_summary
+from vlatune.run_setup import make_setup
 
 OURS = "vlatune train"
-PEERS = {"lerobot": "lerobot-train", "template": "the template's way", "augmented": "vlatune train, augmented"}
-"""Beside ours; the last is ours with LeRobot's default augmentation, whose cost is the ratio to ours without."""
+PEERS = {
+    "lerobot": "lerobot-train",
+    "template": "the template's way",
+    "augmented": "vlatune train, augmented",
+    "kept": "vlatune train, kept features",
+}
+"""Beside ours; the last two are ours with LeRobot's default augmentation and from kept features, and the ratio to ours without is
+what that costs or gains."""
 COLUMNS = (
     "way",
     "samples/s",
@@ -128,7 +137,8 @@ class Rounds:
             OURS: self._run_ours,
         }
         for peer in self.options.peers:
-            runs = {"lerobot": self._run_lerobot, "template": self._run_template, "augmented": self._run_augmented}
+            runs = {"lerobot": self._run_lerobot, "template": self._run_template}
+            runs |= {"augmented": self._run_augmented, "kept": self._run_kept}
             turns[PEERS[peer]] = runs[peer]
         say("samples/s:")
         results = alternate(turns, self.options.rounds, say=say)
@@ -171,6 +181,16 @@ class Rounds:
     def _run_augmented(self) -> float:
         return self._run_peer("augmented", ways.ours(self.job, self.clean_folder("augmented"), augmented=True))
 
+    def _run_kept(self) -> float:
+        policy = replace(self.job.config.policy, keep_features=True)
+        try:
+            config = replace(self.job.config, policy=policy)
+            validate(config)
+            make_setup(config)
+        except ValueError as error:
+            raise CannotRunError(str(error)) from None
+        return self._run_peer("kept", ways.ours(self.job, self.clean_folder("kept"), keep_features=True))
+
     def _run_peer(self, name: str, program: Program) -> float:
         threads = self.job.config.torch_threads or usable_cpus()
         return self._add(PEERS[name], self._watch(program), threads)
@@ -189,6 +209,8 @@ class Rounds:
         """Held-out error of the last round's runs: each has seen the same number of samples."""
         steps = self.job.config.steps
         folders = {OURS: our_folder(self.runs_folder / "ours", steps)}
+        if PEERS["kept"] in self.by_way:
+            folders[PEERS["kept"]] = our_folder(self.runs_folder / "kept", steps)
         if PEERS["lerobot"] in self.by_way:
             folders[PEERS["lerobot"]] = lerobot_folder(self.job, self.runs_folder / "lerobot", steps)
         return {way: self.meter.error_of(folder) for way, folder in folders.items()}
@@ -212,11 +234,22 @@ def _check(options: TrainBench) -> None:
 
 
 def print_report(options: TrainBench, job: TrainJob, figures: Figures) -> None:
-    config, last = job.config, _last(options, figures)
+    config, last = job.config, _last(options, figures, job.epoch_samples)
     samples = config.steps * config.batch_size
     sys.stdout.write(f"{samples} samples in batches of {config.batch_size}; CPU in ms per sample, in steady state\n")
     sys.stdout.write(format_table(COLUMNS, [_row(way, runs, figures) for way, runs in figures.by_way.items()]) + "\n")
     sys.stdout.writelines(f"{line}\n" for line in _sentences(last))
+    if last["kept_over_plain"]:
+        epochs = last["kept_break_even_epochs"]
+        sys.stdout.write(
+            f"kept features: {last['kept_over_plain']:.2f} x the samples/s; the first step after {last['kept_first_step_s']:.1f} s, "
+            f"without them {last['time_to_first_step_s']:.1f} s: "
+            + (
+                "it never pays\n"
+                if epochs is None
+                else f"it pays from {epochs:.2g} epochs of {job.epoch_samples} samples on\n"
+            )
+        )
     for way, error in figures.errors.items():
         sys.stdout.write(f"held-out action error after the same samples: {way}: {error:.4f}\n")
     if figures.courses:
@@ -263,7 +296,8 @@ def _quality_table(courses: dict[str, Course], options: TrainBench) -> str:
     return format_table(header, rows) + (f"\n{legend}" if is_rough else "")
 
 
-def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
+def _last(options: TrainBench, figures: Figures, epoch_samples: int) -> dict[str, Any]:
+    kept = figures.by_way.get(PEERS["kept"], ())
     seen, results, cores = figures.by_way[OURS], figures.results, usable_cpus()
     rounds, pinned = list(zip(figures.ours, seen, strict=True)), options.pin
     return {
@@ -271,6 +305,9 @@ def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
         "over_lerobot": results.ratio(OURS, PEERS["lerobot"]),
         "over_template": results.ratio(OURS, PEERS["template"]),
         "augmented_over_plain": results.ratio(PEERS["augmented"], OURS),
+        "kept_over_plain": results.ratio(PEERS["kept"], OURS),
+        "kept_first_step_s": _median(run.first_step_s for run in kept) if kept else None,
+        "kept_break_even_epochs": break_even_epochs(seen, kept, epoch_samples) if kept else None,
         "share_of_ideal": _median(share_of_ideal(run.samples_per_s, own.alone, cores) for own, run in rounds),
         "share_of_predicted": _median(
             share_of_predicted(run.samples_per_s, own.alone, cores, pinned=pinned) for own, run in rounds

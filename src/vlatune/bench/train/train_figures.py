@@ -137,6 +137,15 @@ def split_as_told(figures: RunFigures, told: Mapping[str, float]) -> RunFigures:
     return replace(figures, cpu=cpu, other_threads_share=other_s / told["loop_s"])
 
 
+def break_even_epochs(plain: Sequence[RunFigures], kept: Sequence[RunFigures], epoch_samples: int) -> float | None:
+    """After how many epochs kept features have made up for the later first step; None where a step gains nothing."""
+    plain_s, kept_s = (statistics.median(1 / run.samples_per_s for run in runs) for runs in (plain, kept))
+    later_s = [statistics.median(run.first_step_s for run in runs) for runs in (plain, kept)]
+    if kept_s >= plain_s:
+        return None
+    return max(0.0, later_s[1] - later_s[0]) / (epoch_samples * (plain_s - kept_s))
+
+
 @dataclass(frozen=True)
 class Alone:
     """What a sample costs where nothing else runs."""

@@ -110,6 +110,8 @@ class TrainJob:
     """The episodes that are trained on, by their index."""
     num_workers: int
     """Processes of LeRobot's DataLoader."""
+    epoch_samples: int = 0
+    """Frames that are trained on."""
 
 
 def make_job(options: TrainBench, folder: Path) -> TrainJob:
@@ -120,7 +122,8 @@ def make_job(options: TrainBench, folder: Path) -> TrainJob:
     config = _make_config(case, root, base, options)
     setup = make_setup(config)
     positions = setup.training.position
-    return TrainJob(config, tuple(setup.metas[0].episodes.index[positions].tolist()), options.num_workers)
+    episodes = tuple(setup.metas[0].episodes.index[positions].tolist())
+    return TrainJob(config, episodes, options.num_workers, setup.order.num_samples)
 
 
 def case_name(options: TrainBench) -> str:
@@ -246,13 +249,21 @@ POLICY_FLAGS = {
 """Fields of LeRobot's config by which a policy is told what our config says, beside those that all have."""
 
 
-def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int = 1, augmented: bool = False) -> Program:
+def ours(
+    job: TrainJob,
+    folder: Path,
+    *,
+    save_freq: int = 0,
+    flow_samples: int = 1,
+    augmented: bool = False,
+    keep_features: bool = False,
+) -> Program:
     """`vlatune train`, its config in a file."""
     transforms = replace(job.config.dataset.image_transforms, enable=augmented)
     config = replace(
         job.config,
         dataset=replace(job.config.dataset, image_transforms=transforms),
-        policy=replace(job.config.policy, flow_samples=flow_samples),
+        policy=replace(job.config.policy, flow_samples=flow_samples, keep_features=keep_features),
         output_dir=str(folder / "run"),
         save_freq=save_freq,
         keep_checkpoints=1_000_000,  # all of them are evaluated

@@ -59,7 +59,7 @@ POLICY = Policy(
             small=True,
         ),
     },
-    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha"),
+    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha", "keep_features"),
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,

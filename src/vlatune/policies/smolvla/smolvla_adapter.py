@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, MIXTURE_KEYS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
+from vlatune.dataset.storage.feature_files import FeatureRow
 from vlatune.pipeline.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
     NO_OVERRIDES,
@@ -41,7 +42,15 @@ from vlatune.policies.processors import (
     is_size,
     is_text,
 )
-from vlatune.policies.smolvla.smolvla_size import CONFIG_DEFAULTS, SmolVLASize, SmolVLASpec, find_tensors, read_size
+from vlatune.policies.smolvla.smolvla_size import (
+    CONFIG_DEFAULTS,
+    KEPT_PART,
+    TOWER_PART,
+    SmolVLASize,
+    SmolVLASpec,
+    find_tensors,
+    read_size,
+)
 from vlatune.policies.tokenizer import NewlinePrompt, Tokenise, find_pad_id, find_tokenizer, tokenizer_settings
 
 if TYPE_CHECKING:
@@ -128,20 +137,32 @@ class SmolVLAAdapter(PolicyAdapter[SmolVLASpec]):
         )
 
     def step_flops(self, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> float:
-        size, forward, both = (
-            spec.size,
-            2,
-            6,
-        )  # operations per weight and token; backward takes twice as many as forward
+        size = spec.size
+        forward, both = 2, 6  # operations per weight and token; backward takes twice as many as forward
         patches = math.prod(spec.image_hw) // size.vlm.patch_size**2 * len(binding.cameras)
         tokens = patches // size.vlm.shuffle**2 + spec.max_tokens + STATE_TOKENS
-        tower = both if options.train == "full" else forward
+        tower = both if options.train == "full" else 0 if options.keep_features else forward
         language = forward if options.train in ("heads", "expert") else both
         return (
             tower * size.vision_weights * patches
             + language * size.language_weights * tokens
             + both * size.expert_weights * spec.horizon * options.flow_samples
         )
+
+    def kept_feature(self, spec: SmolVLASpec, options: ModuleOptions) -> FeatureRow | None:
+        part, size = KEPT_PART.get(options.train), spec.size.vlm
+        if part is None:
+            return None
+        patches = math.prod(spec.image_hw) // size.patch_size**2
+        shape = (patches, size.vision_width) if part == TOWER_PART else (patches // size.shuffle**2, size.width)
+        return FeatureRow(part, shape, "bfloat16" if options.dtype == "bfloat16" else "float32")
+
+    def load_encoder(
+        self, spec: SmolVLASpec, options: ModuleOptions, device: torch.device | str = "cpu"
+    ) -> torch.nn.Module:
+        from vlatune.policies.smolvla.smolvla_module import load_picture_encoder
+
+        return load_picture_encoder(spec, options, device)
 
     def load_module(
         self,

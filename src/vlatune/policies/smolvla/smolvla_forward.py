@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlatune.policies.modeling import KeyValue, gated_mlp, project, repeat_each, to_pixels, valid_tokens
-from vlatune.policies.smolvla.smolvla_size import SmolVLASize
+from vlatune.policies.smolvla.smolvla_size import CONNECTOR_PART, SmolVLASize
 
 MAX_WAVELENGTH = 10_000
+PICTURE_AXES = 4
 
 
 class Rope(NamedTuple):
@@ -148,13 +149,15 @@ def look(
     dtype: torch.dtype,
     run_layer: OwnLayer = own_layer,
     camera_mask_BC: Tensor | None = None,
+    kept_part: str | None = None,
 ) -> Seen:
-    """`images` are uint8 (B, 3, H, W), one per camera that has data, in the policy's order; all samples have all of them
-    where there is no mask.
+    """`images` are uint8 (B, 3, H, W), one per camera that has data, in the policy's order, or what `kept_part` has made of
+    them, (B, N, D); all samples have all of them where there is no mask.
     """
     vlm = model.vlm_with_expert.get_vlm_model()
     words_BLD = vlm.text_model.embed_tokens(tokens_BL).to(dtype) * math.sqrt(size.vlm.width)
-    hidden_BND = torch.cat([*embed_images(vlm, images, places_N, dtype), words_BLD], dim=1)
+    tokens_BND = embed_images(vlm, torch.cat(list(images)), places_N, dtype, kept_part).chunk(len(images))
+    hidden_BND = torch.cat([*tokens_BND, words_BLD], dim=1)
     num_image_tokens = hidden_BND.shape[1] - tokens_BL.shape[1]
     valid_BN = valid_tokens(token_mask_BL, camera_mask_BC, num_image_tokens)
     rope = make_rope(torch.cumsum(valid_BN, dim=1) - 1, wavelengths)
@@ -167,19 +170,41 @@ def look(
     return Seen([*seen, last], valid_BN)
 
 
-def embed_images(vlm: Any, images: Sequence[Tensor], places_N: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-    """One pass of the vision tower for all cameras. The places of patches are known: transformers finds them anew for each
-    picture, by a mask, which makes the host wait.
+def embed_images(vlm: Any, images: Tensor, places_N: Tensor, dtype: torch.dtype, kept_part: str | None) -> Tensor:
+    """Image tokens of pictures of all cameras, in one pass, or of what was kept of them: that has an axis less."""
+    if images.ndim == PICTURE_AXES:
+        return connect(vlm, run_tower(vlm, images, places_N), dtype)
+    kept_BND = from_bits(images)
+    return kept_BND if kept_part == CONNECTOR_PART else connect(vlm, kept_BND, dtype)
+
+
+def run_tower(vlm: Any, images_BCHW: Tensor, places_N: Tensor) -> Tensor:
+    """The vision tower. The places of patches are known: transformers finds them anew for each picture, by a mask, which
+    makes the host wait.
     """
     tower = vlm.vision_model
     patches = tower.embeddings.patch_embedding
-    hidden_BND = patches(to_pixels(torch.cat(list(images))).to(patches.weight.dtype)).flatten(2).transpose(1, 2)
+    hidden_BND = patches(to_pixels(images_BCHW).to(patches.weight.dtype)).flatten(2).transpose(1, 2)
     hidden_BND = hidden_BND + tower.embeddings.position_embedding(places_N)
     for layer in tower.encoder.layers:
         hidden_BND = layer(hidden_BND, None)
-    tokens_BND = vlm.connector(tower.post_layernorm(hidden_BND)).to(dtype)
+    return tower.post_layernorm(hidden_BND)
+
+
+def connect(vlm: Any, hidden_BND: Tensor, dtype: torch.dtype) -> Tensor:
+    """Patches to the language model's tokens."""
+    tokens_BND = vlm.connector(hidden_BND).to(dtype)
     scale = tokens_BND.new_full((), math.sqrt(tokens_BND.shape[2]))  # in its dtype, as LeRobot has it
-    return (tokens_BND * scale).chunk(len(images))
+    return tokens_BND * scale
+
+
+def to_bits(kept_BND: Tensor) -> Tensor:
+    """As numpy can have it: bfloat16 as the bits that it is."""
+    return kept_BND.view(torch.int16) if kept_BND.dtype == torch.bfloat16 else kept_BND
+
+
+def from_bits(kept_BND: Tensor) -> Tensor:
+    return kept_BND.view(torch.bfloat16) if kept_BND.dtype == torch.int16 else kept_BND
 
 
 def make_places(image_hw: tuple[int, int], *, patch_size: int, image_size: int) -> Tensor:

@@ -47,14 +47,26 @@ from vlatune.policies.modeling import (
 )
 from vlatune.policies.smolvla.smolvla_forward import (
     add_state,
+    connect,
     cross_layer,
     look,
     make_places,
     make_wavelengths,
     own_layer,
+    run_tower,
+    to_bits,
     velocity,
 )
-from vlatune.policies.smolvla.smolvla_size import SmolVLASize, SmolVLASpec, building_at, find_tensors
+from vlatune.policies.smolvla.smolvla_size import (
+    CONNECTOR_PART,
+    KEPT_PART,
+    TOWER_PART,
+    VLM,
+    SmolVLASize,
+    SmolVLASpec,
+    building_at,
+    find_tensors,
+)
 
 STATE_PROJECTION = r"model\.state_proj\."
 HEADS = r"model\.(state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out)\."
@@ -93,10 +105,10 @@ class SmolVLAModule(nn.Module):
         self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
         self.action_dim, self.num_datasets = binding.action_dim, len(binding.parts)
         self.flow_samples = options.flow_samples
-        self.dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-        self.train_prefix = options.train in TRAIN_PREFIX
+        self.dtype = _computing_dtype(options)
+        self.train_prefix, self.kept_part = options.train in TRAIN_PREFIX, KEPT_PART.get(options.train)
         action_in, device = policy.model.action_in_proj, policy.model.action_in_proj.weight.device
-        places = make_places(spec.image_hw, patch_size=size.vlm.patch_size, image_size=size.vlm.image_size)
+        places = _places(spec)
         self.register_buffer("time_scale", make_time_scale(policy.config, action_in), persistent=False)
         self.register_buffer("wavelengths", make_wavelengths(size.vlm.head_dim).to(device), persistent=False)
         self.register_buffer("places", places.to(device), persistent=False)
@@ -182,6 +194,7 @@ class SmolVLAModule(nn.Module):
                 places_N=self.places,
                 run_layer=self._prefix_layer,
                 camera_mask_BC=batch.get(CAMERA_MASK),
+                kept_part=self.kept_part,
                 **parts,
             )
         return add_state(model, seen, self._state(batch), run_layer=self._own_layer, **parts)
@@ -190,6 +203,36 @@ class SmolVLAModule(nn.Module):
         """Widened with zeros to the policy's number of dims."""
         state_BS = batch[STATE]
         return functional.pad(state_BS, (0, self.size.state_dims - state_BS.shape[1]))
+
+
+class PictureEncoder(nn.Module):
+    """The frozen parts that a picture goes through before anything that trains, alone."""
+
+    places: Tensor
+
+    def __init__(self, vlm: Any, spec: SmolVLASpec, part: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.vision_model, self.connector = vlm.vision_model, vlm.connector if part == CONNECTOR_PART else None
+        self.dtype = dtype
+        self.register_buffer("places", _places(spec), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        hidden_BND = run_tower(self, images_BCHW, self.places)
+        return to_bits(hidden_BND if self.connector is None else connect(self, hidden_BND, self.dtype))
+
+
+def load_picture_encoder(
+    spec: SmolVLASpec, options: ModuleOptions, device: torch.device | str = "cpu"
+) -> PictureEncoder:
+    """Of the weights only these parts are read."""
+    vlm: Any = plan_policy(spec, train=options.train, dtype=options.dtype).model.vlm_with_expert.get_vlm_model()
+    stored, part = find_tensors(Path(spec.folder), spec.size), KEPT_PART[options.train]
+    for name in (TOWER_PART, CONNECTOR_PART)[: 1 if part == TOWER_PART else 2]:
+        prefix = f"{VLM}model.{name}."
+        own = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
+        fill(getattr(vlm, name), own, torch.device(device))
+    return PictureEncoder(vlm, spec, part, _computing_dtype(options)).to(device).eval()
 
 
 def load_smolvla(
@@ -261,6 +304,15 @@ def make_whole(policy: SmolVLAPolicy, folder: Path, size: SmolVLASize) -> None:
     ((_, tensor),) = read_tensors(find_tensors(folder, size), [LM_HEAD])
     vlm.lm_head = nn.Linear(size.vlm.width, size.vlm.vocab_size, bias=False, device="meta").requires_grad_(False)
     put(policy, LM_HEAD, tensor.to(device=device, copy=True))
+
+
+def _computing_dtype(options: ModuleOptions) -> torch.dtype:
+    return torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+
+
+def _places(spec: SmolVLASpec) -> Tensor:
+    size = spec.size.vlm
+    return make_places(spec.image_hw, patch_size=size.patch_size, image_size=size.image_size)
 
 
 def _is_float32(name: str, train: str) -> bool:

@@ -29,6 +29,9 @@ from vlatune.policies.weight_files import (
 
 VLM, EXPERT = "model.vlm_with_expert.vlm.", "model.vlm_with_expert.lm_expert."
 TEXT = f"{VLM}model.text_model."
+TOWER_PART, CONNECTOR_PART = "vision_model", "connector"
+KEPT_PART = dict.fromkeys(("heads", "expert", "lora"), CONNECTOR_PART) | {"language": TOWER_PART}
+"""Way to train -> the last of the frozen parts that a picture goes through, whose output can be kept."""
 VISION_EPS, TEXT_EPS = 1e-6, 1e-5
 """Of the norms of vision tower and language model, in every SmolVLM."""
 

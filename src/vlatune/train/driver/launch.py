@@ -30,6 +30,7 @@ from vlatune.run_setup import (
     write_skipped,
 )
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
+from vlatune.train.driver.feature_stage import keep_features
 from vlatune.train.driver.progress import Progress
 from vlatune.train.driver.resume_rules import ResumePoint, check_run, find_resume_point, only_one, open_run
 from vlatune.train.driver.tiny_base import with_base
@@ -77,9 +78,24 @@ def _train_until_done(config: RunConfig, folder: RunFolder, start: ResumePoint, 
 
     _introduce(config, start, folder, cluster.sizing)
     terminated = Ending()
+    if start.setup.kept:
+        with signals_set(terminated):
+            keep_features(
+                config, start.setup, start.fingerprints, cluster, lambda: _go_on(terminated, cluster), say=_say
+            )
     progress = Progress(folder, config, store_bytes=cluster.sizing.store_bytes)
     with signals_set(terminated), closing(progress):  # also between two attempts
         _try_until_done(config, folder, start, cluster, terminated, progress)
+
+
+def _go_on(terminated: "Ending", cluster: Cluster) -> None:
+    """Before the workers are there to be watched: raises what ends that."""
+    if terminated.is_set():
+        raise terminated.error(
+            " before training began; the features that are computed stay, and the same command goes on with the rest"
+        )
+    if part := cluster.lost_part():
+        raise RuntimeError(f"Ray's {part} died")
 
 
 def _try_until_done(
@@ -185,7 +201,7 @@ def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
 
     step_flops = setup.adapter.step_flops(setup.policy, setup.binding, ModuleOptions.of(config.policy))
     pixels = max(
-        sum(math.prod(meta.features[camera.name].height_width) for camera in spec.cameras)
+        sum(math.prod(meta.features[camera.name].height_width) for camera in spec.cameras if not setup.kept)
         for meta, spec in zip(setup.metas, setup.specs, strict=True)
     )
     return RunShape(
