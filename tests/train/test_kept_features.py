@@ -60,7 +60,7 @@ def keep_here(config: RunConfig) -> None:
     compute_here(stage, feature_stage.plan_parts(setup))
 
 
-@pytest.mark.early
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("temporary")
 def test_killed_in_the_stage_and_at_work_it_is_a_run_to_which_nothing_happened(dataset_v3, tmp_path):
