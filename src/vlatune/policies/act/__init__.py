@@ -49,6 +49,8 @@ POLICY = Policy(
                 "scheduler": {"num_warmup_steps": 20, "num_decay_steps": 400, "decay_lr": 1e-5},
                 "steps": 400,
                 "batch_size": 16,
+                "eval_freq": 100,
+                "eval_samples": 32,
             },
             small=True,
         ),

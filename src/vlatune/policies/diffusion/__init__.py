@@ -120,6 +120,8 @@ POLICY = Policy(
                 "scheduler": {"type": "diffuser", "num_warmup_steps": 50, "num_decay_steps": 500, "decay_lr": 0.0},
                 "steps": 500,
                 "batch_size": 16,
+                "eval_freq": 100,
+                "eval_samples": 16,
             },
             small=True,
         ),

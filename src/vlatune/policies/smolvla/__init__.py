@@ -55,6 +55,8 @@ POLICY = Policy(
                 "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 800, "decay_lr": 1.5e-4},
                 "steps": 800,
                 "batch_size": 32,
+                "eval_freq": 100,
+                "eval_samples": 64,
             },
             small=True,
         ),
