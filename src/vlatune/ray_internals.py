@@ -390,9 +390,9 @@ def _make_lean(base: Any, own_cluster: bool) -> Any:
             controller = DriversController(**settings)
 
             async def run() -> None:
-                task = asyncio.current_task()
+                task, loop = asyncio.current_task(), asyncio.get_running_loop()
                 assert task is not None  # this is one
-                self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+                self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
                 if self._is_cancelled:  # before it had begun
                     raise asyncio.CancelledError
                 await controller.run()
