@@ -29,9 +29,14 @@ os.environ["XDG_STATE_HOME"] = f"{CACHE}/state"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # training workers and readers share the cores of a small machine
 os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
 
-
 TESTS = Path(__file__).parent
 RAY = "ray"
+EVERY_PROCESS = str(TESTS / "every_process")
+os.environ["VLATUNE_TESTS_PACKAGES"] = f"{CACHE}/packages.json"
+if EVERY_PROCESS not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # of `pytest -n 2` the first has set it for two
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")]))
+    sys.path.append(EVERY_PROCESS)
+    import sitecustomize  # noqa: F401  # this process has started without it
 
 settings.register_profile("no timing", deadline=None)  # the machine may be busy; timings live in benchmarks
 settings.load_profile("no timing")
