@@ -31,9 +31,11 @@ os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
 
 TESTS = Path(__file__).parent
 RAY = "ray"
+SHARED = {RAY: r"\bray_local\b|\bmark\.ray\b", "two workers": r"\btwo_workers_run\b"}
+"""What is made once for several files -> how a file says that it uses it."""
 EVERY_PROCESS = str(TESTS / "every_process")
 os.environ["VLATUNE_TESTS_PACKAGES"] = f"{CACHE}/packages.json"
-if EVERY_PROCESS not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # of `pytest -n 2` the first has set it for two
+if EVERY_PROCESS not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # else `pytest -n 2` has set it already
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")]))
     sys.path.append(EVERY_PROCESS)
     import sitecustomize  # noqa: F401  # this process has started without it
@@ -66,8 +68,8 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of `make test`: a file goes to one process whole, so that its fixtures are made once, and all that share the cluster
-    to the same. By hand, as xdist 3.8 hangs its own groups on a field that pytest 9 no longer has, and then has none.
+    """Of `make test`: a file goes to one process whole, so that its fixtures are made once, and all that share the cluster, or
+    the run of two workers, to the same. By hand, as xdist 3.8 hangs its own groups on a field that pytest 9 no longer has, and then has none.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -80,12 +82,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def group_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return RAY if _starts_ray(file) else file
+    return _shared_by(file) or file
 
 
 @cache
-def _starts_ray(file: str) -> bool:
-    return re.search(r"\bray_local\b|\bmark\.ray\b", (TESTS.parent / file).read_text(encoding="utf-8")) is not None
+def _shared_by(file: str) -> str | None:
+    """What the file shares with others, if anything."""
+    text = (TESTS.parent / file).read_text(encoding="utf-8")
+    return next((group for group, names in SHARED.items() if re.search(names, text)), None)
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +139,14 @@ def small_base(dataset_v3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return make_small_pi05(
         folder, cameras=meta.cameras, state_dim=state, action_dim=action, horizon=5, image_size=48, tasks=meta.tasks
     )
+
+
+@pytest.fixture(scope="session")
+def two_workers_run(dataset_v3: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two workers and a cluster of their own, by `vlatune train`, with a restart on the way (train/two_workers_run.py)."""
+    from train.two_workers_run import make_two_workers_run
+
+    return make_two_workers_run(dataset_v3, small_base, tmp_path_factory.mktemp("two_workers"))
 
 
 @pytest.fixture
