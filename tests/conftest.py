@@ -1,6 +1,7 @@
 """What every test may rely on: no network, caches of its own, untouched random states, two small datasets."""
 
 import atexit
+import gc
 import os
 import random
 import re
@@ -28,6 +29,9 @@ os.environ["HF_LEROBOT_HOME"] = f"{CACHE}/lerobot"
 os.environ["XDG_STATE_HOME"] = f"{CACHE}/state"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # training workers and readers share the cores of a small machine
 os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
+# Where Python may write no bytecode, each of some 150 processes would compile what it imports of ours, and both that test all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 TESTS = Path(__file__).parent
 RAY = "ray"
@@ -54,6 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from cpu_seconds import CpuSeconds
 
         config.pluginmanager.register(CpuSeconds(Path(f"{file}.{process}" if process else file).absolute()))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: Python need not look for garbage in it again and again."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

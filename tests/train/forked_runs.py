@@ -7,6 +7,7 @@ A group whose worker dies is ended and started again, as the driver does. RUNS_J
 "threads", a worker has as many and is fed with the rows that the order names, as one with Ray.
 """
 
+import gc
 import json
 import os
 import signal
@@ -107,8 +108,10 @@ def fork_rank(job: WorkerJob, faults: tuple[Fault, ...], rank: int) -> int:
 
 
 def main(runs: list[dict[str, Any]]) -> None:
+    gc.freeze()  # a child that looked for garbage in all that is imported would copy the memory it lies in
     torch.set_num_threads(1)
     loop.get_device = lambda: torch.device("cpu")
+    loop.find_compute_threads = lambda _: []  # as it finds with one thread, by a tenth of a second of work
     metrics_logger.SpillMeter = NoSpills
     validation._read_batches = lambda setup, batches: ((n, read_chosen(setup, frames)) for n, frames in batches.items())
     for one in runs:
