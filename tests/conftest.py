@@ -1,6 +1,7 @@
 """What every test may rely on: no network, caches of its own, untouched random states, two small datasets."""
 
 import atexit
+import gc
 import os
 import random
 import re
@@ -28,10 +29,20 @@ os.environ["HF_LEROBOT_HOME"] = f"{CACHE}/lerobot"
 os.environ["XDG_STATE_HOME"] = f"{CACHE}/state"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # training workers and readers share the cores of a small machine
 os.environ.pop("RAY_ADDRESS", None)  # tests start their own cluster
-
+# Where Python may write no bytecode, each of some 150 processes would compile what it imports of ours, and both that test all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 TESTS = Path(__file__).parent
 RAY = "ray"
+SHARED = {RAY: r"\bray_local\b|\bmark\.ray\b", "two workers": r"\btwo_workers_run\b"}
+"""What is made once for several files -> how a file says that it uses it."""
+EVERY_PROCESS = str(TESTS / "every_process")
+os.environ["VLATUNE_TESTS_PACKAGES"] = f"{CACHE}/packages.json"
+if EVERY_PROCESS not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # else `pytest -n 2` has set it already
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")]))
+    sys.path.append(EVERY_PROCESS)
+    import sitecustomize  # noqa: F401  # this process has started without it
 
 settings.register_profile("no timing", deadline=None)  # the machine may be busy; timings live in benchmarks
 settings.load_profile("no timing")
@@ -49,6 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CpuSeconds(Path(f"{file}.{process}" if process else file).absolute()))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: Python need not look for garbage in it again and again."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares the cluster comes first, as one after the other it takes longest; then what takes long beside it."""
     items.sort(key=_rank)  # stable: otherwise as collected
@@ -61,8 +77,8 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of `make test`: a file goes to one process whole, so that its fixtures are made once, and all that share the cluster
-    to the same. By hand, as xdist 3.8 hangs its own groups on a field that pytest 9 no longer has, and then has none.
+    """Of `make test`: a file goes to one process whole, so that its fixtures are made once, and all that share the cluster, or
+    the run of two workers, to the same. By hand, as xdist 3.8 hangs its own groups on a field that pytest 9 no longer has, and then has none.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -75,12 +91,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def group_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return RAY if _starts_ray(file) else file
+    return _shared_by(file) or file
 
 
 @cache
-def _starts_ray(file: str) -> bool:
-    return re.search(r"\bray_local\b|\bmark\.ray\b", (TESTS.parent / file).read_text(encoding="utf-8")) is not None
+def _shared_by(file: str) -> str | None:
+    """What the file shares with others, if anything."""
+    text = (TESTS.parent / file).read_text(encoding="utf-8")
+    return next((group for group, names in SHARED.items() if re.search(names, text)), None)
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +148,14 @@ def small_base(dataset_v3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return make_small_pi05(
         folder, cameras=meta.cameras, state_dim=state, action_dim=action, horizon=5, image_size=48, tasks=meta.tasks
     )
+
+
+@pytest.fixture(scope="session")
+def two_workers_run(dataset_v3: Path, small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two workers and a cluster of their own, by `vlatune train`, with a restart on the way (train/two_workers_run.py)."""
+    from train.two_workers_run import make_two_workers_run
+
+    return make_two_workers_run(dataset_v3, small_base, tmp_path_factory.mktemp("two_workers"))
 
 
 @pytest.fixture

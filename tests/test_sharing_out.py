@@ -1,4 +1,4 @@
-"""`make test` shares the tests out to two processes: a file stays whole, and all that share a cluster are in one of them."""
+"""`make test` shares the tests out to two processes: a file stays whole, and all that share a cluster or a run are in one of them."""
 
 import subprocess
 import sys
@@ -26,6 +26,8 @@ def processes(tmp_path_factory) -> dict[str, list[str]]:
         "a/test_plain_one.py": PLAIN,
         "a/test_plain_two.py": PLAIN,
         "a/test_fixture.py": PLAIN.replace("(number)", "(number, ray_local)"),
+        "a/test_run_one.py": f"{PLAIN}# two_workers_run\n",
+        "b/test_run_two.py": f"{PLAIN}# two_workers_run\n",
         "b/test_marked.py": f"{PLAIN}pytestmark = pytest.mark.ray\n",
         "b/test_long.py": f"{PLAIN}pytestmark = pytest.mark.early\n",
     }.items():
@@ -35,7 +37,7 @@ def processes(tmp_path_factory) -> dict[str, list[str]]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *flags], cwd=folder, capture_output=True, text=True, check=False
     )
-    assert "45 passed" in done.stdout, done.stdout + done.stderr
+    assert "63 passed" in done.stdout, done.stdout + done.stderr
     found: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         if line.startswith("[gw"):
@@ -47,6 +49,7 @@ def test_a_file_stays_whole_and_what_shares_the_cluster_is_in_one_process(proces
     first, second = map(set, processes.values())
     assert not first & second
     assert {"test_fixture", "test_marked"} <= first or {"test_fixture", "test_marked"} <= second
+    assert {"test_run_one", "test_run_two"} <= first or {"test_run_one", "test_run_two"} <= second
 
 
 def test_what_takes_long_without_it_is_begun_first_in_the_other(processes):

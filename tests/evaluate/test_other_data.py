@@ -23,7 +23,7 @@ from vlatune.evaluate.subject import open_subject
 from vlatune.policies.registry import PACKAGES
 
 pytestmark = pytest.mark.early
-SMALL = ("--max_samples=10", "--batch_size=4", "--rollouts=2")
+SMALL = ("--max_samples=5", "--batch_size=3", "--rollouts=1")
 
 
 def exported(run_dir: Path, folder: Path) -> Path:
@@ -66,7 +66,7 @@ def test_all_of_another_dataset_is_looked_at_and_the_runs_report_stays(run_of, d
     assert json.loads((tmp_path / "run-eval" / "eval.json").read_text()) == found
     assert cli.main(["eval", str(run_dir), f"--dataset.root={other}", *SMALL]) == cli.OK
     text = capsys.readouterr().out
-    assert f"10 samples of 3 episodes of {other}" in text
+    assert f"5 samples of 3 episodes of {other}" in text
     assert f"open-loop action error on episodes of {other}" in text
     assert f"report: {tmp_path / 'run-eval' / 'eval.html'}" in text
     assert "held-out" not in text + (tmp_path / "run-eval" / "eval.html").read_text()

@@ -13,7 +13,7 @@ from fuzz import LIMIT_BYTES, SPEC, BareError, Subject, make_base, run_cases
 from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
 
 pytestmark = pytest.mark.early
-CASES = 60
+CASES = 40
 ONCE_BAD: tuple[int, ...] = (105024, 301071, 900167, 900272)
 """Cases that a long run has found."""
 

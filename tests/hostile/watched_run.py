@@ -1,4 +1,5 @@
-"""`python watched_run.py SEEN TRAIN_FLAGS...`: `vlatune train`, and all that others can see of it meanwhile, written to SEEN.
+"""`python watched_run.py SEEN FAULT TRAIN_FLAGS...`: `vlatune train`, whose worker meets the fault, and all that others can see of it
+meanwhile, written to SEEN.
 
 That is: the arguments of its processes, who listens where, the cluster's jobs and key-value store, and the files of Ray's
 session. At its end the run fails with an error that quotes every secret there is, as an error of a library may.
@@ -13,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from train import faults
+from train.two_workers_run import FROM_ENVIRONMENT
 
 from vlatune import cli
 from vlatune.train.driver import launch
 
-FROM_ENVIRONMENT = "CANARY_VARIABLES"
-"""Names of the variables that hold secrets, with commas."""
 QUOTED = (
     "s3://AKIAX:{0}/{0}@bucket/x",
     "https://{0}@host/x",
@@ -84,8 +85,14 @@ def keep_files() -> Iterator[str]:
             yield f"{path.name} {path.read_bytes().decode(errors='replace')}"
 
 
-def watched(train_until_done):
+def watched(train_until_done, fault: faults.Fault, marks: Path):
     def train(*arguments) -> None:
+        import ray.cloudpickle
+
+        from vlatune.train.driver import trainer
+
+        ray.cloudpickle.register_pickle_by_value(faults)
+        trainer.run_worker = faults.worker_with((fault,), marks, {})
         done = threading.Event()
         watcher = threading.Thread(target=watch, args=(done,))
         watcher.start()
@@ -103,7 +110,8 @@ def watched(train_until_done):
 
 
 if __name__ == "__main__":
-    launch._train_until_done = watched(launch._train_until_done)
-    code = cli.main(["train", *sys.argv[2:]])
-    Path(sys.argv[1]).write_text(json.dumps({name: sorted(texts) for name, texts in seen.items()}))
+    file, fault, *flags = sys.argv[1:]
+    launch._train_until_done = watched(launch._train_until_done, faults.Fault(**json.loads(fault)), Path(file).parent)
+    code = cli.main(["train", *flags])
+    Path(file).write_text(json.dumps({name: sorted(texts) for name, texts in seen.items()}))
     sys.exit(code)

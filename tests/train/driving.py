@@ -13,9 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vlatune.bench.processes import processes_in
+from vlatune.policies.registry import get_policy
 from vlatune.report.sinks import read_jsonl
 
 PATIENCE_S = 400
+ENDLESS = 100_000
+POLICY_SAVE_FREQ = 10
+OWN = {
+    "pi0": ["--policy.flow_samples=2"],
+    "smolvla": ["--policy.train=expert", "--policy.flow_samples=2"],
+    "act": ["--policy.dropout=0.3", "--policy.optimizer_lr_backbone=0.0001", "--optimizer.ema_decay=0.9"],
+    "diffusion": ["--policy.use_group_norm=false", "--policy.crop_ratio=0.8", "--optimizer.ema_decay=0.9"],
+}
+"""Policy -> what makes it lose something if it can."""
+MOST_TO_LOSE = "diffusion"
+"""History, crop, running statistics, averages."""
 
 
 @contextmanager
@@ -34,6 +46,31 @@ def started(
                 for pid in session(process.pid):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
+
+
+def flags_of(name: str, dataset: Path, *more: str) -> list[str]:
+    """Of a policy's small twin, which the run makes itself; more steps than it could ever make."""
+    return [
+        f"--recipe={get_policy(name).small_recipe}",
+        f"--dataset.root={dataset}",
+        "--dataset.run_length=4",
+        "--dataset.window_rows=8",
+        "--dataset.image_transforms.enable=true",
+        "--batch_size=4",
+        f"--steps={ENDLESS}",
+        "--scheduler.type=constant_with_warmup",  # the rate does not depend on --steps
+        "--scheduler.num_warmup_steps=4",
+        "--log_freq=1",
+        f"--save_freq={POLICY_SAVE_FREQ}",
+        "--keep_checkpoints=2",  # a ResNet's are large
+        "--save_every_s=0",
+        "--eval_freq=0",
+        "--log_samples=true",
+        "--ray.num_cpus=2",
+        "--ray.object_store_bytes=100000000",
+        *OWN[name],
+        *more,
+    ]
 
 
 def output(run_dir: Path) -> str:

@@ -3,22 +3,24 @@
 The workers are the real ones, over gloo, each in a process that is forked from this one, so that a start costs a
 second. Only what Ray would bring is stood in for: the feed hands out ready batches, held-out rows are read in the worker, the
 object store is not metered.
-A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"config", "faults"}, ...].
+A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"config", "faults"}, ...]; with
+"threads", a worker has as many and is fed with the rows that the order names, as one with Ray.
 """
 
+import gc
 import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from faults import Fault, Faults, arm
+from without_ray import NoDriver, NoSpills, OrderedBatches
 
 from vlatune.batch import Columns
 from vlatune.config import EvalConfig, RunConfig
@@ -31,7 +33,6 @@ from vlatune.pipeline.transforms import apply_all
 from vlatune.policies.pi05 import load as pi05_load
 from vlatune.policies.pi05 import module as pi05_module
 from vlatune.train.driver.resume_rules import find_resume_point, open_run
-from vlatune.train.heartbeat import Request
 from vlatune.train.worker import loop, metrics_logger, validation
 from vlatune.train.worker_job import WorkerJob
 
@@ -63,30 +64,24 @@ class ReadyBatches:
     def close(self) -> None: ...
 
 
-class NoSpills:
-    peak_bytes = 0
-
-    def latest(self) -> SimpleNamespace:
-        return SimpleNamespace(spilled_bytes=0, fallback_bytes=0, used_bytes=0)
-
-    close = latest
-
-
-class NoDriver:
-    """Nobody asks for anything."""
-
-    def moved(self) -> None: ...
-
-    def take_request(self) -> Request:
-        return Request.NOTHING
-
-
-def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
+def run(config: RunConfig, faults: tuple[Fault, ...], threads: int) -> int:
     """Until the run is done; how many groups were lost on the way."""
+    start = find_resume_point(config, say=lambda _: None)
     open_run(config)
     most = len(faults) + 2
     for restarts in range(most):
-        pids = [fork_rank(config, faults, rank, restarts) for rank in range(WORKERS)]
+        if restarts:  # as the driver does, whose set-up stays
+            start = find_resume_point(config, start.setup, say=lambda _: None)
+        job = WorkerJob(
+            config=config,
+            setup=start.setup,
+            budget=Budget(block_rows=1, block_bytes=1, readers=1, limit_bytes=1),
+            torch_threads=threads,
+            run_dir=str(config.run_dir),
+            checkpoints=start.plan(config),
+            restarts=restarts,
+        )
+        pids = [fork_rank(job, faults, rank) for rank in range(WORKERS)]
         ended, status = os.wait()
         if status:  # the driver ends what is left of a group
             os.kill(next(pid for pid in pids if pid != ended), signal.SIGKILL)
@@ -96,45 +91,35 @@ def run(config: RunConfig, faults: tuple[Fault, ...]) -> int:
     raise RuntimeError(f"{config.run_dir}: not done after {most} starts")
 
 
-def fork_rank(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int) -> int:
+def fork_rank(job: WorkerJob, faults: tuple[Fault, ...], rank: int) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        work(config, faults, rank, restarts)
+        rendezvous = f"file://{job.run_dir}/.rendezvous-{job.restarts}"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
+        arm(Faults(faults, job.config.run_dir.parent, rank))
+        loop.work(loop.Worker(job, Share(rank, WORKERS), NoDriver()))
         code = 0
     finally:
         sys.stderr.flush()
         os._exit(code)
 
 
-def work(config: RunConfig, faults: tuple[Fault, ...], rank: int, restarts: int) -> None:
-    rendezvous = f"file://{config.run_dir}/.rendezvous-{restarts}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
-    arm(Faults(faults, config.run_dir.parent, rank))
-    start = find_resume_point(config, say=lambda _: None)
-    job = WorkerJob(
-        config=config,
-        setup=start.setup,
-        budget=Budget(block_rows=1, block_bytes=1, readers=1, limit_bytes=1),
-        run_dir=str(config.run_dir),
-        checkpoints=start.plan(config),
-        restarts=restarts,
-    )
-    loop.work(loop.Worker(job, Share(rank, WORKERS), NoDriver()))
-
-
 def main(runs: list[dict[str, Any]]) -> None:
+    gc.freeze()  # a child that looked for garbage in all that is imported would copy the memory it lies in
     torch.set_num_threads(1)
     loop.get_device = lambda: torch.device("cpu")
-    loop.Feed = ReadyBatches
+    loop.find_compute_threads = lambda _: []  # as it finds with one thread, by a tenth of a second of work
     metrics_logger.SpillMeter = NoSpills
-    loop.EvalConfig = partial(EvalConfig, batch_size=2)  # so that each worker has several
     validation._read_batches = lambda setup, batches: ((n, read_chosen(setup, frames)) for n, frames in batches.items())
     for one in runs:
+        as_with_ray = "threads" in one
+        loop.Feed = OrderedBatches if as_with_ray else ReadyBatches
+        loop.EvalConfig = EvalConfig if as_with_ray else partial(EvalConfig, batch_size=2)  # each worker has several
         config = config_from_dict(RunConfig, one["config"], "the test")
-        restarts = run(config, tuple(Fault(**fault) for fault in one["faults"]))
+        restarts = run(config, tuple(Fault(**fault) for fault in one["faults"]), one.get("threads", 1))
         (config.run_dir / "restarts").write_text(str(restarts))
 
 

@@ -14,7 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from driving import PATIENCE_S, end_of, left_behind, named, output, started, step_of, until
+from driving import (
+    ENDLESS,
+    MOST_TO_LOSE,
+    PATIENCE_S,
+    POLICY_SAVE_FREQ,
+    end_of,
+    flags_of,
+    left_behind,
+    named,
+    output,
+    started,
+    step_of,
+    until,
+)
 from safetensors.numpy import load_file
 from without_ray import run_without_ray, threads_of
 
@@ -26,7 +39,6 @@ from vlatune.report.summary import read_summary
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("temporary")]
 
-ENDLESS = 100_000
 SAVE_FREQ, DECAY = 50, 80
 COORDINATOR = "ray::Coordinator"
 OPEN = "RAY_AUTH_MODE switches Ray's token authentication off"
@@ -84,6 +96,14 @@ def kill_coordinator(process: subprocess.Popen[str], run_dir: Path, which: int =
     until(lambda: step_of(run_dir) > step + 2 * MAX_QUEUED, process, run_dir)
 
 
+def kill_worker(process: subprocess.Popen[str], run_dir: Path) -> None:
+    """One that trains; the run goes on by itself, some steps beyond where it was."""
+    os.kill(named(process.pid, "ray::RayTrainWorker")[0], signal.SIGKILL)
+    until(lambda: "broken off" in output(run_dir), process, run_dir)
+    reached = step_of(run_dir)
+    until(lambda: step_of(run_dir) >= reached + 3, process, run_dir)
+
+
 def assert_same(run_dir: Path, clean: Path) -> None:
     ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (run_dir, clean))
     for key in ("optimizer_step", "loss", "grad_norm", "lr", "epoch"):
@@ -106,36 +126,38 @@ def assert_undisturbed(run_dir: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_killed_then_the_same_command_then_asked_to_end_then_on(flags, tmp_path):
-    """And the process that runs its reading dies on the way, which nobody notices. The second start is told that
-    authentication is switched off.
+def test_killed_then_the_same_command_then_asked_to_end_then_on(dataset_v3, tmp_path):
+    """And the process that runs its reading dies on the way, which nobody notices; in the second start a worker dies, and it is told that
+    authentication is switched off. Of Diffusion Policy, which has most to lose.
 
     What SIGTERM leaves is continued as the driver would, but without Ray in this process, and so is the undisturbed run
     made: both are fed with the rows that the order names.
     """
-    run_dir = tmp_path / "run"
+    run_dir, flags = tmp_path / "run", flags_of(MOST_TO_LOSE, dataset_v3)
     with started(run_dir, *flags) as process:
         kill_coordinator(process, run_dir)
-        until(lambda: SAVE_FREQ in saved_in(run_dir) and step_of(run_dir) >= SAVE_FREQ + 20, process, run_dir)
+        until(lambda: saved_in(run_dir) and step_of(run_dir) % POLICY_SAVE_FREQ >= 3, process, run_dir)
         process.kill()
         assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     reached = step_of(run_dir)
     assert left_behind()
     assert OPEN not in output(run_dir)
+    assert "broken off" not in output(run_dir)
     with started(run_dir, *flags, environment={"RAY_AUTH_MODE": "disabled"}) as process:
-        until(lambda: step_of(run_dir) >= reached + 20, process, run_dir)
+        until(lambda: step_of(run_dir) > reached, process, run_dir)
+        kill_worker(process, run_dir)
+        reached = step_of(run_dir)
         process.terminate()
         assert end_of(process, run_dir) == 143, output(run_dir)
     assert output(run_dir).count("continuing from ") == 1
+    assert output(run_dir).count("broken off") == 1
     assert OPEN in output(run_dir)
     assert "saving a checkpoint" in output(run_dir)
-    assert "broken off" not in output(run_dir)
     assert left_behind() == []  # also what the killed one left is removed by the next
-    asked = saved_in(run_dir)
-    assert asked[0] == SAVE_FREQ
-    assert asked[-1] == step_of(run_dir) > reached  # where it stopped, not where the plan had it save
+    asked = saved_in(run_dir)[-1]
+    assert asked == step_of(run_dir) >= reached  # where it stopped, not where the plan had it save
     threads = threads_of(run_dir)
-    config = replace(read_config(run_dir), output_dir=str(run_dir), steps=asked[-1] + 20)
+    config = replace(read_config(run_dir), output_dir=str(run_dir), steps=asked + 6)
     run_without_ray(config, threads)
     assert (saved_in(run_dir)[-1], step_of(run_dir)) == (config.steps, config.steps)
     clean = tmp_path / "clean"

@@ -227,24 +227,6 @@ def test_one_seed_gives_the_same_run_to_the_last_bit_also_on_a_cluster_of_others
     assert (second / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
 
 
-def test_two_workers_take_the_same_samples_and_learn_the_same(first_run, two_workers_run):
-    assert (two_workers_run / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
-    assert losses(two_workers_run) == pytest.approx(losses(first_run), rel=1e-3)
-    ours, theirs = (read_jsonl(folder / "metrics.jsonl") for folder in (two_workers_run, first_run))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine["loss_by_dim"] == pytest.approx(other["loss_by_dim"], rel=1e-2)
-        told = [
-            {name: loss for name, loss in line["loss_by_task"].items() if loss is not None} for line in (mine, other)
-        ]
-        assert told[0] == pytest.approx(told[1], rel=1e-2)
-    by_run = [read_summary(folder) for folder in (two_workers_run, first_run)]
-    places = [{(one["dataset"], one["episode"]): one for one in run.loss_by_episode} for run in by_run if run]
-    assert places[0].keys() == places[1].keys() != set()
-    for place, one in places[0].items():
-        assert one["samples"] == places[1][place]["samples"]
-        assert one["loss"] == pytest.approx(places[1][place]["loss"], rel=1e-2)
-
-
 def test_evaluation_is_deterministic_and_renews_the_report(first_run):
     from vlatune.evaluate.evaluate_run import evaluate_run
 

@@ -1,7 +1,7 @@
 """SIGKILL of either worker at every named point: losses, validation, samples and weights are to the last bit the undisturbed run's.
 
-Without Ray (forked_runs.py), so that all points are met in a minute, several of them by a run; test_faults.py meets some
-with it.
+Without Ray (forked_runs.py), so that all points are met in a minute, several of them by a run; `-m slow test_faults.py` meets
+them with it.
 """
 
 import json
@@ -87,7 +87,11 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
     program = Path(__file__).with_name("forked_runs.py")
     command = [sys.executable, str(program), json.dumps(jobs)]
     done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return found

@@ -1,12 +1,11 @@
-"""Workers end at any moment, for real, and the run is to the last bit the one that nobody disturbed.
+"""Workers end at every named point, with Ray, and the run is to the last bit the one that nobody disturbed: `-m slow`.
 
-Two workers, several restarts in one run: a start costs half a minute. `-m slow` goes through every named point, in a longer
-run.
+Two workers, several restarts in one run: a start costs half a minute. In `make test` the points are met without Ray
+(test_every_fault.py); with Ray a worker is stopped (test_two_workers_with_ray.py) and one is killed (test_driver.py).
 """
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,11 +20,12 @@ from checkpoint.upload_server import environment, running_upload_server
 from dataset.storage.loopback_s3 import BUCKET
 from driving import validation_curve
 from faults import POINTS, SAVE_POINTS, Fault, worker_with
+from train.two_workers_run import by_two
+from without_ray import run_without_ray, threads_of
 
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config import RunConfig, to_json
 from vlatune.report.sinks import read_jsonl
-from vlatune.run_setup import make_setup
 from vlatune.train.driver import trainer
 from vlatune.train.driver.launch import train
 
@@ -34,33 +34,14 @@ LONGER_STEPS, LONGER_SAVE_FREQ = 24, 4
 
 
 @pytest.fixture(scope="module")
-def config(two_workers_config) -> RunConfig:
-    return replace(two_workers_config, max_restarts=10)
-
-
-@pytest.fixture(scope="module")
-def clean(two_workers_run) -> Path:
-    """The undisturbed run."""
-    return two_workers_run
-
-
-@pytest.fixture(scope="module")
-def longer(config) -> RunConfig:
+def longer(base_config) -> RunConfig:
     """With more checkpoints, so that each moment of a save has one of its own."""
-    return replace(config, steps=LONGER_STEPS, save_freq=LONGER_SAVE_FREQ)
+    return replace(by_two(base_config), max_restarts=10, steps=LONGER_STEPS, save_freq=LONGER_SAVE_FREQ)
 
 
 @pytest.fixture(scope="module")
 def longer_clean(longer, tmp_path_factory) -> Path:
     return run(longer, tmp_path_factory.mktemp("clean"))
-
-
-@pytest.fixture(scope="module")
-def epoch(config) -> int:
-    """Optimizer steps of an epoch, the last of them uneven and filled up."""
-    order = make_setup(config).order
-    assert order.num_samples % order.global_batch
-    return order.batches_per_epoch
 
 
 @pytest.fixture
@@ -111,34 +92,6 @@ def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def test_the_undisturbed_run_crosses_an_epoch_with_an_uneven_end(config, clean, epoch):
-    lines = read_jsonl(clean / "metrics.jsonl")
-    assert [line["epoch"] for line in lines] == [(step - 1) // epoch for step in range(1, config.steps + 1)]
-    assert summary(clean)["restarts"] == 0
-
-
-@pytest.mark.timeout(900)
-def test_stopped_in_an_epoch_and_killed_at_the_beginning_of_the_next(config, clean, epoch, arm, tmp_path, capsys):
-    """It goes on from within an epoch, over its end, and then from its end or, if that save was not done, from there again.
-
-    On a machine so slow that others seem to hang as well, the stopped one is among those that were found. The other
-    points of a worker's life, each moment of a save among them, are met without Ray in test_every_fault.py.
-    """
-    stopped = Fault("forward", config.save_freq + 3, rank=1, signal=signal.SIGSTOP)
-    killed = Fault("all-reduce", epoch + 1, rank=1)
-    assert config.save_freq < stopped.optimizer_step < epoch == 2 * config.save_freq
-    marks = arm([stopped, killed])
-    run_dir = run(replace(config, hang_timeout_s=20.0), tmp_path)
-    assert_same(run_dir, clean)
-    assert [fault for fault in (stopped, killed) if not fault.file(marks).exists()] == []
-    hangs = [file.read_text() for file in (run_dir / "logs").glob("hang-*.txt")]
-    assert summary(run_dir)["restarts"] == 1 + len(hangs)
-    (stacks,) = [text for text in hangs if "rank 1: stopped by a signal" in text]
-    assert "rank 0: running" in stacks
-    assert "optimizer.py" in stacks  # where it stood
-    assert re.search(r"rank 1 did nothing for .* its process was stopped by a signal", capsys.readouterr().out)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_while_uploading(longer, longer_clean, arm, tmp_path, monkeypatch):
@@ -185,7 +138,7 @@ sys.exit(cli.main(words))
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_driver_is_killed_in_a_validation_and_the_same_command_goes_on(base_config, first_run, tmp_path):
+def test_the_driver_is_killed_in_a_validation_and_the_same_command_goes_on(base_config, tmp_path):
     """`vlatune train` as its own process, whose worker has computed a part of the second validation when it is gone."""
     run_dir, marks = tmp_path / "run", tmp_path / "faults"
     marks.mkdir()
@@ -197,9 +150,11 @@ def test_the_driver_is_killed_in_a_validation_and_the_same_command_goes_on(base_
     ends = [subprocess.run(command, env=env, capture_output=True, text=True, check=False) for _ in range(2)]
     assert [one.returncode for one in ends] == [-signal.SIGKILL, 0], ends[-1].stderr
     assert "continuing from " in ends[1].stdout + ends[1].stderr
-    assert validation_curve(run_dir) == validation_curve(first_run)
-    assert numbers(run_dir) == numbers(first_run)
-    assert (run_dir / "samples.jsonl").read_bytes() == (first_run / "samples.jsonl").read_bytes()
+    clean = tmp_path / "clean"
+    run_without_ray(replace(base_config, output_dir=str(clean)), threads_of(run_dir))
+    assert validation_curve(run_dir) == validation_curve(clean)
+    assert numbers(run_dir) == numbers(clean)
+    assert (run_dir / "samples.jsonl").read_bytes() == (clean / "samples.jsonl").read_bytes()
 
 
 def _step(place: int, point: str) -> int:

@@ -109,13 +109,12 @@ def _own_threads() -> Iterator[None]:
 
 
 class OrderedBatches:
-    """Instead of the feed, for one worker and one dataset: what `sample_order.py` says, read directly."""
+    """Instead of the feed, for one dataset: what `sample_order.py` says, read directly."""
 
     def __init__(
         self, plan: DataPlan, share: Share, budget, *, first_step: int, last_step: int, coordinator=None, empty=None
     ) -> None:
-        assert share == Share(0, 1)
-        self._made = _batches(plan, range(first_step, last_step))
+        self._made = _batches(plan, share, range(first_step, last_step))
 
     def __iter__(self) -> Iterator[Columns]:
         return self
@@ -126,12 +125,14 @@ class OrderedBatches:
     def close(self) -> None: ...
 
 
-def _batches(plan: DataPlan, steps: range) -> Iterator[Columns]:
+def _batches(plan: DataPlan, share: Share, steps: range) -> Iterator[Columns]:
     rows, order_of = all_rows(plan), cache(lambda epoch: epoch_order(plan.order, epoch))
     for step in steps:
         cursor = cursor_at(plan.order, step)
-        samples = step_samples(plan.order, order_of(cursor.epoch), cursor.batch)
-        slots = step * len(samples) + np.arange(len(samples))
+        everyones = step_samples(plan.order, order_of(cursor.epoch), cursor.batch)
+        samples = everyones.reshape(share.num_workers, -1)[share.rank]
+        per_step = share.slots_per_step(plan.order)
+        slots = share.places(plan.order, step * per_step + np.arange(per_step))  # as for the one worker of them all
         for at in range(0, len(samples), plan.batch_size):
             part = slice(at, at + plan.batch_size)
             columns = {key: values[samples[part]] for key, values in rows.items()} | {SLOT: slots[part]}

@@ -1,4 +1,4 @@
-"""The driver's eye: who hangs, and what ends on the other thread. Runs of whole groups are in test_faults.py."""
+"""The driver's eye: who hangs, and what ends on the other thread. Runs of whole groups are in test_two_workers_with_ray.py and test_faults.py."""
 
 import os
 import signal

@@ -175,7 +175,12 @@ def test_tensorboard_has_every_point_once_after_a_killed_and_resumed_run(tmp_pat
 
 @pytest.mark.early
 def test_wandb_offline_has_every_point_once_after_a_killed_and_resumed_run(tmp_path, monkeypatch):
-    """Read back by wandb's own reader of its files."""
+    """Read back by wandb's own reader of its files.
+
+    They are written by a process of wandb's own, which the end of a run does not wait for: only that of its program does, which
+    is `wandb.teardown` here.
+    """
+    import wandb
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
     from wandb.sdk.internal.datastore import DataStore
 
@@ -184,10 +189,12 @@ def test_wandb_offline_has_every_point_once_after_a_killed_and_resumed_run(tmp_p
     write_steps(tmp_path, 1, 5)
     with tracked(config):
         pass
+    wandb.teardown()
     write_steps(tmp_path, 3, 8)
     write_validation(tmp_path, 6)
     with tracked(config):
         pass
+    wandb.teardown()
     steps: list[int] = []
     errors: list[float] = []
     ids = set()
