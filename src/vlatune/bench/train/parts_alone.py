@@ -24,7 +24,7 @@ from vlatune.run_setup import Setup, make_setup
 from vlatune.train.driver.cluster import size_for_this_host
 from vlatune.train.driver.launch import run_shape
 from vlatune.train.worker.device import set_performance_flags
-from vlatune.train.worker.optimizer import Updater, make_groups, make_optimizer
+from vlatune.train.worker.optimizer import LossTable, Updater, make_groups, make_optimizer
 from vlatune.train.worker.transfer import collate
 
 WARM_UP_SHARE = 0.25
@@ -55,7 +55,13 @@ def step_alone(config: RunConfig, setup: Setup, plan: DataPlan) -> Callable[[], 
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     factors = setup.adapter.rate_factors(setup.policy, config.optimizer.lr)
     optimizer = make_optimizer(make_groups(trained, config.optimizer.lr, factors), config.optimizer)
-    updater = Updater(module, list(trained.values()), optimizer, clip_norm=config.optimizer.grad_clip_norm)
+    updater = Updater(
+        module,
+        list(trained.values()),
+        optimizer,
+        clip_norm=config.optimizer.grad_clip_norm,
+        losses=LossTable(setup.loss_groups, device),
+    )
     columns = apply_all(plan.transforms, read_units(plan.specs, _first_units(plan, config.batch_size)))
     batch = collate({key: values[: config.batch_size] for key, values in columns.items()}).wrapped().tensors
 

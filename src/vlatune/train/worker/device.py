@@ -44,6 +44,8 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, b
 def find_compute_threads(device: torch.device) -> list[int] | None:
     """Native ids of the threads that share the operators of the calling one; call it after the flags are set."""
     others = torch.get_num_threads() - 1 if device.type == "cpu" else 0
+    if not others:
+        return []
     work = torch.ones(1 << 20)  # about 1 ms an operator: long enough to stand out
     return find_team(lambda: [work.exp() for _ in range(8)], others)
 

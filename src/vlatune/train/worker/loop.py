@@ -4,6 +4,7 @@ Runs once in every process of a worker group. Rank 0 writes the run folder. Noth
 except at log steps and checkpoints, where one transfer brings the numbers over.
 """
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -61,7 +62,10 @@ def run_worker(settings: dict[str, WorkerJob]) -> None:
     heartbeat = Heartbeat(job.monitor, job.restarts, share.rank, Path(job.run_dir))
     one_node = sum(node["Alive"] for node in ray.nodes()) == 1
     try:
-        work(Worker(job, share, heartbeat, readers_here=one_node))
+        worker = Worker(job, share, heartbeat, readers_here=one_node)
+        gc.freeze()  # some 600,000 objects that stay: the loop's own garbage is looked for without them
+        gc.enable()
+        work(worker)
     finally:
         heartbeat.close()
 
