@@ -5,7 +5,6 @@ tokenizer, batch against dataset.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.batch import ACTION, SLOT, STATE, TASK, Columns
+from vlatune.batch import ACTION, STATE
 from vlatune.config import RunConfig
-from vlatune.console import progress_bar, redacted, warn
+from vlatune.console import progress_bar, warn
 from vlatune.dataset.features import camera_spec, vector_spec, with_names
 from vlatune.dataset.health.bad_episodes import (
     BadEpisode,
@@ -28,7 +27,7 @@ from vlatune.dataset.health.bad_episodes import (
 from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, hold_out_each, select_episodes
 from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
-from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, from_features, read_units
+from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, from_features
 from vlatune.dataset.storage.feature_files import FeatureRow, features_root
 from vlatune.dataset.storage.remote_fs import parse_storage_options
 from vlatune.dataset.storage.root import Root
@@ -36,20 +35,14 @@ from vlatune.dataset.video.resize import Letterbox, letterbox_box
 from vlatune.files import read_json, write_json
 from vlatune.pipeline.augmentation import Augment, make_augment
 from vlatune.pipeline.loss_groups import LossGroups, WithLossGroups, make_loss_groups
-from vlatune.pipeline.plan import DataPlan, Share, make_units, plan_steps
+from vlatune.pipeline.plan import DataPlan
 from vlatune.pipeline.transforms import Transform
 from vlatune.policies.base import Binding, Draw, ModuleOptions, PolicyAdapter, PolicySpec, read_policy, require_kept
 from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings, why_one_robot
 from vlatune.policies.normalisation import run_stats
 from vlatune.policies.registry import get_adapter, get_policy
-from vlatune.report.kept_samples import TrainedSample
 from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
-
-FIRST_SAMPLES = 4
-"""Of the first batch that the report shows."""
-MAX_TASKS, MAX_TASK_CHARS = 100, 1000
-"""Of the sentences that the report lists."""
 
 
 @dataclass(frozen=True)
@@ -230,62 +223,6 @@ def _make_mixture(config: RunConfig, training: Selection, num_datasets: int) -> 
     return Mixture(tuple(training.dataset.tolist()), weights) if weights else None
 
 
-def describe_data(setup: Setup) -> dict[str, Any]:
-    """What the run is trained on, for the report: plain JSON values."""
-    datasets, shares = range(len(setup.metas)), _shares(setup)
-    tasks = list(dict.fromkeys(task for meta in setup.metas for task in meta.tasks))
-    return {
-        "datasets": [
-            {
-                "root": redacted(setup.metas[number].root.url),
-                "episodes": int((setup.training.dataset == number).sum()),
-                "held_out": int((setup.held_out.dataset == number).sum()),
-                "frames": int(setup.training.length[setup.training.dataset == number].sum()),
-                "share": float(shares[number]),
-            }
-            for number in datasets
-        ],
-        "tasks": [task[:MAX_TASK_CHARS] for task in tasks[:MAX_TASKS]],
-        "num_tasks": len(tasks),
-        "task_episodes": _episodes_of(setup, tasks[:MAX_TASKS]),
-    }
-
-
-def _episodes_of(setup: Setup, tasks: Sequence[str]) -> list[int]:
-    """Training episodes of each sentence, where meta/ names one beside an episode."""
-    found: Counter[str] = Counter()
-    for number, meta in enumerate(setup.metas):
-        if meta.episodes.task is not None:
-            told = meta.episodes.task[setup.training.position[setup.training.dataset == number]]
-            counts = np.bincount(told[told >= 0], minlength=len(meta.tasks))
-            for task, count in zip(meta.tasks, counts.tolist(), strict=True):
-                found[task] += count
-    return [found[task] for task in tasks]
-
-
-def _shares(setup: Setup) -> np.ndarray:
-    """Of the samples, that each dataset gives."""
-    frames = np.bincount(setup.training.dataset, weights=setup.training.length, minlength=len(setup.metas))
-    weights = np.asarray(setup.order.mixture.weights) if setup.order.mixture else frames
-    return weights / weights.sum()
-
-
-def mixture_lines(setup: Setup) -> list[str]:
-    """What a person must know of a run on several robots: what each is, its share, and how long its chunks are."""
-    if not setup.binding.parts:
-        return []
-    shares = _shares(setup)
-    lines = ["several robots: padded to the widest, masked, each with its own statistics"]
-    for number, (meta, part, spec) in enumerate(zip(setup.metas, setup.binding.parts, setup.specs, strict=True)):
-        offsets = next(vector.offsets for vector in spec.vectors if vector.column == ACTION) or (0,)
-        lacks = f"; without {', '.join(part.missing_cameras)}" if part.missing_cameras else ""
-        lines.append(
-            f"dataset {number}, {meta.root.url}: {shares[number]:.1%} of the samples; {part.state_dim} state and "
-            f"{part.action_dim} action dims{lacks}; {len(offsets)} actions reach {offsets[-1] / meta.fps:.2f} s at {meta.fps:g} frames per second"
-        )
-    return lines
-
-
 def _make_augment(
     config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], policy: PolicySpec, binding: Binding
 ) -> Augment | None:
@@ -311,46 +248,6 @@ def base_path(config: RunConfig) -> str:
     assert path is not None  # validate() has asked for it
     beside = config.run_dir / Path(path).name
     return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
-
-
-def read_first_rows(setup: Setup, specs: Sequence[ReadSpec], share: Share, count: int) -> Columns:
-    """The first rows of a worker's first micro-batch, in the order of training; its transforms are left to the caller."""
-    pieces = [
-        replace(piece, frames=piece.frames[first], slots=piece.slots[first])
-        for piece in plan_steps(setup.order, share, 0, 1)
-        if (first := piece.slots < count).any()
-    ]
-    columns = read_units(specs, make_units(replace(setup.data_plan, specs=tuple(specs)), share, pieces))
-    order = np.argsort(columns[SLOT], kind="stable")
-    return {key: values[order] for key, values in columns.items()}
-
-
-def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSample]:
-    """Some samples of the run's first step, before and after the user's augmentation: what the report shows of it."""
-    rows = read_first_rows(setup, setup.specs, Share(0, 1), count)
-    plain = {name: _newest(rows[name]).copy() for name, _ in setup.binding.cameras}
-    rows = setup.augment(rows) if setup.augment else rows
-    return [
-        TrainedSample(
-            int(rows["episode_index"][row]),
-            int(rows["frame_index"][row]),
-            str(rows[TASK][row]),
-            {target: plain[name][row] for name, target in own},
-            {target: _newest(rows[name])[row] for name, target in own if setup.augment},
-        )
-        for row, own in enumerate(_cameras_of(setup, number) for number in rows["dataset_index"].tolist())
-    ]
-
-
-def _cameras_of(setup: Setup, dataset: int) -> list[tuple[str, str]]:
-    """(column, policy's name) of those that a dataset has."""
-    absent = {camera.column for camera in setup.specs[dataset].absent}
-    return [(name, target) for name, target in setup.binding.cameras if name not in absent]
-
-
-def _newest(pictures: np.ndarray) -> np.ndarray:
-    """(N, 3, H, W), where a policy looks at several observations, too."""
-    return pictures[:, -1] if pictures.ndim == 5 else pictures
 
 
 def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:

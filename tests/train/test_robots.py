@@ -50,7 +50,8 @@ from vlatune.policies.pi05.adapter import Pi05Adapter
 from vlatune.policies.pi05.small import make_small_pi05
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
-from vlatune.run_setup import Setup, make_setup, mixture_lines
+from vlatune.run_setup import Setup, make_setup
+from vlatune.train.data_preview import mixture_lines
 from vlatune.train.driver import trainer
 from vlatune.train.driver.tiny_base import fit_datasets
 from vlatune.train.worker import loop

@@ -26,7 +26,8 @@ from vlatune.policies.base_folder import read_object
 from vlatune.policies.processors import CONFIG, PREPROCESSOR
 from vlatune.policies.tokenizer import Tokenise, load_tokenizer
 from vlatune.report.formatting import format_seconds, format_share, plural
-from vlatune.run_setup import Setup, read_first_rows
+from vlatune.run_setup import Setup
+from vlatune.train.data_preview import read_first_rows
 
 MAX_ROWS = 32
 """Of the first batch that are read; the page shows fewer."""

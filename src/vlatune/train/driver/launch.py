@@ -20,15 +20,8 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
 from vlatune.report.kept_samples import FIRST_BATCH_FILE, save_first_batch
 from vlatune.report.run_folder import SKIPPED_FILE, RunFolder, write_data
-from vlatune.run_setup import (
-    Setup,
-    describe_data,
-    load_metas,
-    make_setup,
-    mixture_lines,
-    read_first_batch,
-    write_skipped,
-)
+from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
+from vlatune.train.data_preview import describe_data, mixture_lines, read_first_batch
 from vlatune.train.driver.cluster import Cluster, local_ray, worker_resources
 from vlatune.train.driver.feature_stage import keep_features
 from vlatune.train.driver.progress import Progress
