@@ -300,13 +300,17 @@ def make_block(row: dict[str, Any]) -> Any:
 
 FIT_THREAD = "ray-train"
 """Name of the driver's thread in which Ray Train runs."""
+SOON_S = 0.5
 
 
 def is_asked() -> bool:
     """Whether a run that was broken off has left that thread inside of Ray, as one that waits for workers which do not answer
     cannot be ended. Ray ends a process, without a word and with a code of its own, that asks it something after `ray.shutdown`.
     """
-    return any(thread.name == FIT_THREAD for thread in threading.enumerate())
+    threads = [thread for thread in threading.enumerate() if thread.name == FIT_THREAD]
+    for thread in threads:
+        thread.join(SOON_S)  # it may be on its last line
+    return any(thread.is_alive() for thread in threads)
 
 
 TRAIN_SETTINGS = {

@@ -12,6 +12,7 @@ import ray
 from vlatune.config import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.pipeline.sizing import Node, RunShape, plan_on_nodes
+from vlatune.ray_internals import is_asked
 from vlatune.report.run_folder import RunFolder
 from vlatune.train.driver.cluster import Cluster, read_nodes
 from vlatune.train.driver.supervisor import (
@@ -136,6 +137,16 @@ def test_whoever_ends_at_once_leaves_no_thread_behind_that_asks_ray(supervisor, 
     with pytest.raises(KeyboardInterrupt):
         supervisor.run(fit, attempt=1, cancel=told.set)
     assert len(done) == 1
+
+
+def test_a_thread_that_ray_does_not_let_go_is_told_from_one_that_ends():
+    goes_on = threading.Event()
+    outcome = _on_thread(lambda: goes_on.wait(60))
+    assert is_asked()
+    goes_on.set()
+    while _poll(outcome) is RUNNING:
+        pass
+    assert not is_asked()  # at once, although its last line may be to come
 
 
 def wait_until(there: Callable[[], object]) -> None:
