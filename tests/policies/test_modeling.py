@@ -17,8 +17,9 @@ def as_product(layer: nn.Conv2d) -> nn.Module:
 
 @pytest.mark.parametrize("picture", [(48, 48), (48, 96), (60, 100)], ids=["one patch", "two", "a rest that fills none"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_output_and_gradients_are_the_convolutions(picture, bias):
-    layer = nn.Conv2d(3, 8, kernel_size=48, stride=48, bias=bias).double()
+@pytest.mark.parametrize("side", [17, 20, 48])
+def test_output_and_gradients_are_the_convolutions(picture, bias, side):
+    layer = nn.Conv2d(3, 8, kernel_size=side, stride=side, bias=bias).double()
     product = as_product(layer)
     assert isinstance(product, PatchProduct)
     pixels = torch.rand(5, 3, *picture, dtype=torch.float64)
@@ -32,6 +33,17 @@ def test_output_and_gradients_are_the_convolutions(picture, bias):
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
     assert product.state_dict().keys() == layer.state_dict().keys()
+
+
+def test_the_number_of_threads_changes_no_bit():
+    """Validation in a worker and `vlatune eval` may have other numbers. A product over 6,912 values at once fails this."""
+    product = as_product(nn.Conv2d(3, 96, kernel_size=48, stride=48))
+    pixels, before, found = torch.rand(10, 3, 48, 48), torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(product(pixels))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

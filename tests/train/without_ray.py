@@ -157,7 +157,7 @@ class NoSupervisor:
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def run(self, fit: Callable[[], object], attempt: int) -> None:
+    def run(self, fit: Callable[[], object], attempt: int, *, cancel: Callable[[], None]) -> None:
         fit()
 
 
