@@ -1,6 +1,9 @@
 """Trackers follow the run folder: every point once over restarts, their failures are nobody's, read back by their own libraries."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vlatune.config import MlflowConfig, RunConfig, WandbConfig
+from vlatune.config import MlflowConfig, RunConfig
 from vlatune.report.run_folder import RunFolder
 from vlatune.report.sinks import MetricsFile
 from vlatune.train.driver import trackers
@@ -173,28 +176,32 @@ def test_tensorboard_has_every_point_once_after_a_killed_and_resumed_run(tmp_pat
     assert [(event.step, event.value) for event in events.Scalars("val_action_error")] == [(6, 0.25)]
 
 
-@pytest.mark.early
-def test_wandb_offline_has_every_point_once_after_a_killed_and_resumed_run(tmp_path, monkeypatch):
-    """Read back by wandb's own reader of its files.
+FOLLOWED_BY_WANDB = """
+import sys
+from vlatune.config import RunConfig, WandbConfig
+from vlatune.train.driver.trackers import tracked
+with tracked(RunConfig(output_dir=sys.argv[1], wandb=WandbConfig(enable=True, project="test"))):
+    pass
+"""
 
-    They are written by a process of wandb's own, which the end of a run does not wait for: only that of its program does, which
-    is `wandb.teardown` here.
+
+@pytest.mark.early
+def test_wandb_offline_has_every_point_once_after_a_killed_and_resumed_run(tmp_path):
+    """Read back by wandb's own reader of its files. They are written by a process of wandb's own, for which the end of a
+    program waits: each start is a program, as a user's is.
     """
-    import wandb
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
     from wandb.sdk.internal.datastore import DataStore
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = RunConfig(output_dir=str(tmp_path), wandb=WandbConfig(enable=True, project="test"))
+    def follow_in_a_program() -> None:
+        words = [sys.executable, "-c", FOLLOWED_BY_WANDB, str(tmp_path)]
+        subprocess.run(words, env=os.environ | {"WANDB_MODE": "offline"}, check=True, timeout=300)
+
     write_steps(tmp_path, 1, 5)
-    with tracked(config):
-        pass
-    wandb.teardown()
+    follow_in_a_program()
     write_steps(tmp_path, 3, 8)
     write_validation(tmp_path, 6)
-    with tracked(config):
-        pass
-    wandb.teardown()
+    follow_in_a_program()
     steps: list[int] = []
     errors: list[float] = []
     ids = set()
