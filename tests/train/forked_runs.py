@@ -20,12 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from faults import Fault, Faults, arm
-from without_ray import NoDriver, NoSpills, OrderedBatches
+from without_ray import NoDriver, NoSpills, OrderedBatches, read_here
 
 from vlatune.batch import Columns
 from vlatune.config import EvalConfig, RunConfig
 from vlatune.dataset.reader import make_unit, read_unit
-from vlatune.evaluate.held_out import read_chosen
 from vlatune.flags import config_from_dict
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import Share
@@ -113,7 +112,7 @@ def main(runs: list[dict[str, Any]]) -> None:
     loop.get_device = lambda: torch.device("cpu")
     loop.find_compute_threads = lambda _: []  # as it finds with one thread, by a tenth of a second of work
     metrics_logger.SpillMeter = NoSpills
-    validation._read_batches = lambda setup, batches: ((n, read_chosen(setup, frames)) for n, frames in batches.items())
+    validation._read_batches = read_here
     for one in runs:
         as_with_ray = "threads" in one
         loop.Feed = OrderedBatches if as_with_ray else ReadyBatches

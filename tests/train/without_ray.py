@@ -1,7 +1,7 @@
 """A worker in this process: `worker_here` spares Ray Train and its imports, `no_ray` and `run_without_ray` all of Ray."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,16 +16,18 @@ from pipeline.feeding import all_rows
 from vlatune.batch import SLOT, Columns
 from vlatune.config import RunConfig
 from vlatune.dataset.order.sample_order import cursor_at, epoch_order, step_samples
+from vlatune.evaluate.held_out import read_chosen
 from vlatune.pipeline.memory import Budget
 from vlatune.pipeline.plan import DataPlan, Share
 from vlatune.pipeline.sizing import RunShape
 from vlatune.pipeline.transforms import apply_all
 from vlatune.report.run_folder import RunFolder
+from vlatune.run_setup import Setup
 from vlatune.train.driver import feature_stage, launch, supervisor, trainer
 from vlatune.train.driver.cluster import Cluster, size_for_this_host
 from vlatune.train.driver.resume_rules import find_resume_point, open_run
 from vlatune.train.heartbeat import Request
-from vlatune.train.worker import loop, metrics_logger
+from vlatune.train.worker import loop, metrics_logger, validation
 from vlatune.train.worker_job import WorkerJob
 
 CPU = torch.device("cpu")
@@ -96,7 +98,16 @@ def _work(job: WorkerJob) -> None:
         patch.setattr(loop, "get_device", lambda: CPU)
         patch.setattr(loop, "Feed", OrderedBatches)
         patch.setattr(metrics_logger, "SpillMeter", NoSpills)
+        patch.setattr(
+            validation, "_read_batches", read_here
+        )  # Ray would start a cluster for the call of a thread that has none
         loop.work(loop.Worker(job, Share(0, 1), NoDriver()))
+
+
+def read_here(setup: Setup, batches: Mapping[int, np.ndarray]) -> Iterator[tuple[int, Columns]]:
+    """Held-out rows, read by whoever asks for them."""
+    for number, frames in batches.items():
+        yield number, read_chosen(setup, frames)
 
 
 @contextmanager
