@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import av
@@ -69,8 +70,8 @@ def test_a_read_that_hangs_in_ffmpegs_own_call_is_given_up(dataset_v3, released)
 @pytest.mark.parametrize("where", ["decode", "seek", "open"])
 @pytest.mark.usefixtures("impatient")
 def test_whatever_hangs_is_given_up_and_the_next_file_is_read(dataset_v3, released, monkeypatch, where) -> None:
-    """`decode` is a codec that spins, `seek` and `open` a container that does."""
-    real_open, calls = av.open, []
+    """`decode` is a codec that spins, `seek` and `open` a container that does. One that comes back after all leaves nothing behind."""
+    real_open, calls, ended = av.open, [], threading.Event()
     close_decoders()  # one that another test left open would not be opened again
 
     class Hanging:
@@ -89,14 +90,28 @@ def test_whatever_hangs_is_given_up_and_the_next_file_is_read(dataset_v3, releas
         container = real_open(*words, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
         return Hanging(container, "demux" if where == "decode" else where)
 
+    def telling(call: Callable[[], object], place: object) -> object:
+        def told() -> object:
+            try:
+                return call()
+            finally:
+                ended.set()
+
+        return within_time(told, place)
+
     out = np.empty((1, 3, 96, 96), np.uint8)
     with monkeypatch.context() as patched:
         patched.setattr("vlatune.dataset.video.recorded.av.open", opened)
+        patched.setattr("vlatune.dataset.video.decoder.within_time", telling)
         with pytest.raises(ValueError, match="FFmpeg did not come back"):
             decode_into(str(dataset_v3 / VIDEO), [0.5], out, tolerance_s=1e-3, place=PLACE)
     assert len(calls) == 1
     monkeypatch.delenv("VLATUNE_MAX_DECODE_S")
     decode_into(str(dataset_v3 / VIDEO), [0.5], out, tolerance_s=1e-3, place=PLACE)
+    close_decoders()
+    released.set()
+    assert ended.wait(60)
+    decode_into(str(dataset_v3 / VIDEO), [0.2], out, tolerance_s=1e-3, place=PLACE)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -10,7 +10,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -79,39 +79,40 @@ def decode_into(
     packets, and from outside, as FFmpeg may hang in one.
     """
 
-    def decode() -> None:
-        with _decoder(source, place) as decoder:
+    def decode() -> tuple[tuple, Decoder] | None:
+        if not isinstance(source, str):
+            with closing(Decoder(source, place)) as decoder:
+                decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
+            return None
+        key = _file_key(source, place)
+        decoder = _decoders.pop(key, None) or Decoder(source, place)
+        try:
             decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
+        except BaseException:
+            decoder.close()
+            raise
+        return key, decoder
 
     try:
-        within_time(decode, place)
+        kept = within_time(decode, place)
     except (av.error.FFmpegError, CorruptFrameError) as error:
         if is_out_of_reach(error):
             raise
         raise ValueError(
             f"{place}: cannot be decoded ({ffmpeg_said(error)}); the file is damaged or not a video, fetch or re-encode it"
         ) from error
+    if (
+        kept is not None
+    ):  # here, not in the call: one that was given up may still end, and nobody is to meet its decoder
+        _decoders[kept[0]] = kept[1]
+        while len(_decoders) > OPEN_DECODERS:
+            _decoders.popitem(last=False)[1].close()
 
 
-@contextmanager
-def _decoder(source: str | IO[bytes], place: VideoPlace) -> Iterator["Decoder"]:
-    """The decoder of a file, kept for the next unit when it is a local one and all went well."""
-    if not isinstance(source, str):
-        with closing(Decoder(source, place)) as decoder:
-            yield decoder
-        return
+def _file_key(source: str, place: VideoPlace) -> tuple:
+    """A file that was replaced is opened anew, and so is one of which info.json now says something else."""
     stat = Path(source).stat()
-    # A file that was replaced is opened anew, and so is one of which info.json now says something else.
-    key = (source, stat.st_ino, stat.st_mtime_ns, stat.st_size, place.recorded)
-    decoder = _decoders.pop(key, None) or Decoder(source, place)
-    try:
-        yield decoder
-    except BaseException:
-        decoder.close()
-        raise
-    _decoders[key] = decoder
-    while len(_decoders) > OPEN_DECODERS:
-        _decoders.popitem(last=False)[1].close()
+    return (source, stat.st_ino, stat.st_mtime_ns, stat.st_size, place.recorded)
 
 
 def close_decoders() -> None:
