@@ -45,6 +45,7 @@ KEPT = {
     "image_ops.py: _OWN": "memory that every picture overwrites before it is read",
     "ray_internals.py: @cache": "what the installed Ray has",
     "ray_internals.py: OFTEN": "how many turns are under way now: none between two runs",
+    "registry.py: @cache": "what is installed on the path that it was asked with",
     "remote_file.py: edges": "by the object and its version",
     "remote_fs.py: _instances": "by the options and the variables that it was made of",
     "tables.py: _cache": "by the file's version",

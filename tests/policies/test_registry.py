@@ -64,3 +64,15 @@ def test_an_entry_point_that_is_no_card_is_refused(tmp_path, monkeypatch) -> Non
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"'wrong = json:loads'.* is not the card of a policy of type 'wrong'"):
         registry.get_policy("wrong")
+
+
+def test_installed_packages_are_looked_through_once_for_each_path(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: asked.append(group) or [])
+    monkeypatch.syspath_prepend(str(tmp_path / "one"))
+    for _ in range(2):
+        assert registry.policy_types() == tuple(registry.PACKAGES)
+    assert len(asked) == 1
+    monkeypatch.syspath_prepend(str(tmp_path / "two"))  # as a package that is installed elsewhere
+    registry.policy_types()
+    assert len(asked) == 2
