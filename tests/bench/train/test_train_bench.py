@@ -188,6 +188,13 @@ def test_the_error_to_reach_lies_a_little_above_lerobots_last():
     assert sooner == {"ours, 1 draws": pytest.approx(5.0), "ours, 8 draws": None, "began there": None}
 
 
+def test_one_lucky_checkpoint_has_not_reached_an_error():
+    lucky = course(1.0, 1.0, 0.3, 0.7, 0.2)
+    assert [point.error for point in lucky.curve] == pytest.approx([1.0, 0.5, 0.5, 0.2])
+    assert lucky.seconds_to(0.35) == pytest.approx((5.0 - first_step_at(lucky.seen.marks), 5.0))  # at step 50
+    assert course(1.0, 1.0, 0.3, 0.9, 0.6).seconds_to(0.5) is None
+
+
 def test_an_error_that_was_reached_before_the_first_checkpoint_is_called_rough():
     assert not COURSES["lerobot"].is_rough(0.44)
     assert COURSES["ours, 4 draws"].is_rough(0.44)

@@ -2,8 +2,9 @@
 
 Each run saves checkpoints on its way, evenly spaced, as LeRobot's program saves them; of these the first few and then fewer and
 fewer are evaluated afterwards, by the same function on the same samples. Saving counts in a run's seconds, evaluating does
-not. An error that was reached before the first checkpoint lies on a straight line from the start: its seconds are rough, and
-are named so.
+not. From one checkpoint to the next an error rises as often as not, so it counts as reached where the nearest curve that never
+rises reaches it. One that was reached before the first checkpoint lies on a straight line from the start: its seconds are rough,
+and are named so.
 """
 
 import shutil
@@ -20,6 +21,7 @@ from vlatune.bench.processes import Program, Seen, watch
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.train_figures import (
     ErrorPoint,
+    falling,
     first_at,
     first_step_at,
     measured_checkpoints,
@@ -46,17 +48,22 @@ class Course:
     """A run's error on its way."""
 
     points: tuple[ErrorPoint, ...]
-    """The first is that of the base."""
+    """As measured; the first is that of the base."""
     seen: Seen
+
+    @cached_property
+    def curve(self) -> tuple[ErrorPoint, ...]:
+        """Without the rises."""
+        return falling(self.points)
 
     def seconds_to(self, error: float) -> tuple[float, float] | None:
         """From the first step, and from the command; None where the error was never reached."""
-        at_s = seconds_to_error(self.points, self.seen.marks, error)
+        at_s = seconds_to_error(self.curve, self.seen.marks, error)
         return None if at_s is None else (at_s - first_step_at(self.seen.marks), at_s - self.seen.begin_s)
 
     def is_rough(self, error: float) -> bool:
         """Whether it was reached before the first checkpoint, where nothing is known but the base's error."""
-        place = first_at(self.points, error)
+        place = first_at(self.curve, error)
         return place is not None and place <= 1
 
     def to_json(self) -> dict[str, Any]:
@@ -138,7 +145,7 @@ def wanted_error(courses: dict[str, Course], given: float | None) -> float:
     if given is not None:
         return given
     reference = courses.get("lerobot") or next(iter(courses.values()))
-    return ERROR_FACTOR * reference.points[-1].error
+    return ERROR_FACTOR * reference.curve[-1].error
 
 
 def over_lerobot(courses: dict[str, Course], error: float, names: Sequence[str]) -> dict[str, float | None]:

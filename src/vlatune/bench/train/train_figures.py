@@ -230,6 +230,22 @@ def first_at(points: Sequence[ErrorPoint], wanted: float) -> int | None:
     return next((place for place, point in enumerate(points) if point.error <= wanted), None)
 
 
+def falling(points: Sequence[ErrorPoint]) -> tuple[ErrorPoint, ...]:
+    """The curve nearest to the points that never rises: neighbours that rise get their mean (isotonic regression), so that one lucky
+    checkpoint is not taken for an error that was reached.
+
+    >>> [point.error for point in falling([ErrorPoint(0, 0.9), ErrorPoint(1, 0.4), ErrorPoint(2, 0.6), ErrorPoint(3, 0.3)])]
+    [0.9, 0.5, 0.5, 0.3]
+    """
+    levels: list[list[float]] = []
+    for point in points:
+        levels.append([point.error])
+        while len(levels) > 1 and statistics.fmean(levels[-2]) < statistics.fmean(levels[-1]):
+            levels[-2:] = [levels[-2] + levels[-1]]
+    errors = [statistics.fmean(level) for level in levels for _ in level]
+    return tuple(ErrorPoint(point.optimizer_step, error) for point, error in zip(points, errors, strict=True))
+
+
 def measured_checkpoints(count: int) -> list[int]:
     """Of evenly spaced checkpoints, numbered from 1, those at which an error is measured: dense where curves are steep.
 
