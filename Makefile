@@ -25,9 +25,9 @@ setup:
 demo: setup
 	@$(VENV)/vlatune demo $(ARGS)
 
-# Two processes, one of which has all tests that share a Ray cluster (tests/conftest.py); a third made it no faster. ARGS="-n 0" runs all in one.
+# Three processes, one of which has all tests that share a Ray cluster (tests/conftest.py): what waits leaves its core to the others. ARGS="-n 0" runs all in one.
 test: setup
-	@$(VENV)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+	@$(VENV)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 # Fails where no browser is found: CONTRIBUTING.md has the reason why `make test` leaves them out.
 browser-test: setup

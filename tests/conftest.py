@@ -35,7 +35,7 @@ sys.dont_write_bytecode = False
 
 TESTS = Path(__file__).parent
 RAY = "ray"
-SHARED = {RAY: r"\bray_local\b|\bmark\.ray\b", "two workers": r"\btwo_workers_run\b"}
+SHARED = {RAY: r"\bray_local\b|\bmark\.ray\b", "two workers": r"\btwo_workers_run\b|\bforked_pairs\b"}
 """What is made once for several files -> how a file says that it uses it."""
 EVERY_PROCESS = str(TESTS / "every_process")
 os.environ["VLATUNE_TESTS_PACKAGES"] = f"{CACHE}/packages.json"
@@ -61,8 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: Python need not look for garbage in it again and again."""
+    """What is imported by now stays: Python need not look for garbage in it again and again. And models are so small, and the
+    cores so busy with the other half of the tests, that a second thread costs more than it brings (a twelfth of the CPU seconds of
+    two files side by side); runs that are started have as many as ever.
+    """
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -167,7 +172,13 @@ def hears_ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_local() -> Iterator[None]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages, empty unless a test puts one there, in which the cluster's processes look as well."""
+    return tmp_path_factory.mktemp("site")
+
+
+@pytest.fixture(scope="session")
+def ray_local(site: Path) -> Iterator[None]:
     """One local cluster for the whole session, with a small object store. Only readers give way, as in a run's own: with
     Ray's niceness of 15 for all its workers they would hardly run beside the other half of the tests.
     """
@@ -175,16 +186,18 @@ def ray_local() -> Iterator[None]:
 
     from vlatune.ray_internals import init_options
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=200 * 1024 * 1024,
-        resources={"vlatune_trainer": 2},
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        **init_options(niceness=0),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{site}")
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=200 * 1024 * 1024,
+            resources={"vlatune_trainer": 2},
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            **init_options(niceness=0),
+        )
     yield
     assert ray.is_initialized(), "a test has ended the session's cluster, and those after it ran on others"
     ray.shutdown()

@@ -1,7 +1,8 @@
 """CPU seconds of every test, its own processes' among them: `make test ARGS=--cpu_seconds=FILE`, then `python tests/cpu_seconds.py FILE*`.
 
 Wall clock says little on a machine that others share, and nothing of what a cluster does beside the test. A thread looks twice
-a second at all processes that this one has started, so that one that has ended since counts with what it had taken by then.
+a second at all processes that this one has started, so that one that has ended since counts with what it had taken by then. A test
+that is over sooner than that has started none that count: to look after each of thousands would cost a minute itself.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -22,7 +24,7 @@ class CpuSeconds:
     def __init__(self, file: Path) -> None:
         self._file = file.open("w", encoding="utf-8")
         self._seen: dict[int, float] = {}
-        self._lock, self._done, self._before_s = threading.Lock(), threading.Event(), 0.0
+        self._lock, self._done, self._before_s, self._looked_s = threading.Lock(), threading.Event(), 0.0, 0.0
         threading.Thread(target=self._watch, name="cpu seconds", daemon=True).start()
 
     def pytest_collection_finish(self) -> None:
@@ -48,9 +50,12 @@ class CpuSeconds:
             self._look()
 
     def _look(self) -> float:
-        """Seconds that all processes below this one have taken so far, those that are gone included."""
-        taken_s, children = _processes()
+        """Seconds that all processes below this one have taken so far, those that are gone included; as of the last look where it was just now."""
         with self._lock:
+            if time.monotonic() - self._looked_s < EVERY_S / 2:
+                return sum(self._seen.values())
+            self._looked_s = time.monotonic()
+            taken_s, children = _processes()
             waiting = list(children.get(os.getpid(), []))
             while waiting:
                 pid = waiting.pop()
@@ -62,13 +67,13 @@ class CpuSeconds:
 def _processes() -> tuple[dict[int, float], dict[int, list[int]]]:
     taken_s: dict[int, float] = {}
     children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for name in filter(str.isdigit, (entry.name for entry in os.scandir("/proc"))):
         try:
-            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:  # it has ended meanwhile
             continue
-        taken_s[int(folder.name)] = (int(fields[11]) + int(fields[12])) / TICKS
-        children.setdefault(int(fields[1]), []).append(int(folder.name))
+        taken_s[int(name)] = (int(fields[11]) + int(fields[12])) / TICKS
+        children.setdefault(int(fields[1]), []).append(int(name))
     return taken_s, children
 
 

@@ -6,6 +6,7 @@ the loopback interface.
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -108,15 +109,26 @@ def test_neither_the_token_nor_a_path_of_this_machine_is_in_it(pushed, run_dir, 
 
 
 LOADED = """
-import sys
+import subprocess, sys
+from types import SimpleNamespace
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pi05 import PI05Policy
+folder, python, shell, plain, name = sys.argv[1:]
+policy = SimpleNamespace(config=PreTrainedConfig.from_pretrained(folder))
+exec(python)
+print("by its lines:", len(preprocessor.steps), len(postprocessor.steps))
+del preprocessor, postprocessor
+subprocess.run(shell, shell=True, cwd=folder, check=True)
+exec(plain)
+print("by the plain call:", len(preprocessor.steps), len(postprocessor.steps))
+assert not [one for one in sys.modules if one.partition(".")[0] == "vlatune"], "LeRobot alone"
+
 from pathlib import Path
 from huggingface_hub import snapshot_download
-from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from vlatune.policies.pi05.size import building_at, read_size
 import torch
 
-name = sys.argv[1]
 config = PreTrainedConfig.from_pretrained(name)
 before, after = make_pre_post_processors(config, name)
 cameras = {key: torch.rand(1, *one.shape) for key, one in config.input_features.items() if one.type.name == "VISUAL"}
@@ -130,13 +142,35 @@ print("folder:", folder)
 """
 
 
-def test_lerobot_loads_it_by_its_name_from_any_folder(pushed, tmp_path):
-    hub, folder, _ = pushed
-    done = python(LOADED, REPOSITORY, cwd=tmp_path, endpoint=hub.endpoint, HF_TOKEN=TOKEN)
+@pytest.fixture(scope="module")
+def loaded(pushed: tuple[Hub, Path, str], run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a process of its own says, in another folder, that loads an export which was moved, and then the pushed one by its name."""
+    place = tmp_path_factory.mktemp("loaded")
+    export_run(run_dir, place / "exported", ExportConfig(), warn=pytest.fail)
+    moved = (place / "exported").rename(place / "moved")
+    text = (moved / "README.md").read_text().partition("## After moving")[2]
+    lines, shell = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)
+    imported, _ = lines.splitlines()  # the policy's config is all that the two lines want of it
+    plain = f"{imported}\npreprocessor, postprocessor = make_pre_post_processors(policy.config, folder)"
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    words = (moved, lines, shell, plain, REPOSITORY)
+    done = python(LOADED, *words, cwd=elsewhere, endpoint=pushed[0].endpoint, HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
-    assert said["actions"].startswith("(1, 5, ")
-    assert files_of(Path(said["folder"])) == files_of(folder), "fetched again, every byte is the same"
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+
+
+def test_a_moved_export_is_loaded_from_anywhere_by_the_lines_that_come_with_it(loaded):
+    """By LeRobot alone; and with LeRobot's plain call, once the shell's line was run."""
+    before, after = map(int, loaded["by its lines"].split())
+    assert before > 1
+    assert after > 1
+    assert loaded["by the plain call"] == loaded["by its lines"]
+
+
+def test_lerobot_loads_it_by_its_name_from_any_folder(pushed, loaded):
+    assert loaded["actions"].startswith("(1, 5, ")
+    assert files_of(Path(loaded["folder"])) == files_of(pushed[1]), "fetched again, every byte is the same"
 
 
 def test_the_card_tells_what_it_is(pushed, run_dir):

@@ -299,17 +299,17 @@ def toy_policy(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_the_command_itself_and_its_page(place):
-    """A process of its own: lines for people, exit code 1, and a page that shows what a stranger wrote as text."""
+def test_what_people_see_and_the_page(place, capsys):
+    """Lines for people, exit code 1, and a page that shows what a stranger wrote as text."""
     hostile = "<script>alert('x')</script> \x1b[31mred"
     info = place / "first/meta/info.json"
     seeds.edit(info, lambda found: found["features"]["action"].update(names=[hostile, "b", "c"]))
-    words = [sys.executable, "-m", "vlatune.cli", "doctor", *command(place, "--keep_checkpoints=1000000000")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
-    assert done.returncode == cli.FAILED, done.stdout + done.stderr
-    assert re.search(r"^fail storage +1,000,000,000 checkpoints", done.stdout, re.MULTILINE)
-    assert re.search(r"^ +--keep_checkpoints=\d+$", done.stdout, re.MULTILINE)
-    assert "\x1b" not in done.stdout
+    code = cli.main(["doctor", *command(place, "--keep_checkpoints=1000000000")])
+    out, err = capsys.readouterr()
+    assert code == cli.FAILED, out + err
+    assert re.search(r"^fail storage +1,000,000,000 checkpoints", out, re.MULTILINE)
+    assert re.search(r"^ +--keep_checkpoints=\d+$", out, re.MULTILINE)
+    assert "\x1b" not in out
     page = (place / "run-doctor/doctor.html").read_text()
     assert page.count("<script") == 1  # its own
     assert html.escape("<script>alert('x')</script>") in page

@@ -1,4 +1,4 @@
-"""docs/which_recipe.md has the table that doctor computes for the published PI0.5, from shapes alone."""
+"""docs/which_recipe.md and docs/memory.md have what doctor computes for the published PI0.5, from shapes alone."""
 
 import re
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from vlatune.policies.base import Binding
 from vlatune.policies.registry import get_adapter
 
 PAGE = (ROOT / "docs" / "which_recipe.md").read_text(encoding="utf-8")
+MEMORY = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 CAMERAS = tuple(f"observation.images.{name}" for name in ("base", "left", "right"))
 
 
@@ -51,3 +52,13 @@ def test_the_page_has_the_counts(ways):
         told = re.search(rf"^\| `pi05-{way.train}` \|[^|]*\| ([\d.,]+) million \|", PAGE, re.MULTILINE)
         assert told, way.train
         assert float(told[1].replace(",", "")) == pytest.approx(way.footprint.num_trained / 1e6, rel=0.01)
+
+
+def test_the_page_about_memory_has_the_activations_of_a_sample(ways):
+    """Without and with layers computed again."""
+    kept: dict[str, list[float]] = {}
+    for way in ways:
+        kept.setdefault(way.train, []).append((way.footprint.kept + way.footprint.kept_per_sample) / 1e9)
+    for train, (plain, again) in kept.items():
+        row = f"| `pi05-{train}` | {plain:.2f} | {again:.2f} |"
+        assert row in MEMORY, row

@@ -2,7 +2,7 @@
 
 import json
 import re
-import subprocess
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.run_setup import make_setup
 
-pytestmark = pytest.mark.early
 PAGE = ROOT / "docs" / "adding_a_policy.md"
 STEPS = 60
 
@@ -39,33 +38,30 @@ def entry_points() -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory):
-    """The package beside vlatune, for this process and for those that a run starts."""
-    folder = tmp_path_factory.mktemp("site")
+def installed(site: Path):
+    """The package beside vlatune, for this process and for those that the cluster starts from now on."""
     for name, text in page_files().items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    information = folder / "toy_policy-0.1.dist-info"
+        (site / name).parent.mkdir(exist_ok=True)
+        (site / name).write_text(text)
+    information = site / "toy_policy-0.1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-policy\nVersion: 0.1\n")
     (information / "entry_points.txt").write_text(entry_points())
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+        patch.syspath_prepend(str(site))
         yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "toy_policy"]:
         del sys.modules[name]
+    for folder in site.iterdir():
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
-def run_dir(installed, dataset_v3, tmp_path_factory) -> Path:
-    """Trained by a process of its own: a cluster that runs already would not know the package."""
+def run_dir(ray_local, installed, dataset_v3, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "toy"
     flags = [f"--dataset.root={dataset_v3}", f"--output_dir={folder}", "--dataset.eval_split=0.2", "--batch_size=4"]
     flags += [f"--steps={STEPS}", "--save_freq=30", "--log_freq=1"]
-    command = [sys.executable, "-m", "vlatune.cli", "train", "--recipe=toy", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == cli.OK, done.stdout + done.stderr
+    assert cli.main(["train", "--recipe=toy", *flags]) == cli.OK
     return folder
 
 

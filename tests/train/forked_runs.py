@@ -1,10 +1,10 @@
-"""Runs of two workers without Ray, restarted until they are done: `python forked_runs.py RUNS_JSON`.
+"""Runs of two workers without Ray, restarted until they are done: `python forked_runs.py` takes a line of JSON after the other.
 
 The workers are the real ones, over gloo, each in a process that is forked from this one, so that a start costs a
 second. Only what Ray would bring is stood in for: the feed hands out ready batches, held-out rows are read in the worker, the
 object store is not metered.
-A group whose worker dies is ended and started again, as the driver does. RUNS_JSON: [{"config", "faults"}, ...]; with
-"threads", a worker has as many and is fed with the rows that the order names, as one with Ray.
+A group whose worker dies is ended and started again, as the driver does. A line: [{"config", "faults"}, ...]; with
+"threads", a worker has as many and is fed with the rows that the order names, as one with Ray. Answers with an empty line.
 """
 
 import gc
@@ -106,13 +106,22 @@ def fork_rank(job: WorkerJob, faults: tuple[Fault, ...], rank: int) -> int:
         os._exit(code)
 
 
-def main(runs: list[dict[str, Any]]) -> None:
+def main() -> None:
     gc.freeze()  # a child that looked for garbage in all that is imported would copy the memory it lies in
     torch.set_num_threads(1)
     loop.get_device = lambda: torch.device("cpu")
     loop.find_compute_threads = lambda _: []  # as it finds with one thread, by a tenth of a second of work
     metrics_logger.SpillMeter = NoSpills
     validation._read_batches = read_here
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what LeRobot prints is no answer
+        for line in sys.stdin:
+            make(json.loads(line))
+            answers.write("\n")
+            answers.flush()
+
+
+def make(runs: list[dict[str, Any]]) -> None:
     for one in runs:
         as_with_ray = "threads" in one
         loop.Feed = OrderedBatches if as_with_ray else ReadyBatches
@@ -123,4 +132,4 @@ def main(runs: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

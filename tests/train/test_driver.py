@@ -32,10 +32,14 @@ from safetensors.numpy import load_file
 from without_ray import run_without_ray, threads_of
 
 from vlatune.checkpoint.store import list_checkpoints
+from vlatune.config import RunConfig
+from vlatune.flags import parse_flags
 from vlatune.pipeline.feed import MAX_QUEUED
 from vlatune.report.run_folder import read_config
 from vlatune.report.sinks import read_jsonl
 from vlatune.report.summary import read_summary
+from vlatune.run_setup import load_metas
+from vlatune.train.driver.tiny_base import with_base
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("temporary")]
 
@@ -134,6 +138,8 @@ def test_killed_then_the_same_command_then_asked_to_end_then_on(dataset_v3, tmp_
     made: both are fed with the rows that the order names.
     """
     run_dir, flags = tmp_path / "run", flags_of(MOST_TO_LOSE, dataset_v3)
+    config = parse_flags([*flags, f"--output_dir={run_dir}"], RunConfig)
+    with_base(config, load_metas(config), say=print)  # here, where torch is imported already; the command finds it
     with started(run_dir, *flags) as process:
         kill_coordinator(process, run_dir)
         until(lambda: saved_in(run_dir) and step_of(run_dir) % POLICY_SAVE_FREQ >= 3, process, run_dir)

@@ -5,9 +5,6 @@ them with it.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -52,7 +49,7 @@ TO_THE_ROBOT = "to the robot"
 
 
 @pytest.fixture(scope="module")
-def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
+def runs(forked_pairs, dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
     """Name of a case -> its run folder; `clean` is undisturbed."""
     folder = tmp_path_factory.mktemp("faults")
     config = RunConfig(
@@ -84,16 +81,7 @@ def runs(dataset_v3, small_base, tmp_path_factory) -> dict[str, Path]:
         {"config": to_json(config), "faults": [asdict(fault) for fault in faults[name]]}
         for name, config in configs.items()
     ]
-    program = Path(__file__).with_name("forked_runs.py")
-    command = [sys.executable, str(program), json.dumps(jobs)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked_pairs(jobs)
     return found
 
 

@@ -124,11 +124,9 @@ def check(run_dir: Path, base: Path, folder: Path, *, step: int) -> None:
     rows = read_held_out(setup, 2)
     robot = lerobot_actions(folder, policy, rows, setup.binding, noise_for(setup.policy, rows))
     ours = our_actions(config, run_dir, rows)
-    largest = float(np.abs(ours).max())
     # In bfloat16 LeRobot rounds what trained in float32; with these weights, equal as they are, it can do no other.
-    np.testing.assert_allclose(
-        robot, ours, rtol=0, atol=1e-6 if config.policy.dtype == "float32" else 8 * BF16 * largest
-    )
+    rounding = 1e-6 if config.policy.dtype == "float32" else 8 * BF16
+    np.testing.assert_allclose(robot, ours, rtol=0, atol=rounding * float(np.abs(ours).max()))
 
 
 @pytest.mark.parametrize(("train", "dtype", "draws", "workers"), ALWAYS)

@@ -71,7 +71,8 @@ def test_a_stopped_process_tells_where_it_was_stopped(tmp_path):
 def test_stacks_that_come_in_pieces_are_waited_for(tmp_path):
     file = tmp_path / "stacks.txt"
     slow = "file.write('one\\n'), file.flush(), time.sleep(0.3), file.write('two\\n'), file.flush()"
-    body = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: ({slow}))\n    print('set', flush=True); time.sleep(1000)"
+    body = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: ({slow}))\n    print('set', flush=True)"
+    body += "\n    while True: time.sleep(0.01)"  # Python's handler waits for the main thread, whichever thread the signal met
     process = start(body, file)
     assert process.stdout is not None
     assert process.stdout.readline() == "set\n"

@@ -5,11 +5,7 @@ The undisturbed runs are made without Ray, fed with the rows that the order name
 test_end_to_end.py.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,15 +24,12 @@ pytestmark = [pytest.mark.early, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def clean(two_workers_run, tmp_path_factory) -> Path:
+def clean(forked_pairs, two_workers_run, tmp_path_factory) -> Path:
     """Two workers, undisturbed."""
     folder = tmp_path_factory.mktemp("clean") / "run"
     config = replace(two_workers_run.config, output_dir=str(folder))
     job = {"config": to_json(config), "faults": [], "threads": threads_of(two_workers_run.folder)}
-    command = [sys.executable, str(Path(__file__).with_name("forked_runs.py")), json.dumps([job])]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked_pairs([job])
     return folder
 
 

@@ -83,7 +83,7 @@ def make_two_workers_run(dataset: Path, base: Path, folder: Path) -> TwoWorkersR
         output_dir=str(folder / "run"),
         ray=RayConfig(num_cpus=2),
         max_restarts=10,
-        hang_timeout_s=20.0,
+        hang_timeout_s=15.0,
     )
     stopped = Fault("forward", config.save_freq + 3, rank=1, signal=signal.SIGSTOP)
     (folder / "config.json").write_text(json.dumps(to_json(config)))
