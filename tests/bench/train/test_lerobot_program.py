@@ -13,6 +13,7 @@ from vlatune.bench.options import PolicyBench, TrainBench
 from vlatune.bench.train import lerobot_main
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.time_to_quality import ErrorMeter, lerobot_folder
+from vlatune.bench.train.train_cases import make_job
 from vlatune.policies.registry import PACKAGES
 
 pytestmark = pytest.mark.early
@@ -47,7 +48,7 @@ def test_it_trains_every_policy_on_the_base_that_ours_begins_with(kind, dataset_
         eval_split=0.2,
         num_workers=0,
     )
-    job = ways.make_job(options, tmp_path)
+    job = make_job(options, tmp_path)
     (tmp_path / "lerobot").mkdir()
     program = ways.lerobot(job, tmp_path / "lerobot")
     _, flag, module, base, *flags = program.command

@@ -36,6 +36,7 @@ from vlatune.bench.results_table import BARS, rows_of
 from vlatune.bench.train import train_programs as ways
 from vlatune.bench.train.time_to_quality import Course, over_lerobot, wanted_error
 from vlatune.bench.train.train_bench import OURS, PEERS, Figures, OurRound, print_report
+from vlatune.bench.train.train_cases import CASES, TrainJob, choose_log_freq, find_case
 from vlatune.bench.train.train_figures import (
     Alone,
     CpuPerSample,
@@ -54,7 +55,6 @@ from vlatune.bench.train.train_figures import (
     steady_window,
     step_in_run_s,
 )
-from vlatune.bench.train.train_programs import CASES, TrainJob, choose_log_freq, find_case
 from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.policies.registry import PACKAGES
 

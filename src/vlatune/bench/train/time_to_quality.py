@@ -5,6 +5,9 @@ fewer are evaluated afterwards, by the same function on the same samples. Saving
 not. From one checkpoint to the next an error rises as often as not, so it counts as reached where the nearest curve that never
 rises reaches it. One that was reached before the first checkpoint lies on a straight line from the start: its seconds are rough,
 and are named so.
+
+Where a part of the model is frozen, a random one would show the rest nothing that could be learnt. So it has learnt to see
+before: on another recording of the same world.
 """
 
 import shutil
@@ -14,11 +17,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vlatune.batch import Columns
 from vlatune.bench.harness import say
 from vlatune.bench.options import TrainBench
 from vlatune.bench.processes import Program, Seen, watch
 from vlatune.bench.train import train_programs as ways
+from vlatune.bench.train.train_cases import VIDEOS, TrainJob, ensure_videos
 from vlatune.bench.train.train_figures import (
     ErrorPoint,
     falling,
@@ -27,14 +33,14 @@ from vlatune.bench.train.train_figures import (
     measured_checkpoints,
     seconds_to_error,
 )
-from vlatune.bench.train.train_programs import TrainJob
 from vlatune.checkpoint.export import export_run
 from vlatune.checkpoint.policy_files import TOKENIZER_FOLDER
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.config import EvalConfig, ExportConfig
+from vlatune.config import EvalConfig, ExportConfig, RunConfig
 from vlatune.evaluate.held_out import read_held_out
 from vlatune.evaluate.predictions import predict
-from vlatune.policies.base import ModuleOptions
+from vlatune.files import whole_folder
+from vlatune.policies.base import ModuleOptions, PolicySpec, trained_tensors
 from vlatune.policies.model_size import SIZE_FILE
 from vlatune.policies.registry import get_policy
 from vlatune.run_setup import make_setup
@@ -68,6 +74,54 @@ class Course:
 
     def to_json(self) -> dict[str, Any]:
         return {"errors": [[point.optimizer_step, point.error] for point in self.points]}
+
+
+OTHER_VIDEOS = replace(VIDEOS, episodes=2 * VIDEOS.episodes, height=120, width=160, seed=1)
+"""What the frozen part has learnt from: other episodes, in pictures that are cheap to decode."""
+SEEING_STEPS = 400
+
+
+def with_seeing_base(job: TrainJob, options: TrainBench, folder: Path) -> TrainJob:
+    """The job on a base whose frozen part has learnt to see: trained as a whole on another recording, or on the user's own, then what
+    the job trains put back to what it was. Made once, as the base is.
+    """
+    base = Path(str(job.config.policy.path))
+    seeing = folder / f"{base.name}-seeing"
+    if not seeing.exists():
+        root = options.root or str(ensure_videos(folder / "other-videos", OTHER_VIDEOS))
+        config = replace(
+            job.config,
+            dataset=replace(job.config.dataset, root=(root,)),
+            policy=replace(job.config.policy, train="full"),
+            steps=SEEING_STEPS,
+            torch_threads=None,
+        )
+        say(f"training the whole model for {SEEING_STEPS} steps, so that its frozen part learns to see")
+        place = folder / ".seeing"
+        shutil.rmtree(place, ignore_errors=True)  # of a start that was killed
+        place.mkdir()
+        program = ways.ours(replace(job, config=config), place)
+        watch(program, timeout_s=options.timeout_s)
+        with whole_folder(seeing) as aside:
+            shutil.copytree(base, aside, dirs_exist_ok=True)
+            _put_back(job.config, our_folder(place, SEEING_STEPS), aside)
+        shutil.rmtree(place)
+    return replace(job, config=replace(job.config, policy=replace(job.config.policy, path=str(seeing))))
+
+
+def _put_back(config: RunConfig, trained: Path, folder: Path) -> None:
+    """`folder` is the base's: it gets what was trained, but for what the config trains."""
+    setup = make_setup(config)
+    options = ModuleOptions(config.policy.train, "float32")
+
+    def load(spec: PolicySpec) -> Any:
+        return setup.adapter.load_module(spec, setup.binding, options, stats=setup.stats)
+
+    random, seeing = load(setup.policy), load(setup.adapter.read_spec(trained))
+    with torch.no_grad():
+        for name, tensor in trained_tensors(seeing).items():
+            tensor.copy_(trained_tensors(random)[name])
+    seeing.as_lerobot().save_pretrained(folder)
 
 
 class ErrorMeter:

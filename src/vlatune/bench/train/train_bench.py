@@ -29,7 +29,9 @@ from vlatune.bench.train.time_to_quality import (
     our_folder,
     over_lerobot,
     wanted_error,
+    with_seeing_base,
 )
+from vlatune.bench.train.train_cases import TrainJob, case_name, find_case, make_job
 from vlatune.bench.train.train_figures import (
     Alone,
     RunFigures,
@@ -42,7 +44,6 @@ from vlatune.bench.train.train_figures import (
     steady_window,
     step_in_run_s,
 )
-from vlatune.bench.train.train_programs import TrainJob, case_name, find_case, make_job
 from vlatune.config_checks import validate
 from vlatune.pipeline.sizing import usable_cpus
 from vlatune.report.sinks import read_jsonl
@@ -106,6 +107,8 @@ def run(options: TrainBench) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         cores = split_cores(os.sched_getaffinity(0)) if options.pin else None
         job = make_job(options, folder)
+        if options.quality and job.config.policy.train != "full":
+            job = with_seeing_base(job, options, folder)
         meter = ErrorMeter(job, options.eval_samples)
         rounds = Rounds(job, options, folder / "runs", meter, cores)
         figures = rounds.measure()
