@@ -53,7 +53,7 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, b
 
 def _keep_freed_memory() -> bool:
     """What a step frees, the next one gets again. Left to itself, glibc gives it back to the system after every step, which then
-    clears each page anew: 665 faults a sample and a sixth of the step, PI0.5 at width 128 with a frozen prefix. False where the C library is
+    clears each page anew: 665 faults a sample and a sixth of the step of a model of width 128 with a frozen prefix. False where the C library is
     another one.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
