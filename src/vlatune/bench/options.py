@@ -180,7 +180,7 @@ class TrainBench(BenchOptions):
     num_workers: int = 2
     """Processes of LeRobot's DataLoader; it recommends 4, at most one per core."""
     quality: bool = False
-    """Also measure seconds to a held-out error: one run of LeRobot's and of each of ours more, with checkpoints on the way."""
+    """Also measure seconds to a held-out error: one run of LeRobot's and of each of ours more, with checkpoints on the way. Where a part of the model is frozen, the base is first trained as a whole on another recording, so that the part has something to show."""
     flow_samples: tuple[int, ...] = (1, 4, 8)
     """Draws per observation of our runs whose seconds to an error are measured; a policy that takes no draws runs once."""
     checkpoints: int = 16
