@@ -1,19 +1,26 @@
-# Every target starts from nothing and can be run again. On a fresh machine: `make demo`, `make test`.
-# More arguments: make test ARGS="-k order", make demo ARGS="--steps=100", make bench NAME=feed.
+# Every target works on a fresh machine: `make demo`, `make test`.
+# More arguments: make test ARGS="-k order", make test TESTS=tests/unit/feed, make demo ARGS="--steps=100", make bench NAME=feed.
 VENV := .venv/bin
 NAME ?= reader
 ARGS ?=
+PYTEST := $(VENV)/python -m pytest -n 2 --dist loadfile
+
+# The end-to-end tests of `make test`: the command line, a run through Ray, its feed, and killed workers.
+E2E := tests/e2e/test_cli.py tests/e2e/test_end_to_end.py tests/e2e/feed tests/e2e/test_killed_workers.py
+# Runs through Ray come first, while the memory of the tests that load models is still free.
+TESTS ?= $(E2E) tests/unit tests/parity tests/virtual_device
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test browser-test fuzz audit lint bench lock clean
+.PHONY: help setup demo test test-e2e test-all fuzz audit lint bench lock clean
 
 help:
 	@echo "make setup   build .venv from requirements.lock"
 	@echo "make demo    make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report"
-	@echo "make test    run the tests"
-	@echo "make browser-test  run the tests of the report's pages in Chromium"
+	@echo "make test    run unit tests, parity with LeRobot and a few end-to-end runs; about ten minutes on two cores"
+	@echo "make test-e2e  run the tests that make test leaves out, except the slow ones"
+	@echo "make test-all  run all tests, also faults, long runs and pages in Chromium; over an hour"
 	@echo "make fuzz    change files at random and read them, FUZZ_MINUTES=20"
-	@echo "make audit   hold the installed packages against requirements.lock and their own hashes"
+	@echo "make audit   compare the installed packages with requirements.lock and their own hashes"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   run one benchmark, NAME=reader"
 	@echo "make lock    compile requirements.lock from pyproject.toml"
@@ -25,19 +32,21 @@ setup:
 demo: setup
 	@$(VENV)/vlatune demo $(ARGS)
 
-# Three processes, one of which has all tests that share a Ray cluster (tests/conftest.py): what waits leaves its core to the others. ARGS="-n 0" runs all in one.
 test: setup
-	@$(VENV)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) $(TESTS) $(ARGS)
 
-# Fails where no browser is found: CONTRIBUTING.md has the reason why `make test` leaves them out.
-browser-test: setup
-	@$(VENV)/python -m pytest -n 0 -m browser tests/report $(ARGS)
+test-e2e: setup
+	@$(PYTEST) tests $(addprefix --ignore=,$(TESTS)) $(ARGS)
+
+# Needs Chromium for the report's pages.
+test-all: setup
+	@$(PYTEST) -m 'not gpu' $(ARGS)
 
 # The same seed gives the same cases; ARGS="--seed=5000", ARGS="--case=17" for one of them with its traceback.
 fuzz: setup
 	@$(VENV)/python tests/fuzz/fuzz.py $(ARGS)
 
-# Advisories are looked up only where pip-audit is installed, and need a network.
+# Looks up advisories if pip-audit is installed; needs a network.
 audit: setup
 	@$(VENV)/python scripts/audit.py $(ARGS)
 
@@ -47,7 +56,7 @@ lint: setup
 	@$(VENV)/basedpyright
 
 bench: setup
-	@$(VENV)/vlatune bench $(NAME) $(ARGS)
+	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks $(NAME) $(ARGS)
 
 # Pins stay as they are where pyproject.toml still allows them; ARGS=--upgrade moves them.
 lock:

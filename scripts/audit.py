@@ -1,11 +1,10 @@
-"""What `make audit` runs: is what is installed what requirements.lock pins, file by file, and has it known weaknesses?
+"""Compare the installed packages with requirements.lock and their own hashes (`make audit`).
 
     python scripts/audit.py [--lock=requirements.lock] [--site=FOLDER]
 
-Without a network: every pin has hashes; every installed package is pinned, and of that version; every file of it has the
-hash that its own RECORD has (RECORD comes from the wheel, whose hash was compared with the lock when it was installed; it
-finds what was changed since). Files that run when Python starts (.pth) are named. With a network, and pip-audit on PATH:
-the advisories on the pinned versions; otherwise it says that this was not looked up. Standard library alone.
+Without a network: every pin has hashes, every installed package has the pinned version, and every file has the hash in
+its package's RECORD, so that changes after the installation are found. Code that runs when Python starts (.pth) is
+listed. With a network and pip-audit on PATH, advisories on the pinned versions are looked up. Standard library only.
 """
 
 import argparse
@@ -21,12 +20,12 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 OWN = {"vlatune", "pip", "uv", "setuptools", "wheel"}
-"""Not of the lock: this project, and what installs it."""
+"""Packages that are not in the lock: this project and the installers."""
 PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)\s*(;[^\\]*)?")
 
 
 def read_lock(text: str) -> tuple[dict[str, set[str]], list[str]]:
-    """Name -> pinned versions (one for each platform, where they differ), and what has no hash."""
+    """Return the pinned versions by name (platforms may differ), and the lines without a hash."""
     pins: dict[str, set[str]] = {}
     bare = []
     blocks = re.split(r"\n(?=\S)", "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#")))
@@ -54,7 +53,7 @@ def compare(pins: dict[str, set[str]], installed: dict[str, str]) -> Iterator[st
 
 
 def changed_files(one: Distribution) -> Iterator[str]:
-    """Files of a package that are not as its RECORD says; what was written after the installation has no hash there."""
+    """Yield files that differ from their package's RECORD."""
     record = one.read_text("RECORD") or ""
     for row in csv.reader(record.splitlines()):
         name, kept = row[0], row[1] if len(row) > 1 else ""
@@ -74,7 +73,7 @@ def _digest(path: Path) -> str:
 
 
 def starters(site: Path) -> Iterator[str]:
-    """Lines that Python runs at its start, whatever is imported."""
+    """Yield the lines of .pth files that Python runs when it starts."""
     for file in sorted(site.glob("*.pth")):
         for line in file.read_text(errors="replace").splitlines():
             if line.startswith(("import ", "import\t")):
@@ -82,10 +81,12 @@ def starters(site: Path) -> Iterator[str]:
 
 
 def look_up(lock: Path) -> tuple[str, bool]:
-    """What pip-audit says, and whether that is good news; it asks the package index for advisories."""
+    """Return the output of pip-audit, and whether it found nothing."""
     if shutil.which("pip-audit") is None:
-        told = "known weaknesses were NOT looked up: put pip-audit on PATH (not into .venv, which holds what is pinned), and run this again with a network"
-        return told, True
+        return (
+            "advisories were NOT looked up; install pip-audit outside of .venv, and run this again with a network",
+            True,
+        )
     command = ["pip-audit", "--requirement", str(lock), "--require-hashes", "--disable-pip"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return (done.stdout + done.stderr).strip()[-4000:], done.returncode == 0
@@ -103,10 +104,10 @@ def main(argv: list[str] | None = None) -> int:
     bad += [text for one in found if plain(one.name) not in OWN for text in changed_files(one)]
     sites = {options.site} if options.site else {Path(str(one.locate_file(""))) for one in found}
     started = [line for site in sorted(sites) for line in starters(site)]
-    said, is_good = look_up(options.lock)
+    output, is_good = look_up(options.lock)
     lines = [f"{len(pins)} pins, {len(found)} packages installed, {len(bad)} problems", *bad]
     lines += [f"runs when Python starts: {line}" for line in started]
-    sys.stdout.write("\n".join([*lines, said]) + "\n")
+    sys.stdout.write("\n".join([*lines, output]) + "\n")
     return 1 if bad or not is_good else 0
 
 

@@ -1,4 +1,4 @@
-"""An export as a robot's program uses it: loaded by LeRobot's own classes, which know nothing of vlatune."""
+"""Use an export as a robot's program does: through LeRobot's classes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +12,15 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from torch import Tensor
 
 from vlatune.batch import STATE, TASK
-from vlatune.checkpoint.export import export_run
-from vlatune.config import ExportConfig
+from vlatune.config.settings import ExportConfig
 from vlatune.evaluate.predictions import in_own_units
+from vlatune.export.export import export_run
 from vlatune.policies.base import Binding, PolicySpec
 from vlatune.policies.pi05.size import building_at, read_size
 
 
 def load_lerobot(folder: Path) -> Any:
-    """LeRobot's own loading, by its factory; only the model's odd size is told to it."""
+    """Load the policy with LeRobot's factory at the size of the tiny model."""
     size = read_size(folder)
     assert size is not None
     with building_at(size):
@@ -28,7 +28,7 @@ def load_lerobot(folder: Path) -> Any:
 
 
 def check_actions(run: Any, folder: Path) -> None:
-    """Export a SmallRun's checkpoint to `folder`, and hold the actions that LeRobot gives there against ours."""
+    """Export the checkpoint of a SmallRun to `folder`, and compare the actions of LeRobot with ours."""
     export_run(run.config.run_dir, folder, ExportConfig(), warn=pytest.fail)
     setup, noise = run.start.setup, noise_for(run.start.setup.policy, run.rows)
     chunk = run.module.eval().predict(run.batch(), noise).numpy()
@@ -45,7 +45,7 @@ def noise_for(spec: PolicySpec, rows: Mapping[str, np.ndarray]) -> Tensor:
 def lerobot_actions(
     folder: Path, policy: Any, rows: Mapping[str, np.ndarray], binding: Binding, noise: Tensor, **overrides: Any
 ) -> np.ndarray:
-    """Observations under the robot's names, pictures in [0, 1] -> actions in the robot's units."""
+    """Return LeRobot's actions in the robot's units, from images in [0, 1] and the robot's names."""
     config = PreTrainedConfig.from_pretrained(folder)
     before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
     cameras = {name: torch.from_numpy(rows[name]) / 255.0 for name, _ in binding.cameras}

@@ -36,6 +36,8 @@ class Hub:
     private: bool = False
     refused_path: str | None = None
     """Requests to paths that hold this are answered with `refusal`, whatever their token."""
+    refused_times: float = float("inf")
+    """How often they are; then they are answered."""
     seen: list[str] = field(default_factory=list)
     """Authorization headers, as they came."""
     asked: list[str] = field(default_factory=list)
@@ -71,7 +73,9 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
                 self._take_object(path.removeprefix("/lfs/"), body)
                 return
             hub.seen.append(given)
-            if (hub.token and given != f"Bearer {hub.token}") or (hub.refused_path and hub.refused_path in path):
+            is_refused = bool(hub.refused_path and hub.refused_path in path and hub.refused_times > 0)
+            hub.refused_times -= is_refused
+            if (hub.token and given != f"Bearer {hub.token}") or is_refused:
                 self._send(hub.refusal[0], b"", {"X-Error-Code": hub.refusal[1]})
             elif self.command == "POST":
                 self._written(path, body)

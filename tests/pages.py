@@ -1,8 +1,7 @@
-"""Fenced blocks of the README and of docs/, and the commands in them, as the tests that run them read them.
+"""Read the fenced blocks of README.md and docs/, and the commands in them.
 
-A block's language is the first word of its fence. One without a language counts as shell if its first line begins with the
-name of a program. A line that begins with `# needs` says, for people as for the tests, what the commands after it in the
-block cannot do without.
+A block's language is the first word of its fence. A block without a language is shell if its first line begins with the name of
+a program. A line that begins with `# needs` states what the commands after it in the block need.
 """
 
 import re
@@ -34,16 +33,15 @@ NEEDS = "# needs "
 class Block:
     page: Path
     line: int
-    """Of its first line of text."""
+    """Number of its first line of text."""
     info: str
-    """What stands behind the fence."""
+    """Text after the opening fence."""
     text: str
 
     @property
     def language(self) -> str:
-        said = (self.info.split() or [""])[0]
-        first = self.text.lstrip()
-        return "sh" if not said and first.startswith(PROGRAMS) and not first.startswith("vlatune:") else said
+        named, first = (self.info.split() or [""])[0], self.text.lstrip()
+        return "sh" if not named and first.startswith(PROGRAMS) and not first.startswith("vlatune:") else named
 
     @property
     def place(self) -> str:
@@ -70,11 +68,11 @@ def blocks(page: Path) -> Iterator[Block]:
             begin = 0
         elif begin:
             text.append(line)
-    assert not begin, f"{page.name}:{begin}: a fence that is not closed"
+    assert not begin, f"{page.name}:{begin}: the fence is not closed"
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """Each whole command, also one over several lines."""
+    """Yield complete commands, which may span several lines."""
     needs, held, begin = None, "", 0
     for number, line in enumerate(block.text.splitlines(), block.line):
         if not held and line.startswith(NEEDS):
@@ -85,11 +83,11 @@ def commands(block: Block) -> Iterator[Command]:
             held = ""
             if words:
                 yield Command(f"{block.page.name}:{begin}", tuple(words), needs)
-    assert not held, f"{block.place}: a command that does not end"
+    assert not held, f"{block.place}: the last command is incomplete"
 
 
 def _words(text: str) -> list[str] | None:
-    """None where the command goes on in the next line."""
+    """Split a command; None if it continues on the next line."""
     if text.endswith("\\\n"):
         return None
     try:
@@ -99,7 +97,7 @@ def _words(text: str) -> list[str] | None:
 
 
 def all_commands() -> list[Command]:
-    """Of every shell block; `...` stands for the flags of the command before."""
+    """Return the commands of every shell block; `...` stands for the flags of the previous command."""
     found: list[Command] = []
     for block in (block for page in PAGES for block in blocks(page) if block.language == "sh"):
         before: tuple[str, ...] = ()
@@ -114,7 +112,7 @@ def all_commands() -> list[Command]:
 
 
 def inline_commands() -> list[Command]:
-    """`vlatune ...` in the middle of a sentence."""
+    """Return the commands `vlatune ...` within text."""
     return [
         Command(f"{page.name}:{number}", tuple(text.replace("'", "").replace('"', "").split()))
         for page in PAGES

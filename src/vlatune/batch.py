@@ -1,7 +1,7 @@
-"""The sample contract: every key that travels from the reader to the policy, with its dtype and shape.
+"""The sample contract: every key from the reader to the policy, with its dtype and shape.
 
-Shape letters, used as suffixes of names throughout: B batch, N rows, T action horizon, A action dims,
-S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C channels, H height, W width.
+Shape letters, used as name suffixes: B batch, N rows, T action horizon, A action dims, S state
+dims, P padded dims of the policy, K flow samples, L prompt tokens, C channels, H height, W width.
 
 | key                            | dtype   | shape        | made by                         |
 |--------------------------------|---------|--------------|---------------------------------|
@@ -9,23 +9,25 @@ S state dims, P padded dims of the policy, K flow samples, L prompt tokens, C ch
 | `observation.state`            | float32 | (N, S)       | reader; normalised by transforms|
 | `action`                       | float32 | (N, T, A)    | reader; normalised by transforms|
 | `action_is_pad`                | bool    | (N, T)       | reader                          |
-| `task`                         | str     | (N,)         | reader; gone after tokenising   |
+| `task`                         | str     | (N,)         | reader; removed by tokenising   |
 | `observation.language.tokens`  | int64   | (N, L)       | transforms                      |
 | `observation.language.attention_mask` | bool | (N, L)   | transforms                      |
-| `noise`                        | float32 | (N, K, T, P) | transforms, pure in (seed, place in the order) |
-| `time`                         | float32 | (N, K)       | transforms, likewise            |
+| `noise`                        | float32 | (N, K, T, P) | transforms, from (seed, slot)   |
+| `time`                         | float32 | (N, K)       | transforms, from (seed, slot)   |
 | `dataset_index`, `index`, `episode_index`, `frame_index` | int64 | (N,) | reader     |
 | `timestamp`                    | float32 | (N,)         | reader                          |
-| `slot`                         | int64   | (N,)         | plan: place in the run's order    |
-| `action_dim_mask`              | bool    | (N, P)       | transforms, of several robots: dims that the row's robot has |
-| `camera_mask`                  | bool    | (N, cameras) | likewise: cameras that it has   |
-| `dataset`                      | int64   | (N,)         | likewise: `dataset_index`, for the device |
-| `loss_groups`                  | int64   | (N, groups)  | pipeline, in training: the row's columns in the table of losses |
+| `slot`                         | int64   | (N,)         | plan: position in the run's order |
+| `action_dim_mask`              | bool    | (N, P)       | transforms, several robots: dims of the row's robot |
+| `camera_mask`                  | bool    | (N, cameras) | transforms, several robots: cameras of the row's robot |
+| `dataset`                      | int64   | (N,)         | transforms, several robots: `dataset_index` |
+| `step_actions`                 | float32 | (N,)         | feed, evaluation: divisor of a masked loss |
+| `loss_groups`                  | int64   | (N, groups)  | pipeline, training: the row's columns in the loss table |
 
-A policy that learns by diffusion has one draw: `noise` (N, T, A) and `time` int64 (N,), a step of its noise schedule.
-Observations of a policy that looks at several at once have them as a second axis, the newest last, with a mask of those
-before the episode's first: `observation.state` (N, O, S) and `observation.state_is_pad` (N, O). With --policy.keep_features
-training has what was kept of a picture in place of it, of the policy's shape: float32, or bfloat16 as its bits in int16.
+Diffusion policies have one noise sample: `noise` (N, T, A) and `time` int64 (N,), a step of the
+noise schedule. Policies with several observation steps have them as a second axis, newest last,
+with a mask for steps before the episode: `observation.state` (N, O, S), `observation.state_is_pad`
+(N, O). With --policy.keep_prefix, a training batch has `prefix` (N, tokens, width), float32 or
+bfloat16, instead of images.
 """
 
 from collections.abc import Mapping
@@ -41,16 +43,25 @@ TOKEN_MASK = "observation.language.attention_mask"
 TASK = "task"
 NOISE = "noise"
 TIME = "time"
+PREFIX = "prefix"
+"""Outputs of the policy's frozen part, which replace images; see `data/frames/prefix_store.py`."""
 SLOT = "slot"
-"""Place in the run's order: optimizer step by optimizer step, lane by lane, whatever the number of workers."""
+"""Position of a sample in the run's order, independent of the number of workers."""
 ACTION_DIM_MASK, CAMERA_MASK, DATASET = "action_dim_mask", "camera_mask", "dataset"
 MIXTURE_KEYS = (ACTION_DIM_MASK, CAMERA_MASK, DATASET)
-"""Columns of rows of several robots; others do not have them."""
+"""Columns that exist only for runs on several robots."""
 LOSS_GROUPS = "loss_groups"
+STEP_ACTIONS = "step_actions"
+"""Valid actions of an average micro-batch of the row's optimizer step.
+
+Dividing a masked loss by it gives the mean over the valid actions of the step, however its samples
+are split over workers and micro-batches. With several robots, it is computed as if all rows were
+from the row's dataset.
+"""
 IDS = ("dataset_index", "index", "episode_index", "frame_index")
 
 Columns = dict[str, np.ndarray]
-"""A block of rows as columns: every array has the rows as its first axis."""
+"""A block of rows as columns: the first axis of every array is the rows."""
 
 
 def num_rows(columns: Mapping[str, np.ndarray]) -> int:
@@ -58,7 +69,7 @@ def num_rows(columns: Mapping[str, np.ndarray]) -> int:
 
 
 def check_columns(columns: Mapping[str, np.ndarray], expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Hold columns to a table of key -> (dtype, shape of one row); the message names the key and both sides."""
+    """Validate columns against a table of key -> (dtype, shape of one row)."""
     for key, (dtype, shape) in expected.items():
         if key not in columns:
             raise ValueError(f"sample key '{key}' is missing; there are: {', '.join(sorted(columns))}")

@@ -1,6 +1,4 @@
-"""The one way from one thread to one other: a bounded queue that carries the end and errors along, and a thread that fills
-one from an iterator. No Ray, no polling.
-"""
+"""A bounded queue between two threads that propagates errors, and a prefetching iterator on top."""
 
 import threading
 import weakref
@@ -10,7 +8,7 @@ from typing import Any
 
 
 class BoundedQueue:
-    """At most `depth` items from one thread to one other."""
+    """A queue of at most `depth` items from one producer to one consumer thread."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -19,8 +17,8 @@ class BoundedQueue:
         self._is_over = False
         self._error: BaseException | None = None
 
-    def wait_for_room(self) -> bool:
-        """Whether there is any: none comes after `stop`. It stays, for there is one giver."""
+    def wait_for_space(self) -> bool:
+        """Wait until there is space for an item; False after `stop`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or len(self._items) < self._depth)
             return not self._is_over
@@ -32,13 +30,13 @@ class BoundedQueue:
                 self._changed.notify_all()
 
     def take(self, timeout_s: float | None = None) -> Any:
-        """The next item; when there will be none, the giver's error or StopIteration, at every call.
+        """Return the next item; at the end, always raise the producer's error or StopIteration.
 
-        TimeoutError when neither comes in `timeout_s`, if that is given.
+        Raises TimeoutError if nothing arrives within `timeout_s`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_over or self._items, timeout_s):
-                raise TimeoutError(f"nothing came in {timeout_s:g} s")
+                raise TimeoutError(f"no item within {timeout_s:g} s")
             if self._items:
                 self._changed.notify_all()
                 return self._items.popleft()
@@ -47,35 +45,32 @@ class BoundedQueue:
             raise StopIteration
 
     def end(self, error: BaseException | None) -> None:
-        """The giver's last word; what it gave before is still taken."""
+        """Finish producing, with an error if any; earlier items can still be taken."""
         with self._changed:
             if not self._is_over:
                 self._is_over, self._error = True, error
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """The taker's last word: items are dropped, the giver is let go."""
+        """Stop consuming: drop all items and release the producer."""
         with self._changed:
             self._is_over = True
             self._items.clear()
             self._changed.notify_all()
 
 
-def as_it_is(item: Any) -> Any:
-    return item
-
-
 class ReadAhead:
-    """An iterator's items, `depth` of them ready and one more taken, on a thread of its own; for one consuming thread.
+    """Prefetch up to `depth` items of an iterator on a thread, for one consumer thread.
 
-    An error of the source is raised where its item would have been taken, with its own traceback, as often as it is
-    asked for. After `close()`, at the end, or when nobody holds this object any more, no thread is left.
+    An error of the source is raised at the position of its item, on every call, with its traceback.
+    The thread ends after `close()`, at the end of the source, or when this object is garbage
+    collected.
     """
 
     def __init__(
-        self, source: Iterator[Any], *, depth: int, name: str, prepare: Callable[[Any], Any] = as_it_is
+        self, source: Iterator[Any], *, depth: int, name: str, prepare: Callable[[Any], Any] = lambda item: item
     ) -> None:
-        """`prepare` is called on the thread, when there is room for what it makes."""
+        """Start prefetching; `prepare` runs on the thread once there is space for its result."""
         self._ready = BoundedQueue(depth)
         self._thread = threading.Thread(target=_fill, args=(source, prepare, self._ready), name=name, daemon=True)
         self._thread.start()
@@ -88,18 +83,19 @@ class ReadAhead:
         return self._ready.take()
 
     def close(self) -> None:
-        """At any moment. A source whose `next` can block must be closed first: the thread may be waiting in it."""
+        """Stop the thread. Close a source with a blocking `next` first: the thread may be waiting
+        in it."""
         self._ready.stop()
         self._thread.join()
 
 
 def _fill(source: Iterator[Any], prepare: Callable[[Any], Any], ready: BoundedQueue) -> None:
-    """The thread's whole life. It holds no reference to the ReadAhead, so that one that is dropped can go."""
+    """Fill the queue. Holds no reference to the ReadAhead, so that it can be garbage collected."""
     try:
         for item in source:
-            if not ready.wait_for_room():
+            if not ready.wait_for_space():
                 return
             ready.put(prepare(item))
         ready.end(None)
-    except BaseException as error:  # raised where it is taken
+    except BaseException as error:  # raised in the consumer
         ready.end(error)

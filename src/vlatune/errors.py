@@ -1,6 +1,6 @@
-"""Errors with a meaning of their own, and the "did you mean" at the end of a message about a misspelt name.
+"""Custom exceptions, and "did you mean" hints for misspelt names.
 
-ValueError is the user's input, RuntimeError the world.
+ValueError is a usage error, RuntimeError a runtime error.
 """
 
 import difflib
@@ -9,22 +9,22 @@ from collections.abc import Iterable
 
 
 class RunStoppedError(RuntimeError):
-    """The run must not go on: trying again would end the same way."""
+    """The run must stop: a restart would fail in the same way."""
 
 
 class TerminatedError(RuntimeError):
-    """The process was asked to end (SIGTERM, Ctrl-C) and has done what it could."""
+    """The process received SIGTERM or Ctrl-C and has shut down cleanly."""
 
     def __init__(self, text: str, number: int = signal.SIGTERM) -> None:
         super().__init__(text)
         self.number = number
-        """Of the signal; a shell's exit code is 128 more."""
+        """Signal number; the exit code is 128 more."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """`"; did you mean --batch_size?"` when a known name is close to `name`, else nothing.
+    """Return `"; did you mean --batch_size?"` if a known name is close to `name`, else "".
 
-    `lr` is close to `optimizer.lr`: a dotted name may be asked for by its end.
+    A dotted name also matches by its last part: `lr` is close to `optimizer.lr`.
     """
     plain = {_plain(one): one for one in known}
     wanted = _plain(name)
@@ -35,3 +35,7 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "_")
+
+
+class RejectedAnswerError(Exception):
+    """A response of a store was rejected: too long, or a redirect to another host."""

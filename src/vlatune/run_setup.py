@@ -1,12 +1,11 @@
-"""Config -> the data and policy of a run, checked on the driver before Ray starts. No torch, no Ray.
+"""Build the data and policy specs of a run from its config, before Ray starts. No torch, no Ray.
 
-Everything that can be wrong without opening a video is found here: dataset, cameras, widths, statistics,
-tokenizer, batch against dataset.
+All errors that can be detected without decoding a video are raised here: dataset, cameras, dims,
+statistics, tokenizer, batch size.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,86 +13,109 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.config import RunConfig
+from vlatune.config.settings import RunConfig
 from vlatune.console import progress_bar, warn
-from vlatune.dataset.features import camera_spec, vector_spec, with_names
-from vlatune.dataset.health.bad_episodes import (
+from vlatune.data.augmentation import Augment, make_augment
+from vlatune.data.features import SELECT_DIMS, camera_spec, offsets_at_rate, vector_spec, with_dims, with_names
+from vlatune.data.frames.prefix_store import PrefixLayout, PrefixSettings
+from vlatune.data.frames.resize import letterbox_box
+from vlatune.data.health.bad_episodes import (
     BadEpisode,
     check_first,
     find_bad_episodes,
     leave_out,
     without,
 )
-from vlatune.dataset.meta.dataset_meta import DatasetMeta, check_complete, load_meta
-from vlatune.dataset.order.partition import Selection, drop_last_frames, hold_out, hold_out_each, select_episodes
-from vlatune.dataset.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
-from vlatune.dataset.reader import CameraSpec, ReadSpec, augmented, from_features
-from vlatune.dataset.storage.feature_files import FeatureRow, features_root
-from vlatune.dataset.storage.remote_fs import parse_storage_options
-from vlatune.dataset.storage.root import Root
-from vlatune.dataset.video.resize import Letterbox, letterbox_box
-from vlatune.files import read_json, write_json
-from vlatune.pipeline.augmentation import Augment, make_augment
-from vlatune.pipeline.loss_groups import LossGroups, WithLossGroups, make_loss_groups
-from vlatune.pipeline.plan import DataPlan
-from vlatune.pipeline.transforms import Transform
-from vlatune.policies.base import Binding, Draw, ModuleOptions, PolicyAdapter, PolicySpec, read_policy, require_kept
+from vlatune.data.health.timestamps import all_conversions, with_timestamps
+from vlatune.data.loss_groups import LossGroups, WithLossGroups, make_loss_groups
+from vlatune.data.meta.dataset_meta import DatasetMeta, check_complete, load_meta
+from vlatune.data.order.partition import (
+    Selection,
+    drop_last_frames,
+    hold_out,
+    hold_out_last,
+    select_episodes,
+)
+from vlatune.data.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
+from vlatune.data.reader import CameraSpec, ReadSpec
+from vlatune.data.transforms import Transform
+from vlatune.feed.plan import DataPlan
+from vlatune.policies.base import (
+    Binding,
+    ModuleOptions,
+    NoiseSpec,
+    PolicyAdapter,
+    PolicySpec,
+    read_policy,
+    require_kept,
+)
 from vlatune.policies.base_folder import resolve_folder
 from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings, why_one_robot
 from vlatune.policies.normalisation import run_stats
-from vlatune.policies.registry import get_adapter, get_policy
-from vlatune.report.run_folder import CONFIG_FILE, SKIPPED_FILE
+from vlatune.registry import get_adapter, get_policy_info
+from vlatune.run.run_folder import CONFIG_FILE, SKIPPED_FILE
+from vlatune.storage.files import read_json, write_json
+from vlatune.storage.remote_fs import parse_storage_options
+from vlatune.storage.root import Root
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Plain values; sent to every worker."""
+class Inputs:
+    """Datasets, policy and statistics as plain values: what evaluation and training share."""
 
     metas: tuple[DatasetMeta, ...]
-    training: Selection
-    held_out: Selection
     specs: tuple[ReadSpec, ...]
+    held_out: Selection
+    """Episodes to evaluate on."""
     adapter: PolicyAdapter[Any]
     policy: PolicySpec
     binding: Binding
     stats: Mapping[str, Mapping[str, np.ndarray]]
-    order: OrderSpec
-    batch_size: int
-    """Of one worker and micro-step."""
-    skipped: tuple[BadEpisode, ...] = ()
-    """Episodes that were asked for and are left out (--dataset.on_bad_episode=skip)."""
-    flow_samples: int = 1
-    """Noise and time draws per observation in training; evaluation takes one."""
-    augment: Augment | None = None
-    """What the user asks for beside the policy's own augmentation (--dataset.image_transforms)."""
-    kept: FeatureRow | None = None
-    """What training reads in place of pictures (--policy.keep_features); evaluation looks at pictures."""
-    features: Root | None = None
-    """Where it is kept."""
-
-    def training_transforms(self) -> tuple[Transform, ...]:
-        own = self.adapter.training_transforms(self.policy, self.binding, self.stats, self._training_draw())
-        return own if self.augment is None else (self.augment, *own)
 
     def eval_transforms(self, seed: int) -> tuple[Transform, ...]:
-        """One draw per observation, whatever training takes, and the same one each time."""
-        return self.adapter.make_transforms(self.policy, self.binding, self.stats, Draw(seed, by_frame=True))
+        """Return transforms with one reproducible noise sample per observation."""
+        return self.adapter.make_transforms(self.policy, self.binding, self.stats, NoiseSpec(seed, by_frame=True))
 
-    def training_specs(self) -> tuple[ReadSpec, ...]:
-        """With what the policy does to pictures before they are resized; evaluation reads by `specs`."""
-        if self.kept and self.features:
-            return from_features(self.specs, self.features, self.kept)
-        return augmented(self.specs, self.adapter.augment_pictures(self.policy, self._training_draw()))
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Inputs):
+    """The inputs of a run and its training plan; sent to every worker."""
+
+    training: Selection
+    order: OrderSpec
+    batch_size: int
+    """Samples per worker and micro-step."""
+    skipped: tuple[BadEpisode, ...] = ()
+    """Requested episodes that are excluded (--dataset.on_bad_episode=skip)."""
+    flow_samples: int = 1
+    """Noise samples per observation in training; evaluation uses one."""
+    augment: Augment | None = None
+    """Augmentation from --dataset.image_transforms, in addition to the policy's."""
+    kept: PrefixSettings | None = None
+    """What the run keeps of each sample, chosen at its start (--policy.keep_prefix)."""
+
+    def training_transforms(self) -> tuple[Transform, ...]:
+        noise = NoiseSpec(self.order.seed, self.flow_samples)
+        own = self.adapter.training_transforms(self.policy, self.binding, self.stats, noise)
+        return own if self.augment is None else (self.augment, *own)
 
     @cached_property
     def data_plan(self) -> DataPlan:
-        """What the workers' feeds read: made once, on the driver, and sent to every worker with the rest."""
+        """Plan that the workers' feeds read, built once on the driver."""
         transforms = (WithLossGroups(self.loss_groups, self.training_transforms()),)
-        return DataPlan(self.metas, self.training, self.training_specs(), self.order, transforms, self.batch_size)
+        return DataPlan(
+            self.metas,
+            self.training,
+            self.specs,
+            self.order,
+            transforms,
+            self.batch_size,
+            has_robots=bool(self.binding.parts),
+        )
 
     @cached_property
     def loss_groups(self) -> LossGroups:
-        """Whose losses are told apart."""
+        """Groups for which losses are reported separately."""
         return make_loss_groups(
             [meta.tasks for meta in self.metas],
             [len(meta.episodes) for meta in self.metas],
@@ -101,24 +123,20 @@ class Setup:
             robots=len(self.binding.parts),
         )
 
-    def from_pictures(self) -> "Setup":
-        """The same run, looking at pictures itself."""
-        return replace(self, kept=None, features=None)
-
     def with_lanes(self, lanes: int) -> "Setup":
-        """Their number stays with a run: one that goes on has its checkpoint's."""
-        if lanes == self.order.lanes:
-            return self
+        """Return the setup with this number of lanes; a resumed run keeps its checkpoint's."""
         order = replace(self.order, lanes=lanes)
         check_order(order)
         return replace(self, order=order)
 
-    def _training_draw(self) -> Draw:
-        return Draw(self.order.seed, self.flow_samples)
-
 
 type Usable = tuple[Selection, tuple[BadEpisode, ...]]
-"""The episodes that are asked for and can be read, and those that cannot and are left out."""
+"""The selected readable episodes, and the excluded bad ones."""
+
+
+def make_inputs(config: RunConfig) -> Inputs:
+    """Read what an evaluation of the run needs: its held-out episodes, policy and statistics."""
+    return _read_inputs(config, load_metas(config), None, preflight=False)[0]
 
 
 def make_setup(
@@ -128,23 +146,16 @@ def make_setup(
     preflight: bool = False,
     usable: Usable | None = None,
 ) -> Setup:
-    """Read what the config names, once for a start; `metas` are its datasets', where they are read already.
+    """Read everything that the config names; `metas` are its datasets if already loaded.
 
-    `preflight` also looks whether the datasets' files are there and, of the first episode, what they should be. `usable`
-    is given where the episodes were looked at before.
+    `preflight` also checks that the datasets' files exist and that the first episode is valid.
+    `usable` skips the episode check if it was done before.
     """
     metas = load_metas(config) if metas is None else metas
-    adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
-    folder = resolve_folder(base_path(config), config.policy.revision)
-    policy = read_policy(adapter, folder, get_policy(config.policy.type), config.policy.overrides)
-    bindings = [bind(policy, meta, meta.names) for meta in metas]
-    binding = join_roots(config, adapter, policy, metas, bindings)
-    specs = read_specs(config, metas, policy, bindings, binding)
-    selected, skipped = usable or _usable_episodes(config, metas, specs, preflight=preflight)
-    metas = without(metas, skipped)
-    each = hold_out_each if binding.parts else hold_out
-    training, held_out = each(selected, config.dataset.eval_split, config.seed)
-    training = drop_last_frames(training, policy.drop_last_frames)
+    inputs, training, skipped = _read_inputs(config, metas, usable, preflight=preflight)
+    if config.policy.keep_prefix == "true":
+        kept_layout(config, inputs)
+    training = drop_last_frames(training, inputs.policy.drop_last_frames)
     order = OrderSpec(
         lengths=tuple(training.length.tolist()),
         seed=config.seed,
@@ -156,40 +167,46 @@ def make_setup(
         drop_last=config.dataset.drop_last,
     )
     check_order(order)
-    stats, doubtful = run_stats(config.dataset, metas, policy, binding, against_rows=preflight)
-    for text in doubtful if preflight else ():  # said once, though a run is set up several times
-        warn(f"vlatune: warning: {text}")
     return Setup(
-        metas=metas,
+        **vars(inputs),
         training=training,
-        held_out=held_out,
-        specs=specs,
-        adapter=adapter,
-        policy=policy,
-        binding=binding,
-        stats=stats,
         order=order,
         batch_size=config.batch_size,
         skipped=skipped,
         flow_samples=config.policy.flow_samples,
-        augment=_make_augment(config, metas, specs, policy, binding),
-        kept=_make_kept(config, adapter, policy, specs) if config.policy.keep_features else None,
-        features=features_root(config.run_dir, config.storage_path) if config.policy.keep_features else None,
+        augment=_make_augment(config, inputs),
     )
 
 
-def _make_kept(
-    config: RunConfig, adapter: PolicyAdapter[Any], policy: PolicySpec, specs: Sequence[ReadSpec]
-) -> FeatureRow:
-    """What is kept of a picture, if features can stand in for every picture of the run."""
-    lacking = next(((spec, spec.absent[0]) for spec in specs if spec.absent), None)
-    if lacking:
-        spec, camera = lacking
-        raise ValueError(
-            f"--policy.keep_features=true: dataset '{spec.root.url}' has no camera '{camera.column}', which another has, and there is "
-            f"nothing to keep of it; leave the flag out"
-        )
-    return require_kept(adapter, policy, get_policy(config.policy.type), ModuleOptions.of(config.policy))
+def _read_inputs(
+    config: RunConfig, metas: tuple[DatasetMeta, ...], usable: Usable | None, *, preflight: bool
+) -> tuple[Inputs, Selection, tuple[BadEpisode, ...]]:
+    """Return the inputs, the training episodes and the excluded bad episodes."""
+    adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
+    folder = resolve_folder(base_path(config), config.policy.revision)
+    policy = read_policy(adapter, folder, get_policy_info(config.policy.type), config.policy.overrides)
+    bindings = [bind(policy, meta, meta.names) for meta in metas]
+    binding = join_roots(config, adapter, policy, metas, bindings)
+    specs = read_specs(config, metas, policy, bindings, binding)
+    wanted = select_episodes(metas, config.dataset.episodes, config.dataset.exclude_episodes)
+    specs, warnings = with_timestamps(metas, specs, wanted, config.dataset.timestamps)
+    selected, skipped = usable or _usable_episodes(config, metas, specs, wanted, preflight=preflight)
+    metas = without(metas, skipped)
+    if config.dataset.hold_out == "last_of_task":
+        training, held_out = hold_out_last(selected, config.dataset.eval_split, metas)
+    else:  # several robots: the same share of each
+        training, held_out = hold_out(selected, config.dataset.eval_split, config.seed, by_dataset=bool(binding.parts))
+    stats, doubtful = run_stats(config.dataset, metas, policy, binding, against_rows=preflight)
+    if preflight:  # warn once, although a run is set up several times
+        for text in (*warnings, *all_conversions(metas, specs, wanted), *doubtful):
+            warn(f"vlatune: warning: {text}")
+    return Inputs(metas, specs, held_out, adapter, policy, binding, stats), training, skipped
+
+
+def kept_layout(config: RunConfig, inputs: Inputs) -> PrefixLayout:
+    """Return what the run can keep of each sample; raise if that changes with every step."""
+    info, options = get_policy_info(config.policy.type), ModuleOptions.of(config.policy)
+    return require_kept(inputs.adapter, inputs.policy, inputs.binding, info, options)
 
 
 def join_roots(
@@ -199,7 +216,7 @@ def join_roots(
     metas: Sequence[DatasetMeta],
     bindings: Sequence[Binding],
 ) -> Binding:
-    """Of one robot or of several."""
+    """Join the bindings of all roots as one robot or several (--dataset.robots)."""
     several = config.dataset.robots == "several" or (config.dataset.robots == "auto" and differ(bindings))
     if not several:
         return join_bindings(metas, bindings)
@@ -214,7 +231,7 @@ def join_roots(
 
 
 def _make_mixture(config: RunConfig, training: Selection, num_datasets: int) -> Mixture | None:
-    """By size, every frame of all datasets comes once in an epoch."""
+    """Return the mixture weights; proportional to size, every frame occurs once per epoch."""
     weights = config.dataset.weight
     if not weights and num_datasets > 1:
         frames = np.bincount(training.dataset, weights=training.length, minlength=num_datasets)
@@ -223,31 +240,29 @@ def _make_mixture(config: RunConfig, training: Selection, num_datasets: int) -> 
     return Mixture(tuple(training.dataset.tolist()), weights) if weights else None
 
 
-def _make_augment(
-    config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], policy: PolicySpec, binding: Binding
-) -> Augment | None:
-    """Of each dataset's pictures, only what lies inside the letterbox; openpi takes all of them."""
+def _make_augment(config: RunConfig, inputs: Inputs) -> Augment | None:
+    """Build the augmentation; LeRobot's preset leaves the letterbox padding untouched."""
     transforms = config.dataset.image_transforms
     if not transforms.enable:
         return None
     boxes = {
         (number, camera.column): letterbox_box(
-            meta.features[camera.name].height_width, (camera.height, camera.width), pad=policy.pad
+            meta.features[camera.name].height_width, (camera.height, camera.width), pad=inputs.policy.pad
         )
         if transforms.preset == "lerobot"
         else (0, 0, camera.height, camera.width)
-        for number, (meta, spec) in enumerate(zip(metas, specs, strict=True))
+        for number, (meta, spec) in enumerate(zip(inputs.metas, inputs.specs, strict=True))
         for camera in spec.cameras
     }
-    return make_augment(transforms, config.seed, dict(binding.cameras), boxes)
+    return make_augment(transforms, config.seed, dict(inputs.binding.cameras), boxes)
 
 
 def base_path(config: RunConfig) -> str:
-    """The base model; one that was made in the run folder may have moved with it."""
+    """Return the path of the base model; one inside the run folder may have moved with it."""
     path = config.policy.path
-    assert path is not None  # validate() has asked for it
-    beside = config.run_dir / Path(path).name
-    return str(beside) if Path(path).is_absolute() and not Path(path).exists() and beside.is_dir() else path
+    assert path is not None  # checked by validate()
+    moved = config.run_dir / Path(path).name
+    return str(moved) if Path(path).is_absolute() and not Path(path).exists() and moved.is_dir() else path
 
 
 def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:
@@ -255,93 +270,87 @@ def load_metas(config: RunConfig) -> tuple[DatasetMeta, ...]:
     metas = tuple(load_meta(Root(url, options), argument="--dataset.root") for url in dataset_roots(config))
     for meta in metas:
         check_complete(meta)
-    return with_names(
+    metas = with_names(
         metas, config.rename_map, config.dataset.rename_map, what=("--rename_map", "--dataset.rename_map")
     )
+    return with_dims(metas, config.dataset.select_dims, SELECT_DIMS)
 
 
 def _usable_episodes(
-    config: RunConfig, metas: tuple[DatasetMeta, ...], specs: tuple[ReadSpec, ...], *, preflight: bool
-) -> tuple[Selection, tuple[BadEpisode, ...]]:
-    selected = select_episodes(metas, config.dataset.episodes)
-    if config.dataset.on_bad_episode == "skip":
-        bad = _bad_episodes(config, metas, specs, selected)
-        return leave_out(selected, metas, bad), bad
-    if preflight:
-        check_first(metas, specs, selected)
-    return selected, ()
+    config: RunConfig,
+    metas: tuple[DatasetMeta, ...],
+    specs: tuple[ReadSpec, ...],
+    selected: Selection,
+    *,
+    preflight: bool,
+) -> Usable:
+    """Check the episodes according to --dataset.on_bad_episode.
+
+    A resumed run keeps its list of excluded episodes even if the data was fixed since: other
+    episodes would change the sample order.
+    """
+    if config.dataset.on_bad_episode != "skip":
+        if preflight:
+            check_first(metas, specs, selected)
+        return selected, ()
+    if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / SKIPPED_FILE).exists():
+        bad = read_skipped(config.run_dir)
+    else:
+        with progress_bar("files checked") as show:
+            bad = find_bad_episodes(metas, specs, selected, on_file=show)
+    return leave_out(selected, metas, bad), bad
 
 
 def dataset_roots(config: RunConfig) -> tuple[str, ...]:
     if config.dataset.root:
         return config.dataset.root
-    from vlatune.dataset.storage.hub import fetch_dataset
+    from vlatune.storage.hub import fetch_dataset
 
-    assert config.dataset.repo_id is not None  # validate() has asked for one of the two
+    assert config.dataset.repo_id is not None  # checked by validate()
     return (str(fetch_dataset(config.dataset.repo_id, config.dataset.revision)),)
 
 
 def read_specs(
     config: RunConfig, metas: Sequence[DatasetMeta], policy: PolicySpec, bindings: Sequence[Binding], joint: Binding
 ) -> tuple[ReadSpec, ...]:
-    """What is read of each dataset, under the names that they have in common."""
-    return tuple(_read_spec(config, number, meta, policy, bindings[number], joint) for number, meta in enumerate(metas))
-
-
-def _read_spec(
-    config: RunConfig, number: int, meta: DatasetMeta, policy: PolicySpec, own: Binding, joint: Binding
-) -> ReadSpec:
-    """Columns have the same names for all datasets: those of the first one's cameras, and the policy's for the vectors."""
-    called, seen = {target: name for name, target in joint.cameras}, _at_rate(config, meta, policy.observation_offsets)
-    offsets, own_cameras = _at_rate(config, meta, policy.action_offsets), {target for _, target in own.cameras}
-    state = vector_spec(meta, meta.own(STATE), is_float32=True, offsets=seen, called=STATE)
-    action = vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=offsets, called=ACTION)
-    if joint.parts:
-        state, action = replace(state, widened=joint.state_dim), replace(action, widened=joint.action_dim)
-    return ReadSpec(
-        root=meta.root,
-        dataset_index=number,
-        tolerance_s=config.dataset.tolerance_s,
-        cameras=tuple(
-            camera_spec(meta, name, policy.image_hw, seen, called=called[target], letterbox=Letterbox(policy.pad))
+    """Return what to read from each dataset; all share the column names of `joint`."""
+    rate, column = config.dataset.action_fps, {target: name for name, target in joint.cameras}
+    specs = []
+    for number, (meta, own) in enumerate(zip(metas, bindings, strict=True)):
+        own_cameras, seen = {target for _, target in own.cameras}, policy.observation_offsets
+        seen = None if seen is None else offsets_at_rate(seen, meta.fps, rate)
+        offsets = offsets_at_rate(policy.action_offsets, meta.fps, rate)
+        state = vector_spec(meta, meta.own(STATE), is_float32=True, offsets=seen, called=STATE)
+        action = vector_spec(meta, meta.own(ACTION), is_float32=True, offsets=offsets, called=ACTION)
+        if joint.parts:
+            state, action = replace(state, widened=joint.state_dim), replace(action, widened=joint.action_dim)
+        cameras = tuple(
+            camera_spec(meta, name, policy.image_hw, seen, called=column[target], pad=policy.pad)
             for name, target in own.cameras
-        ),
-        vectors=(state, action),
-        tasks=meta.tasks,
-        absent=tuple(
+        )
+        absent = tuple(
             CameraSpec("", "absent", *policy.image_hw, seen, called=name)
             for name, target in joint.cameras
             if target not in own_cameras
-        ),
-    )
-
-
-def _at_rate(config: RunConfig, meta: DatasetMeta, offsets: tuple[int, ...] | None) -> Any:
-    """In the dataset's frames: as the policy has them, or the nearest to where they are at --dataset.action_fps."""
-    rate = config.dataset.action_fps
-    if rate is None or offsets is None:
-        return offsets
-    return tuple(math.floor(offset * meta.fps / rate + 0.5) for offset in offsets)
-
-
-def _bad_episodes(
-    config: RunConfig, metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection
-) -> tuple[BadEpisode, ...]:
-    """Those of the run folder where there are some, else what a check of the whole dataset finds.
-
-    A run that goes on takes its list from the folder, even when the data was mended meanwhile: other episodes would be
-    another order of samples.
-    """
-    if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / SKIPPED_FILE).exists():
-        return read_skipped(config.run_dir)
-    with progress_bar("files checked") as show:
-        return find_bad_episodes(metas, specs, selection, on_file=show)
+        )
+        specs.append(
+            ReadSpec(
+                root=meta.root,
+                dataset_index=number,
+                tolerance_s=config.dataset.tolerance_s,
+                cameras=cameras,
+                vectors=(state, action),
+                tasks=meta.tasks,
+                absent=absent,
+            )
+        )
+    return tuple(specs)
 
 
 def write_skipped(run_dir: Path, bad: Sequence[BadEpisode]) -> None:
-    """Write the list down, once."""
+    """Write the excluded episodes, unless they are already recorded."""
     if not (run_dir / SKIPPED_FILE).exists():
-        write_json(run_dir / SKIPPED_FILE, {"skipped_episodes": [one.to_json() for one in bad]})
+        write_json(run_dir / SKIPPED_FILE, {"skipped_episodes": [asdict(one) for one in bad]})
 
 
 def read_skipped(run_dir: Path) -> tuple[BadEpisode, ...]:
@@ -354,5 +363,5 @@ def read_skipped(run_dir: Path) -> tuple[BadEpisode, ...]:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"'{file}' is not readable ({error}), so the run's episodes are not known; restore it, or begin a new run"
+            f"'{file}' is not readable ({error}), so the run's episodes are unknown; restore it, or start a new run"
         ) from error

@@ -1,15 +1,12 @@
-"""Changed files through everything that reads them: `make fuzz`, and a short fixed part of it in `make test`.
+"""Change files at random and read them: `make fuzz`, and a few fixed cases in `make test`.
 
-A case is a number: it decides the file and the change. It goes through `inspect`, the preflight of a run, one pass of
-reading and of the policy's transforms, from a folder or from a remote store, and one of eight through all checks of
-`doctor` before; or through `report`, alone and beside another run, and the loading of a checkpoint. It fails when the process dies, hangs, takes too much memory, or an error comes out that vlatune did not mean;
-and when rows of a dataset with checksums come out changed. Of rows that change without checksums it is told how many, and
-of how many `inspect` had said something.
+The number of a case decides which file is changed and how. A changed dataset goes through `inspect`, the preflight of
+a run, one pass of reading and the policy's transforms, from a folder or a remote store, and one in eight through
+`doctor`; a changed run goes through `report`, a comparison, and the loading of its checkpoint.
 
-Cases run one after the other in worker processes that are spawned, never forked: a fork of a process with threads may hang
-by itself, and then a hang would prove nothing. So a hang is the file's, it is run once, and the stacks of all threads are
-printed. Seconds in which the kernel kept a case waiting for a core do not count: on a busy machine they say nothing of
-the file. A worker that died or hangs is replaced, and each has had enough after BATCH cases.
+A case is a finding if the process crashes or hangs, uses too much memory or time, raises an error that vlatune does
+not handle, or delivers changed rows of a dataset with checksums. Cases run in spawned worker processes, which are
+replaced after a crash, a hang, or BATCH cases.
 """
 
 import argparse
@@ -18,12 +15,14 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import random
 import resource
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -31,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,69 +38,62 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mutate import mutate, replace_file
 
-LIMIT_S, LIMIT_BYTES = 10.0, 1 << 30
+MAX_CPU_S, MAX_BYTES = 10.0, 1 << 30
+HANG_S = 60.0
+"""Wall-clock limit of a case; generous, because the machine may be busy."""
 START_S = 300.0
-"""For a worker's imports and its first, honest case."""
-KILL_S = 3.0
-"""A case that hangs gets so long to write down where."""
+"""Limit of a worker's imports and its first case."""
+STACKS_S = 3.0
+"""Time for a hanging worker to write the stacks of its threads."""
 BATCH = 400
 DOCTOR = 8
-READY = "ready"
-spawned = multiprocessing.get_context("spawn")
-GOOD = ("refused", "fine", "told", "changed")
-
-
+"""One in so many cases goes through `doctor`."""
+REMOTE = "remote dataset"
+GOOD = ("rejected", "unchanged", "reported", "changed")
 SPEC = {"episodes": 4, "frames": 8, "episodes_per_file": 2, "height": 64, "width": 64, "vary_length": True}
-"""Of the honest datasets."""
+spawned = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
 class Outcome:
     case: int
-    kind: str
-    """dataset, older, base or run; with checksums where they were written before the change."""
     what: str
-    """File and change."""
+    """The changed file and the change."""
     result: str
-    """refused, fine, told (other rows, of which `inspect` spoke), changed (without a word); or what is wrong: bare, crash, hang,
-    memory, silent."""
-    said: str = ""
-    seconds: float = 0.0
+    """rejected, unchanged, reported (rows differ, and `inspect` reports a problem), changed (rows differ, no report);
+    or a finding: unhandled, crash, hang, slow, memory, undetected (rows differ in spite of checksums)."""
+    message: str = ""
 
     @property
-    def is_bad(self) -> bool:
+    def is_finding(self) -> bool:
         return self.result not in GOOD
 
 
-def make_honest(folder: Path, base: Path | None) -> None:
-    """What the cases are copies of, and what comes out of it."""
-    maker = spawned.Process(target=_make_honest, args=(folder, base))
-    maker.start()
-    maker.join()
-    if maker.exitcode != 0:
-        raise RuntimeError("the honest files could not be made; see above")
+class UnhandledError(Exception):
+    """An error that the command line would show as a traceback."""
 
 
 def make_base(base: Path, dataset: Path) -> None:
-    """Most of what making the honest files costs: torch and LeRobot are imported for it."""
-    from vlatune.dataset.meta.dataset_meta import load_meta
-    from vlatune.policies.pi05.small import make_small_pi05
+    """Make a small base model; imports torch and LeRobot."""
+    from vlatune.data.meta.dataset_meta import load_meta
+    from vlatune.policies.pi05.tiny import make_tiny_pi05
 
     meta = load_meta(str(dataset))
     state, action = (meta.features[key].shape[0] for key in ("observation.state", "action"))
     sizes = {"state_dim": state, "action_dim": action, "horizon": 5, "image_size": 32}
-    make_small_pi05(base, cameras=meta.cameras, tasks=meta.tasks, **sizes)
+    make_tiny_pi05(base, cameras=meta.cameras, tasks=meta.tasks, **sizes)
 
 
-def _make_honest(folder: Path, base: Path | None) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "hostile"))
-    from honest_run import make_run
+def make_originals(folder: Path, base: Path | None) -> None:
+    """Make the files that the cases change, and the digests of their rows."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from unit.untrusted.run_without_training import make_run
 
     from vlatune import cli
-    from vlatune.dataset.synthetic.generate import SyntheticSpec, make_dataset
+    from vlatune.demo.generate import SyntheticSpec, make_dataset
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    for name, version in (("dataset", "v3.0"), ("older", "v2.1")):
+    for name, version in (("dataset", "v3.0"), ("dataset v2.1", "v2.1")):
         make_dataset(folder / name, SyntheticSpec(**SPEC, version=version))
         shutil.copytree(folder / name, folder / f"{name} with checksums")
         assert cli.main(["inspect", str(folder / f"{name} with checksums"), "--write_checksums=true"]) == 0
@@ -110,19 +102,19 @@ def _make_honest(folder: Path, base: Path | None) -> None:
     else:
         shutil.copytree(base, folder / "base")
     make_run(folder / "dataset", folder / "base", folder / "run")
-    digests = {name: read_rows(str(folder / name), folder / "base", folder) for name in ("dataset", "older")}
+    digests = {name: read_rows(str(folder / name), folder / "base", folder) for name in ("dataset", "dataset v2.1")}
     (folder / "digests.json").write_text(json.dumps(digests))
 
 
-def read_rows(dataset: str, base: Path, place: Path) -> str:
-    """One pass as a worker of a run makes it; a digest of all that comes out."""
+def read_rows(dataset: str, base: Path, work: Path) -> str:
+    """Read all rows as a training worker does; return their digest."""
     import numpy as np
 
-    from vlatune.dataset.reader import make_unit, read_unit
-    from vlatune.pipeline.transforms import apply_all
+    from vlatune.data.reader import make_unit, read_unit
+    from vlatune.data.transforms import apply_all
     from vlatune.run_setup import make_setup
 
-    setup = make_setup(config_of(dataset, base, place), preflight=True)
+    setup = make_setup(config_of(dataset, base, work), preflight=True)
     digest = sha256()
     meta, spec = setup.metas[0], setup.specs[0]
     for position, length in zip(setup.training.position.tolist(), setup.training.length.tolist(), strict=True):
@@ -136,39 +128,40 @@ def read_rows(dataset: str, base: Path, place: Path) -> str:
     return digest.hexdigest()
 
 
-def config_of(dataset: str, base: Path, place: Path) -> Any:
-    from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+def config_of(dataset: str, base: Path, work: Path) -> Any:
+    from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
 
     return RunConfig(
         dataset=DatasetConfig(root=(dataset,)),
         policy=PolicyConfig(path=str(base), train="heads"),
-        output_dir=str(place / "out"),
+        output_dir=str(work / "out"),
         batch_size=4,
     )
 
 
-def ask_doctor(dataset: str, base: Path, place: Path) -> None:
-    """All of its checks, and the page; an error that it tells of as one of its findings is looked at, too."""
-    from vlatune.doctor import examine
-    from vlatune.doctor.doctor_report import doctor_page, doctor_text
+def ask_doctor(dataset: str, base: Path, work: Path) -> None:
+    """Run all checks and write the page; errors that become findings are checked, too."""
+    from vlatune.checks import doctor
 
-    tell = examine.refused
-    examine.refused = lambda error: (_explain(error), tell(error))[1]
+    convert = doctor.finding_of
+    doctor.finding_of = lambda error, check: (_explain(error), convert(error, check))[1]
     try:
-        found = examine.examine(config_of(dataset, base, place), place)
+        found = doctor.examine(config_of(dataset, base, work), work)
     finally:
-        examine.refused = tell
-    assert doctor_text(found, None, width=120) + doctor_page(found) + json.dumps(found.to_json())
+        doctor.finding_of = convert
+    texts = [doctor.finding_text(one, width=120) for one in found.findings]
+    texts.append(doctor.outcome_text(found, None, width=120))
+    assert "".join(texts) + doctor.doctor_page(found) + json.dumps(found.to_json())
 
 
 def read_run(run: Path, dataset: Path, base: Path, other: Path) -> None:
-    """Reports, settings, and the newest checkpoint as a resume and an export take it."""
-    from vlatune.checkpoint.policy_files import read_policy_files
-    from vlatune.config import DatasetConfig, PolicyConfig, RunConfig
+    """Write the reports, and read the settings and the checkpoint as a resume and an export do."""
+    from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
+    from vlatune.export.policy_files import read_policy_files
     from vlatune.policies.pi05.adapter import SCHEMA
     from vlatune.report.compare import write_comparison
     from vlatune.report.html import write_report
-    from vlatune.report.run_folder import read_config
+    from vlatune.run.run_folder import read_config
     from vlatune.train.driver.resume_rules import find_resume_point
 
     config = RunConfig(
@@ -196,10 +189,10 @@ def read_run(run: Path, dataset: Path, base: Path, other: Path) -> None:
 
 
 def choose(folder: Path, case: int) -> tuple[str, str, random.Random]:
-    """(kind, file, the generator of the change) of a case."""
+    """Return the kind of folder, the file, and the random generator of the change."""
     rng = random.Random(case)
-    kind = rng.choice(("dataset", "dataset", "dataset", "older", "base", "run"))
-    if kind in ("dataset", "older") and rng.random() < 0.3:
+    kind = rng.choice(("dataset", "dataset", "dataset", "dataset v2.1", "base", "run"))
+    if kind in ("dataset", "dataset v2.1") and rng.random() < 0.3:
         kind += " with checksums"
     if kind == "dataset" and rng.random() < 0.2:
         kind = REMOTE
@@ -213,49 +206,45 @@ def choose(folder: Path, case: int) -> tuple[str, str, random.Random]:
     return kind, rng.choices(files, weights)[0], rng
 
 
-REMOTE = "remote dataset"
-
-
 def source_of(kind: str) -> str:
     return "dataset" if kind == REMOTE else kind
 
 
-def run_case(folder: Path, case: int, place: Path) -> dict[str, str]:
-    """In a worker: change one file of a copy, and read it."""
+def run_case(folder: Path, case: int, work: Path) -> tuple[str, str, str]:
+    """Change one file of a copy and read it; return (what, result, message)."""
     kind, file, rng = choose(folder, case)
-    shutil.copytree(folder / source_of(kind), place / "x", copy_function=os.link)
-    what = f"{file}, {mutate(place / 'x' / file, rng)}"
+    shutil.copytree(folder / source_of(kind), work / "x", copy_function=os.link)
+    what = f"{kind}, {file}, {mutate(work / 'x' / file, rng)}"
     if kind == "run" and file.startswith("checkpoints/") and not file.endswith("manifest.json") and rng.random() < 0.7:
-        seal(place / "x/checkpoints/00000002")
-        what += ", sealed anew"
+        recompute_hashes(work / "x/checkpoints/00000002")
+        what += ", hashes recomputed"
     try:
         if case % DOCTOR == 0 and kind not in ("run", REMOTE):
-            (place / "doctor").mkdir()
-            ask_doctor(*_pair(folder, kind, place / "x"), place / "doctor")
-        changed = _read(folder, kind, place / "x")
+            (work / "doctor").mkdir()
+            ask_doctor(*_pair(folder, kind, work / "x"), work / "doctor")
+        changed = _read(folder, kind, work / "x")
     except (Exception, KeyboardInterrupt) as error:
-        return {"kind": kind, "what": what, "result": "refused", "said": _explain(error)}
-    result = "silent" if changed and "checksums" in kind else changed or "fine"
-    return {"kind": kind, "what": what, "result": result, "said": ""}
+        return what, "rejected", _explain(error)
+    return what, "undetected" if changed and "checksums" in kind else changed or "unchanged", ""
 
 
 def _pair(folder: Path, kind: str, changed: Path) -> tuple[str, Path]:
-    """(dataset, base), one of which was changed."""
+    """Return the dataset and the base; one of them was changed."""
     return (str(folder / "dataset"), changed) if kind == "base" else (str(changed), folder / "base")
 
 
-def seal(checkpoint: Path) -> None:
-    """Right hashes for what was changed: an attacker can compute them, and what lies behind them is reached, too."""
+def recompute_hashes(checkpoint: Path) -> None:
+    """Rewrite the manifest, as an attacker would."""
     manifest = checkpoint / "manifest.json"
     paths = [path for path in checkpoint.rglob("*") if path.is_file() and path != manifest]
     files = {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in paths}
-    sealed = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
-    content = json.loads(manifest.read_text()) | {"files": sealed}
+    hashes = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
+    content = json.loads(manifest.read_text()) | {"files": hashes}
     replace_file(manifest, json.dumps(content).encode())
 
 
 def _read(folder: Path, kind: str, changed: Path) -> str:
-    """`told` or `changed` where other rows came out than of the honest one."""
+    """Return `reported` or `changed` if the rows differ from the original ones."""
     if kind == "run":
         read_run(changed, folder / "dataset", folder / "base", folder / "run")
         return ""
@@ -266,7 +255,7 @@ def _read(folder: Path, kind: str, changed: Path) -> str:
         import fsspec
 
         memory = fsspec.filesystem("memory")
-        name = f"{changed.parent.name}-{time.monotonic_ns()}"  # never one that a cache of this process knows
+        name = f"{changed.parent.name}-{time.monotonic_ns()}"  # not in a cache of this process
         memory.put(str(changed), f"/{name}", recursive=True)
         try:
             return _differs(folder, kind, f"memory://{name}", changed.parent)
@@ -275,285 +264,224 @@ def _read(folder: Path, kind: str, changed: Path) -> str:
     return _differs(folder, kind, str(changed), changed.parent)
 
 
-def _differs(folder: Path, kind: str, dataset: str, place: Path) -> str:
-    from vlatune.inspect.inspection import inspect_dataset
-    from vlatune.inspect.text import command_text, inspection_text
+def _differs(folder: Path, kind: str, dataset: str, work: Path) -> str:
+    from vlatune.checks.inspect import command_text, inspect_dataset, inspection_text
 
     found = inspect_dataset(dataset, videos=True)
     assert inspection_text(found, width=120) + command_text([found], {}) + json.dumps(asdict(found))
-    honest = json.loads((folder / "digests.json").read_text())[source_of(kind).partition(" ")[0]]
-    is_same = read_rows(dataset, folder / "base", place) == honest
-    return "" if is_same else "told" if found.problems else "changed"
+    original = json.loads((folder / "digests.json").read_text())[source_of(kind).removesuffix(" with checksums")]
+    is_same = read_rows(dataset, folder / "base", work) == original
+    return "" if is_same else "reported" if found.findings else "changed"
 
 
 def _explain(error: BaseException) -> str:
-    """What the command line would say; what it would call a traceback ends the child."""
+    """Return the message of a handled error; raise for one that the command line would show as a traceback."""
     from vlatune import cli
 
-    if isinstance(error, ValueError | RuntimeError | OSError) and cli._raised_by_us(error):
+    if isinstance(error, ValueError | RuntimeError | OSError) and cli._raised_in({cli.VLATUNE.folder}, error):
         return str(error)
     if isinstance(error, OSError) and error.strerror and error.filename:
         return str(error)
-    raise BareError(f"{type(error).__name__}: {error}") from error
+    raise UnhandledError(f"{type(error).__name__}: {error}") from error
 
 
-class BareError(Exception):
-    """An error that nobody meant."""
-
-
-def warm_up(folder: Path, place: Path) -> None:
-    """An honest case of each kind: imports and caches are not charged to the first."""
-    shutil.copytree(folder / "run", place / "run")
+def warm_up(folder: Path, work: Path) -> None:
+    """Read originals first, so that imports and caches are not charged to the first case."""
+    shutil.copytree(folder / "run", work / "run")
     _read(folder, "dataset", folder / "dataset")
     with suppress(ValueError):
-        read_run(place / "run", folder / "dataset", folder / "base", folder / "run")
-    ask_doctor(str(folder / "dataset"), folder / "base", place)
+        read_run(work / "run", folder / "dataset", folder / "base", folder / "run")
+    ask_doctor(str(folder / "dataset"), folder / "base", work)
 
 
 @dataclass(frozen=True)
 class Subject:
     """What is fuzzed; the fuzzer's own test has another."""
 
-    begin: Callable[[Path, Path], None] = warm_up
-    run: Callable[[Path, int, Path], dict[str, str]] = run_case
+    warm_up: Callable[[Path, Path], None] = warm_up
+    run: Callable[[Path, int, Path], tuple[str, str, str]] = run_case
 
 
-def work(answers: Connection, folder: Path, place: Path, subject: Subject) -> None:
-    """A worker's whole life: what it begins with, then the cases that it is asked for, each told in one answer."""
+def serve(connection: Connection, folder: Path, work: Path, subject: Subject) -> None:
+    """Run in a worker process: answer each case with (what, result, message) until None arrives."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with (place / "said").open("w") as said, (place / "stacks").open("w") as stacks:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-        faulthandler.enable(said)
-        faulthandler.register(
-            signal.SIGUSR1, file=stacks
-        )  # when it is asked for: a look at threads that run may end the process
-        subject.begin(folder, place)
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 3 * LIMIT_BYTES,) * 2)  # not the machine's end
-        answers.send(READY)
-        while (case := answers.recv()) is not None:
-            own = place / str(case)
-            own.mkdir()
-            found = _measured(subject, folder, case, own)
-            shutil.rmtree(own)
-            answers.send(found)
+    with (work / "output").open("w") as output, (work / "stacks").open("w") as stacks:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        faulthandler.enable(output)
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        subject.warm_up(folder, work)
+        address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (address_space + 3 * MAX_BYTES,) * 2)
+        connection.send("ready")
+        while (case := connection.recv()) is not None:
+            (work / str(case)).mkdir()
+            connection.send(_measured(subject, folder, case, work / str(case)))
+            shutil.rmtree(work / str(case))
 
 
-def _measured(subject: Subject, folder: Path, case: int, place: Path) -> dict[str, str]:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    begun = _status("VmRSS")
+def _measured(subject: Subject, folder: Path, case: int, work: Path) -> tuple[str, str, str]:
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before_bytes, begin_s = _status("VmRSS"), time.process_time()
     try:
-        found = subject.run(folder, case, place)
-    except BareError as error:
-        told = "".join(traceback.format_exception(error.__cause__)[-6:])
-        found = {"result": "bare", "said": f"{error}\n{told}"}
+        found = subject.run(folder, case, work)
+    except UnhandledError as error:
+        found = ("", "unhandled", f"{error}\n{''.join(traceback.format_exception(error.__cause__)[-6:])}")
     except MemoryError:
-        found = {"result": "memory", "said": "MemoryError"}
-    grown = _status("VmHWM") - begun
-    return found | {"result": "memory", "said": f"{grown:,} bytes"} if grown > LIMIT_BYTES else found
+        found = ("", "memory", "MemoryError")
+    used_bytes, used_s = _status("VmHWM") - before_bytes, time.process_time() - begin_s
+    if used_bytes > MAX_BYTES:
+        return found[0], "memory", f"{used_bytes:,} bytes"
+    return (found[0], "slow", f"{used_s:.1f} s") if used_s > MAX_CPU_S else found
 
 
 def _status(name: str) -> int:
-    """Bytes, of this process."""
+    """Return a value of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
-def _address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
 class Worker:
-    """A worker process, as the one that asks sees it."""
+    """A worker process, seen from the process that asks it."""
 
-    def __init__(self, folder: Path, place: Path, limit_s: float, subject: Subject) -> None:
-        place.mkdir()
-        self._folder, self._place, self._limit_s = folder, place, limit_s
-        self.answers, theirs = spawned.Pipe()
-        self._process = spawned.Process(target=work, args=(theirs, folder, place, subject), daemon=True)
+    def __init__(self, folder: Path, work: Path, subject: Subject) -> None:
+        work.mkdir()
+        self._folder, self._work = folder, work
+        self._connection, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=serve, args=(theirs, folder, work, subject), daemon=True)
         self._process.start()
         theirs.close()
-        self.case: int | None = None
-        self.done, self._begun_s, self._is_ready = 0, time.monotonic(), False
-        self._waited_s: dict[str, float] = {}
+        self.is_alive, self.done = True, 0
+        _, result, message = self._receive(START_S)
+        if result:
+            raise RuntimeError(f"a worker did not start ({result}): {message}")
 
-    @property
-    def is_idle(self) -> bool:
-        return self._is_ready and self.case is None
+    def run(self, case: int, hang_s: float) -> Outcome:
+        self._connection.send(case)
+        what, result, message = self._receive(hang_s)
+        self.done += 1
+        return Outcome(case, what or ", ".join(choose(self._folder, case)[:2]), result, message)
 
-    @property
-    def late_s(self) -> float:
-        """How long it is overdue."""
-        most_s = self._limit_s if self._is_ready else START_S
-        return -1.0 if self.is_idle else self._seconds() - most_s
-
-    def ask(self, case: int) -> None:
-        self.case, self._begun_s, self._waited_s = case, time.monotonic(), self._waited()
-        self.answers.send(case)
-
-    def _seconds(self) -> float:
-        """Since it was asked, without those in which the thread that waited longest for a core waited."""
-        waited = self._waited()
-        longest_s = max((waited[thread] - self._waited_s.get(thread, 0.0) for thread in waited), default=0.0)
-        return time.monotonic() - self._begun_s - longest_s
-
-    def _waited(self) -> dict[str, float]:
-        """Thread -> seconds in which it could have run and got no core; of those that are there."""
-        found = {}
-        for file in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
-            with suppress(OSError):
-                found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
-        return found
-
-    def answer(self) -> Outcome | None:
-        """Its answer, when there is one to be had; EOFError when it is dead."""
-        found = self.answers.recv()
-        if found == READY:
-            self._is_ready = True
-            return None
-        outcome = self._outcome(found)
-        self.case, self.done = None, self.done + 1
-        return outcome
-
-    def broken(self, result: str) -> Outcome:
-        """It died or hangs: what is known of that."""
-        if self.case is None:
-            raise RuntimeError(f"a worker did not begin ({result}):\n{self._text('said')}")
-        text = self._stacks() if result == "hang" else ""
-        code = "" if result == "hang" else f"exit code {self._join()}\n"
-        return self._outcome({"result": result, "said": f"{code}{text or self._text('said')[-3000:]}"})
-
-    def _stacks(self) -> str:
-        """Where the threads of a worker that hangs are, as far as it still tells."""
+    def _receive(self, limit_s: float) -> tuple[str, str, str]:
+        try:
+            if self._connection.poll(limit_s):
+                found = self._connection.recv()
+                return ("", "", "") if found == "ready" else found
+        except EOFError:
+            self.is_alive = False
+            self._process.join(30)
+            return "", "crash", f"exit code {self._process.exitcode}\n{self._text('output')}"
+        self.is_alive = False
         assert self._process.pid is not None  # it was started
         os.kill(self._process.pid, signal.SIGUSR1)
-        self._process.join(KILL_S)
-        return self._text("stacks")
-
-    def end(self) -> None:
-        if self.is_idle:
-            self.answers.send(None)
-        else:
-            self._process.kill()
-        self._join()
-        self.answers.close()
-        shutil.rmtree(self._place, ignore_errors=True)
-
-    def _join(self) -> int | None:
-        self._process.join(30)
-        return self._process.exitcode
-
-    def _outcome(self, found: dict[str, str]) -> Outcome:
-        assert self.case is not None
-        kind, file, _ = choose(self._folder, self.case)
-        seconds = self._seconds()
-        if seconds > self._limit_s and found["result"] in GOOD:  # it came back before anybody looked
-            found = {"result": "hang", "said": f"{seconds:.1f} s"}
-        return Outcome(case=self.case, seconds=seconds, **{"kind": kind, "what": file, "said": "", **found})
+        self._process.join(STACKS_S)
+        return "", "hang", self._text("stacks")
 
     def _text(self, name: str) -> str:
-        return (self._place / name).read_text(errors="replace")
+        return (self._work / name).read_text(errors="replace")[-3000:]
+
+    def end(self) -> None:
+        if self.is_alive:
+            self._connection.send(None)
+        else:
+            self._process.kill()
+        self._process.join(30)
+        self._connection.close()
+        shutil.rmtree(self._work, ignore_errors=True)
 
 
 def run_cases(
     folder: Path,
     cases: Iterator[int],
     *,
-    jobs: int,
     work: Path,
-    limit_s: float = LIMIT_S,
+    jobs: int = 1,
+    hang_s: float = HANG_S,
     subject: Subject | None = None,
 ) -> Iterator[Outcome]:
-    """The outcomes, as they come."""
-    numbers = itertools.count()
+    """Yield the outcomes as they arrive; each of `jobs` threads asks one worker process."""
+    numbers, lock = itertools.count(), threading.Lock()
+    found: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
 
-    def start() -> Worker:
-        return Worker(folder, work / str(next(numbers)), limit_s, subject or Subject())
-
-    workers = [start() for _ in range(jobs)]
-    left = iter(cases)
-    try:
-        while True:
-            for worker in [one for one in workers if one.is_idle]:
-                if worker.done >= BATCH:
-                    worker.end()
-                    workers[workers.index(worker)] = start()
-                elif (case := next(left, None)) is not None:
-                    worker.ask(case)
-            if all(one.is_idle for one in workers):
-                return
-            told = wait([one.answers for one in workers], timeout=0.5)
-            for worker in list(workers):
-                outcome, is_gone = _heard(worker, worker.answers in told)
-                if outcome:
-                    yield outcome
-                if is_gone:
-                    worker.end()
-                    workers[workers.index(worker)] = start()
-    finally:
-        for worker in workers:
-            worker.end()
-
-
-def _heard(worker: Worker, has_told: bool) -> tuple[Outcome | None, bool]:
-    """What there is to know of a worker now, and whether it is to be replaced."""
-    if has_told:
+    def ask() -> None:
+        worker = None
         try:
-            return worker.answer(), False
-        except EOFError:
-            return worker.broken("crash"), True
-    return (worker.broken("hang"), True) if worker.late_s > 0 else (None, False)
+            while True:
+                with lock:
+                    case = next(cases, None)
+                if case is None:
+                    return
+                worker = worker or Worker(folder, work / str(next(numbers)), subject or Subject())
+                found.put(worker.run(case, hang_s))
+                if not worker.is_alive or worker.done >= BATCH:
+                    worker.end()
+                    worker = None
+        except BaseException as error:
+            found.put(error)
+        finally:
+            if worker is not None:
+                worker.end()
+            found.put(None)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    left = jobs
+    while left:
+        one = found.get()
+        left -= one is None
+        if isinstance(one, BaseException):
+            raise one
+        if one is not None:
+            yield one
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("FUZZ_MINUTES", "2")))
     parser.add_argument("--seed", type=int, default=0, help="the first case; the same seed gives the same cases")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--cases", type=int, help="so many from the seed on, however long they take")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes")
+    parser.add_argument("--cases", type=int, help="run so many cases instead of some minutes")
     parser.add_argument("--also", type=int, nargs="*", default=[], help="further cases")
-    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="after which a case hangs")
-    parser.add_argument("--base", type=Path, help="the honest base, if it was made before")
-    parser.add_argument("--case", type=int, help="run one case here, with its traceback")
+    parser.add_argument("--base", type=Path, help="an existing base model")
+    parser.add_argument("--case", type=int, help="run one case in this process")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="vlatune-fuzz-") as made:
-        folder, work = Path(made) / "honest", Path(made) / "work"
+        folder, work = Path(made) / "originals", Path(made) / "work"
         folder.mkdir()
         work.mkdir()
-        make_honest(folder, options.base)
+        maker = spawned.Process(target=make_originals, args=(folder, options.base))
+        maker.start()
+        maker.join()
+        if maker.exitcode != 0:
+            raise RuntimeError("the original files could not be made; see the error above")
         if options.case is not None:
-            print(json.dumps(run_case(folder, options.case, work), indent=2))
+            print("\n".join(run_case(folder, options.case, work)))
             return 0
         return _run(folder, work, options)
 
 
 def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
-    until_s = time.monotonic() + 60 * options.minutes
-    fixed = None if options.cases is None else range(options.seed, options.seed + options.cases)
-    cases = itertools.chain(options.also, _until(options.seed, until_s) if fixed is None else fixed)
+    begin_s = time.monotonic()
+    numbers = itertools.count(options.seed)
+    if options.cases is not None:
+        numbers = iter(range(options.seed, options.seed + options.cases))
+    else:
+        numbers = itertools.takewhile(lambda _: time.monotonic() < begin_s + 60 * options.minutes, numbers)
     results: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    bad, slowest_s, begun_s = 0, 0.0, time.monotonic()
-    for one in run_cases(folder, cases, jobs=options.jobs, work=work, limit_s=options.limit_s):
+    findings = 0
+    for one in run_cases(folder, itertools.chain(options.also, numbers), work=work, jobs=options.jobs):
         results[one.result] += 1
-        if one.result == "changed":
-            print(f"case {one.case}, {one.kind}, {one.what}: other rows, which only a checksum tells", flush=True)
-            kinds[one.what.split("/")[0] + " " + one.what.rpartition(", ")[2].partition(":")[0]] += 1
-        slowest_s = max(slowest_s, one.seconds)
-        if one.is_bad:
-            bad += 1
-            print(f"case {one.case}, {one.kind}, {one.what}: {one.result}\n{one.said}\n", flush=True)
-    print(f"rows that changed without checksums, by file and change: {dict(kinds.most_common(20))}")
-    figures = {"cases": sum(results.values()), "bad": bad, "seed": options.seed, **results}
-    print(json.dumps(figures | {"slowest_s": round(slowest_s, 2), "seconds": round(time.monotonic() - begun_s)}))
-    return 1 if bad else 0
-
-
-def _until(first: int, until_s: float) -> Iterator[int]:
-    case = first
-    while time.monotonic() < until_s:
-        yield case
-        case += 1
+        findings += one.is_finding
+        if one.is_finding or one.result == "changed":
+            print(f"case {one.case}: {one.what}: {one.result}\n{one.message}".strip(), flush=True)
+    seconds = round(time.monotonic() - begin_s)
+    print(
+        json.dumps(
+            {"cases": results.total(), "findings": findings, "seed": options.seed, "seconds": seconds, **results}
+        )
+    )
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

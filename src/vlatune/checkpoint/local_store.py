@@ -1,41 +1,42 @@
-"""Checkpoints in a folder of this machine, or of a filesystem that all machines share, and their manifest.
+"""Checkpoints and their manifests in a local or shared folder.
 
-    checkpoints/00000500/            a checkpoint: visible only when it is whole
-    checkpoints/.writing-00001000/   being written; what a killed process leaves here is ignored and cleaned
+    checkpoints/00000500/            a complete checkpoint
+    checkpoints/.writing-00001000/   being written; leftovers of killed processes are removed
     checkpoints/.removing-00000000/  being deleted
 
-One rename makes a checkpoint visible and one makes it invisible, so there is never half of one. The manifest is its last
-file: names, sizes and SHA-256 of the others, and the few numbers that pruning needs. A checkpoint without a readable one is
-not there; one whose files are not what it says is damaged.
+Renames make a checkpoint appear and disappear atomically. The manifest is written last: names,
+sizes and SHA-256 of the other files, and the scores for pruning. A checkpoint without a readable
+manifest, or with files that do not match it, is damaged.
 """
 
 import hashlib
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from vlatune.files import RefusedFileError, open_file, parse_json, put_folder, read_file, refuse_link
+from vlatune.storage.files import parse_json, reject_link, replace_folder
+from vlatune.storage.root import Root
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-CHUNK_BYTES = 4 * 1024 * 1024
+WRITING, REMOVING = ".writing-", ".removing-"
 PHASES = ("begun", "file", "written", "synced", "uploading", "uploaded", "committed", "removing", "pruned")
-"""The moments of a save, by name, so that a test can end the process at any of them.
+"""Phases of a save, so that a test can kill the process at any of them.
 
-begun       an empty folder lies aside
-file        one of its files is written (once per file)
-written     all of them are
-synced      and are on the disk, with their manifest
+begun       the temporary folder exists
+file        a file is written (once per file)
+written     all files are written
+synced      all files and the manifest are on disk
 uploading   an object is about to be sent (object stores; once per object)
-uploaded    all objects but the manifest are there (object stores)
-committed   the checkpoint is visible: from here on it is the newest
-removing    an older one is no longer visible, its files still there
-pruned      what need not be kept is gone
-"""
+uploaded    all objects but the manifest are sent (object stores)
+committed   the checkpoint is visible and the newest
+removing    an older checkpoint is no longer visible, but its files exist
+pruned      old checkpoints are deleted"""
 OnPhase = Callable[[str], None]
 
 
@@ -47,12 +48,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a checkpoint is held to be, the lower the better; None where it is not known."""
+    """Scores of a checkpoint, lower is better; None if unknown."""
 
     loss: float | None = None
-    """Mean training loss of the steps since the checkpoint before."""
+    """Mean training loss since the previous checkpoint."""
     val_error: float | None = None
-    """Action error of the newest validation at or before its step."""
+    """Action error of its weights; None if not validated."""
 
 
 NO_SCORE = Score()
@@ -66,13 +67,12 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         files = {name: {"bytes": one.num_bytes, "sha256": one.sha256} for name, one in self.files.items()}
-        scores = {"loss": self.score.loss, "val_error": self.score.val_error}
-        content = {"format": FORMAT, "optimizer_step": self.optimizer_step, **scores, "files": files}
+        content = {"format": FORMAT, "optimizer_step": self.optimizer_step, **vars(self.score), "files": files}
         return json.dumps(content, indent=2).encode()
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Raises ValueError with what is wrong; names that would leave the checkpoint's folder are wrong, too."""
+    """Parse a manifest; raise ValueError if it is invalid or names files outside of the folder."""
     try:
         raw: dict[str, Any] = parse_json(data, "it", remedy="restore it")
         files = {str(name): Entry(int(one["bytes"]), str(one["sha256"])) for name, one in raw["files"].items()}
@@ -89,166 +89,164 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def make_manifest(folder: Path, optimizer_step: int, score: Score) -> Manifest:
-    """Hash everything in a folder and below it."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    files = {path.relative_to(folder).as_posix(): Entry(path.stat().st_size, hash_file(path)) for path in paths}
+    """Hash all files below a folder."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
+        with path.open("rb") as file:
+            files[path.relative_to(folder).as_posix()] = _hash(file)
     return Manifest(optimizer_step, score, files)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    try:
-        return parse_manifest(read_file(folder, MANIFEST))
-    except OSError as error:
-        raise ValueError(f"{MANIFEST} is not readable ({error.strerror})") from None
-
-
-def find_problem(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, or None."""
-    try:
-        manifest = read_manifest(folder)
-    except ValueError as error:
-        return str(error)
-    present = {
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
-    }
-    unknown = sorted(present - manifest.files.keys() - {MANIFEST})
-    if unknown:
-        return f"{unknown[0]} is not in {MANIFEST}"
-    problems = (_file_problem(folder, name, entry) for name, entry in manifest.files.items())
-    return next((problem for problem in problems if problem), None)
-
-
-def _file_problem(folder: Path, name: str, entry: Entry) -> str | None:
-    try:
-        with open_file(folder, name) as file:
-            sha256 = hash_stream(file)
-            return compare_entry(name, entry, Entry(file.tell(), sha256))
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except RefusedFileError as error:
-        return str(error)
-    except OSError as error:
-        return f"{name} is not readable ({error.strerror})"
-
-
-def compare_entry(name: str, expected: Entry, found: Entry) -> str | None:
-    if found.num_bytes != expected.num_bytes:
-        return f"{name} has {found.num_bytes} bytes, the manifest says {expected.num_bytes}"
-    if found.sha256 != expected.sha256:
-        return f"{name} does not match its hash"
-    return None
-
-
-def hash_file(path: Path) -> str:
-    with open_file(path.parent, path.name) as file:
-        return hash_stream(file)
-
-
-def hash_stream(file: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(CHUNK_BYTES):
-        digest.update(chunk)  # lets other threads run meanwhile
-    return digest.hexdigest()
+def _hash(file: IO[bytes]) -> Entry:
+    sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
+    return Entry(file.tell(), sha256)
 
 
 def share(path: Path) -> None:
-    """Give a file the rights of its folder: safetensors makes files that only their owner may read."""
+    """Give a file its folder's permissions; safetensors creates files for the owner only."""
     if path.is_file():
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def no_phase(_: str) -> None:
-    """What a save calls when nobody watches."""
-
-
-ASIDE, REMOVING = ".writing-", ".removing-"
+    """Ignore the phases of a save."""
 
 
 def folder_name(optimizer_step: int) -> str:
     return f"{optimizer_step:08d}"
 
 
-def begin_aside(folder: Path, optimizer_step: int) -> Path:
-    """An empty folder in which to write a checkpoint; what a killed process left of it goes."""
-    refuse_link(folder)
-    aside = folder / f"{ASIDE}{folder_name(optimizer_step)}"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    return aside
+class Store(ABC):
+    """Checkpoints in a folder or below a URL. Only one process may write."""
 
+    def __init__(self, root: Root, staging: Path) -> None:
+        self.root = root
+        self.staging = staging
+        """Local folder in which checkpoints are written before they are published."""
 
-class LocalStore:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """Return the optimizer steps of the checkpoints, oldest first."""
+
+    @abstractmethod
+    def opened(self, optimizer_step: int) -> AbstractContextManager[Path]:
+        """Yield a local folder with the files of a verified checkpoint."""
+
+    @abstractmethod
+    def publish(self, optimizer_step: int, temporary: Path, on_phase: OnPhase) -> None:
+        """Make the files in a temporary folder the checkpoint of this step."""
+
+    @abstractmethod
+    def remove(self, optimizer_step: int, on_phase: OnPhase) -> None: ...
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise if checkpoints cannot be written here."""
 
     def where(self, optimizer_step: int) -> str:
-        return str(self.path(optimizer_step))
-
-    def path(self, optimizer_step: int) -> Path:
-        return self.folder / folder_name(optimizer_step)
-
-    def steps(self) -> list[int]:
-        """Optimizer steps of the checkpoints, oldest first."""
-        refuse_link(self.folder)  # what is older is deleted: only in the run's own folder
-        if not self.folder.is_dir():
-            return []
-        names = [path.name for path in self.folder.glob("[0-9]*") if path.is_dir() and not path.is_symlink()]
-        return sorted(int(name) for name in names if name.isdecimal() and name == folder_name(int(name)))
-
-    def manifest(self, optimizer_step: int) -> Manifest:
-        return read_manifest(self.path(optimizer_step))
-
-    def problem(self, optimizer_step: int) -> str | None:
-        return find_problem(self.path(optimizer_step))
+        return f"{self.root.url}/{folder_name(optimizer_step)}"
 
     def read_bytes(self, optimizer_step: int, name: str) -> bytes:
-        return read_file(self.path(optimizer_step), name)
+        return self.root.read_bytes(f"{folder_name(optimizer_step)}/{name}")
+
+    def manifest(self, optimizer_step: int) -> Manifest:
+        return parse_manifest(self.read_bytes(optimizer_step, MANIFEST))
+
+    def problem(self, optimizer_step: int) -> str | None:
+        """Return what is wrong with a checkpoint, or None; reads every file once."""
+        name = MANIFEST
+        try:
+            manifest = self.manifest(optimizer_step)
+            if manifest.optimizer_step != optimizer_step:
+                return f"{MANIFEST} is of step {manifest.optimizer_step}, expected {optimizer_step}"
+            for name, entry in manifest.files.items():
+                with self.root.open(f"{folder_name(optimizer_step)}/{name}") as file:
+                    found = _hash(file)
+                if found.num_bytes != entry.num_bytes:
+                    return f"{name} has {found.num_bytes} bytes, expected {entry.num_bytes}"
+                if found != entry:
+                    return f"{name} does not match its hash"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            if not self.root.is_local:
+                raise
+            return f"{name} is not readable ({error.strerror})"
+        return None
+
+    def begin(self, optimizer_step: int) -> Path:
+        """Create an empty temporary folder for a checkpoint, replacing leftovers."""
+        reject_link(self.staging)
+        temporary = self.staging / f"{WRITING}{folder_name(optimizer_step)}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def commit(self, optimizer_step: int, temporary: Path, on_phase: OnPhase) -> None:
+        """Publish what was written as the checkpoint of this step.
+
+        An intact checkpoint of the same step is kept: replacing it would leave a moment without
+        one.
+        """
+        if optimizer_step in self.steps():
+            if self.problem(optimizer_step) is None:
+                shutil.rmtree(temporary)
+                return
+            self.remove(optimizer_step, on_phase)
+        self.publish(optimizer_step, temporary, on_phase)
+
+    def clean(self) -> None:
+        """Remove leftovers of interrupted writes and removals."""
+        reject_link(self.staging)
+        for prefix in (WRITING, REMOVING):
+            for leftover in self.staging.glob(f"{prefix}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+class LocalStore(Store):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Root(str(folder), has_checksums=False), folder)
+
+    def path(self, optimizer_step: int) -> Path:
+        return self.staging / folder_name(optimizer_step)
+
+    def steps(self) -> list[int]:
+        reject_link(self.staging)  # pruning must not follow links out of the run's folder
+        names = [path.name for path in self.staging.glob("[0-9]*") if path.is_dir() and not path.is_symlink()]
+        return sorted(int(name) for name in names if name.isdecimal() and name == folder_name(int(name)))
+
+    def problem(self, optimizer_step: int) -> str | None:
+        found = super().problem(optimizer_step)
+        if found is not None:
+            return found
+        folder, known = self.path(optimizer_step), {MANIFEST, *self.manifest(optimizer_step).files}
+        present = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
+        unknown = [path for path in present if path.relative_to(folder).as_posix() not in known]
+        return f"{unknown[0].relative_to(folder)} is not in {MANIFEST}" if unknown else None
 
     @contextmanager
     def opened(self, optimizer_step: int) -> Iterator[Path]:
-        """A folder with the checkpoint's files: the checkpoint itself."""
         yield self.path(optimizer_step)
 
-    def begin(self, optimizer_step: int) -> Path:
-        """An empty folder in which to write, on the filesystem of the checkpoints."""
-        return begin_aside(self.folder, optimizer_step)
-
-    def commit(self, optimizer_step: int, aside: Path, on_phase: OnPhase) -> None:
-        """Make what was written the checkpoint of this step.
-
-        A whole one that is already there stays: it was written by this run at this step, and replacing it would
-        leave a moment without any.
-        """
-        del on_phase  # one rename has no moments in between
-        final = self.path(optimizer_step)
-        if final.exists():
-            if find_problem(final) is None:
-                shutil.rmtree(aside)
-                return
-            shutil.rmtree(final)
-        put_folder(aside, final)
+    def publish(self, optimizer_step: int, temporary: Path, on_phase: OnPhase) -> None:
+        del on_phase  # a rename has no intermediate phases
+        replace_folder(temporary, self.path(optimizer_step))
 
     def remove(self, optimizer_step: int, on_phase: OnPhase) -> None:
-        going = self.folder / f"{REMOVING}{folder_name(optimizer_step)}"
+        going = self.staging / f"{REMOVING}{folder_name(optimizer_step)}"
         shutil.rmtree(going, ignore_errors=True)
-        put_folder(self.path(optimizer_step), going)
+        replace_folder(self.path(optimizer_step), going)
         on_phase("removing")
         shutil.rmtree(going)
 
-    def clean(self) -> None:
-        """Remove what interrupted writers and removers left; only one process may write here."""
-        refuse_link(self.folder)
-        for prefix in (ASIDE, REMOVING):
-            for leftover in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-
     def check_writable(self) -> None:
-        """Refuse a place where no checkpoint could be written, before a run has cost anything."""
         try:
             probe = self.begin(0)
             (probe / "probe").write_bytes(b"vlatune")
             shutil.rmtree(probe)
         except OSError as error:
             raise ValueError(
-                f"checkpoints cannot be written to '{self.folder}' ({error.strerror}); choose another --output_dir or --storage_path"
+                f"checkpoints cannot be written to '{self.staging}' ({error.strerror}); choose another --output_dir or --storage_path"
             ) from None

@@ -1,16 +1,16 @@
-"""Tensors as they were at one moment, on their way to files, and the thread that writes them.
+"""Copy tensors at one point in time and write them to files on a background thread.
 
-Bytes go through a bounded buffer on the host, in chunks that are kept and used again, page-locked where the tensors are
-on a GPU. There the copies are queued on the stream that computes, before anything that could change the tensors, and
-the host does not wait for them; who writes them does.
+Bytes pass through a bounded host buffer of reused chunks, pinned if the tensors are on an accelerator,
+whose copies are queued on the compute stream before anything can change the tensors; the writer waits for
+them, not the training loop.
 
-    loop's thread     copy 1 | copy 2 | copy 3 | no chunk is free: wait | copy 4, the last | train on
-    writer's thread            write 1 ............................... | write 2 | ...
+    training loop   copy 1 | copy 2 | copy 3 | wait for a free chunk | copy 4, the last | train
+    writer                   write 1 .............................. | write 2 | ...
 
-A save that fits into the buffer costs the loop the copying alone. Of a larger one the loop also waits until all but the
-buffer's size is written: the host never holds more. Hashing, writing, syncing, uploading and pruning happen on the thread,
-one save at a time. A failed save ends the run at its next step (RunStoppedError): the same command continues from the last
-good checkpoint once the cause, which is named, is gone.
+If a save fits into the buffer, the loop only spends the time to copy. For a larger one, it also
+waits until the excess is written. The writer hashes, writes, syncs, uploads and prunes, one save at
+a time. A failed save stops the run at its next step (RunStoppedError); the same command resumes
+from the last good checkpoint.
 """
 
 import errno
@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,49 +44,41 @@ DTYPES = {
     torch.int32: "I32",
     torch.uint8: "U8",
 }
-"""As safetensors names them."""
-
-
-class Host(Protocol):
-    """What is asked of the host's side of a device."""
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Flat uint8 memory on the host."""
-        ...
-
-    def mark(self) -> Any:
-        """Behind all copies so far: an event with `synchronize`, or None where a copy is done when it returns."""
-        ...
+"""safetensors' dtype names."""
 
 
 class TorchHost:
+    """Host memory for copies from a device."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        """Allocate flat uint8 host memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
 
-    def mark(self) -> torch.cuda.Event | None:
-        if self._device.type != "cuda":
+    def mark(self) -> torch.Event | None:
+        """Return an event after all copies so far, or None if copies are synchronous."""
+        if self._device.type == "cpu":
             return None
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self._device))
+        copied = torch.Event(self._device)
+        copied.record(torch.accelerator.current_stream(self._device))
         return copied
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file before its bytes are there."""
+    """Header and tensor order of a safetensors file."""
 
     header: bytes
     names: tuple[str, ...]
-    """In the order of their bytes."""
+    """Names in the order of their bytes."""
     num_bytes: int
-    """Behind the header."""
+    """Number of bytes after the header."""
 
 
 def plan_file(tensors: Tensors) -> Layout:
-    """Larger dtypes first, then by name, as safetensors itself does: so every tensor is aligned."""
+    """Plan a file sorted by dtype size, then name, as safetensors does for alignment."""
     names = tuple(sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)))
     entries, end = {}, 0
     for name in names:
@@ -105,43 +97,49 @@ class Chunk:
     copied: Any = None
 
 
-class BrokenOffError(RuntimeError):
-    """The other thread has given up."""
+class SaveAbortedError(RuntimeError):
+    """The other thread has failed."""
 
 
 class Staging:
-    """The buffer: chunks that go round between the loop's thread and the writer's, for one save at a time."""
+    """A buffer of chunks shared by the training loop and the writer, for one save at a time."""
 
-    def __init__(self, host: Host, *, most_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, host: TorchHost, *, most_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._host = host
         self._chunk_bytes = min(chunk_bytes, most_bytes)
         self._most_chunks = most_bytes // self._chunk_bytes
         self._num_chunks = 0
-        self._free, self._full = BoundedQueue(self._most_chunks), BoundedQueue(self._most_chunks)  # room for all
+        # Large enough that `put` never blocks.
+        self._free, self._full = BoundedQueue(self._most_chunks), BoundedQueue(self._most_chunks)
 
     def begin(self, files: Mapping[str, Tensors]) -> "Snapshot":
-        """A save of these files; the one before must have ended."""
+        """Begin a save of these files; the previous one must have ended."""
         layouts = {file: plan_file(tensors) for file, tensors in files.items()}
-        if not self._num_chunks:  # every save of a run is of one size
+        if not self._num_chunks:  # all saves of a run have the same size
             self._chunk_bytes = max(1, min(self._chunk_bytes, sum(one.num_bytes for one in layouts.values())))
         return Snapshot(self, files, layouts)
 
     def take_free(self) -> Chunk:
-        """For the loop's thread; waits where all memory is in use."""
+        """Return a free chunk for the training loop; wait if all memory is in use."""
         may_grow = self._num_chunks < self._most_chunks
         try:
-            return _take(self._free, timeout_s=0.0 if may_grow else None)
+            return self._free.take(0.0 if may_grow else None)
         except TimeoutError:
             self._num_chunks += 1
             return Chunk(self._host.memory(self._chunk_bytes))
+        except StopIteration:
+            raise SaveAbortedError("the writer of a checkpoint has failed") from None
 
     def put_full(self, chunk: Chunk) -> None:
         chunk.copied = self._host.mark()
         self._full.put(chunk)
 
     def take_full(self) -> Chunk:
-        """For the writer's thread; its bytes are there."""
-        chunk = _take(self._full)
+        """Return a filled chunk for the writer."""
+        try:
+            chunk: Chunk = self._full.take()
+        except StopIteration:
+            raise SaveAbortedError("the copy of a checkpoint's tensors has failed") from None
         if chunk.copied is not None:
             chunk.copied.synchronize()  # device sync, on the thread that writes
         return chunk
@@ -150,35 +148,28 @@ class Staging:
         chunk.used = 0
         self._free.put(chunk)
 
-    def break_off(self) -> None:
-        """Whoever waits is told; no save comes after."""
+    def abort(self) -> None:
+        """Wake all waiting threads with an error; no save can follow."""
         self._free.stop()
         self._full.stop()
 
 
-def _take(chunks: BoundedQueue, timeout_s: float | None = None) -> Chunk:
-    try:
-        return chunks.take(timeout_s)
-    except StopIteration:
-        raise BrokenOffError("the copy of a checkpoint's tensors was broken off") from None
-
-
 class Snapshot:
-    """One save: `copy` on the loop's thread, `write` for each file in order on the writer's, at the same time."""
+    """One save: `copy` runs on the training thread while `write` runs on the writer's."""
 
     def __init__(self, staging: Staging, files: Mapping[str, Tensors], layouts: Mapping[str, Layout]) -> None:
         self._staging, self._tensors, self.layouts = staging, files, layouts
-        self.break_off = staging.break_off
+        self.abort = staging.abort
 
     def copy(self) -> None:
-        """When it returns the tensors may change. Returns also where the writer has failed, which says so itself."""
+        """Copy all tensors, which may change afterwards; return early if the writer has failed."""
         try:
             for file, layout in self.layouts.items():
                 self._copy_file(self._tensors[file], layout)
-        except BrokenOffError:
+        except SaveAbortedError:
             return
         except BaseException:
-            self.break_off()
+            self.abort()
             raise
 
     def write(self, file: str, path: Path) -> None:
@@ -212,15 +203,14 @@ REMEDIES = {
     errno.ENOSPC: "free some space, keep fewer (--keep_checkpoints, --keep_best), or use another --storage_path",
     errno.EDQUOT: "the quota is used up: free some space, or use another --storage_path",
     errno.EFBIG: "the filesystem or a limit (ulimit -f) allows no file of this size",
-    errno.EACCES: "give this user the right to write there, or use another --storage_path",
-    errno.EPERM: "give this user the right to write there, or use another --storage_path",
+    errno.EACCES: "give this user write permission, or use another --storage_path",
     errno.EROFS: "the filesystem is read-only: mount it for writing, or use another --storage_path",
 }
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay."""
+    """How many checkpoints to keep."""
 
     last: int
     best: int = 0
@@ -244,7 +234,7 @@ class BackgroundWriter:
         store.clean()
 
     def is_due(self) -> bool:
-        """Has `every_s` passed since the last save began?"""
+        """True if `every_s` has passed since the last save began."""
         return self._every_s > 0 and self._clock() - self._last_s >= self._every_s
 
     def save(
@@ -255,9 +245,9 @@ class BackgroundWriter:
         score: Score,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint on the thread; waits first for the one that is under way.
+        """Write a checkpoint in the background, after waiting for the previous save.
 
-        `on_failure` is called there, once what went wrong can be asked for with `check`.
+        `on_failure` is called on the thread once `check` raises the error.
         """
         self.wait()
         self._last_s = self._clock()
@@ -267,18 +257,18 @@ class BackgroundWriter:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what went wrong in the background; costs nothing when nothing did."""
+        """Raise the error of a failed save, if any."""
         if self._error is not None:
             raise self._error
 
     def join(self) -> None:
-        """Let the save under way end, however it ends."""
+        """Wait for the current save, whether or not it succeeds."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def wait(self) -> None:
-        """Until the last save is committed; raises when it failed."""
+        """Wait until the last save is committed; raise if it failed."""
         self.join()
         self.check()
 
@@ -294,36 +284,26 @@ class BackgroundWriter:
             write_checkpoint(self._store, optimizer_step, files, score=score, on_phase=self._on_phase)
             doing = f"checkpoint {self._store.where(optimizer_step)} is written, but an older one could not be removed"
             prune(self._store, keep_last=self._keep.last, keep_best=self._keep.best, on_phase=self._on_phase)
-        except Exception as error:  # raised on the loop's thread, at its next step
+        except Exception as error:  # raised on the training thread at its next step
             self._error = self._explain(doing, error)
-            # A note, not a cause: whoever looks for the root of a failure shall find this error, which ends the run.
+            # A note instead of a cause: the root of the exception chain must stay RunStoppedError.
             self._error.add_note("".join(traceback.format_exception(error)))
             if on_failure is not None:
                 on_failure()
 
     def _explain(self, doing: str, error: Exception) -> RunStoppedError:
-        number = error_number(error)
-        reason = os.strerror(number) if number is not None else _in_words(error)
-        remedy = REMEDIES.get(number, "mend it") if number is not None else "mend it"
-        return RunStoppedError(f"{doing}: {reason}; {self._last_good()}; {remedy}, then start the same command again")
-
-    def _last_good(self) -> str:
+        # safetensors has the number of the error only in its message.
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if number is not None:
+            reason = os.strerror(number)
+        elif not isinstance(error, OSError | RuntimeError | ValueError):
+            reason = f"{type(error).__name__}: {reason}"
         try:
             steps = self._store.steps()
-        except Exception:  # the store may be what is broken
-            return "earlier ones are as they were"
-        return f"the last good one is of step {steps[-1]}" if steps else "there is no earlier one"
-
-
-def _in_words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    is_message = text and isinstance(error, (OSError, RuntimeError, ValueError))
-    return text if is_message else f"{type(error).__name__}: {text or 'no message'}"
-
-
-def error_number(error: BaseException) -> int | None:
-    """The system's number of an error; safetensors keeps it in its text only."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+            last = f"the last good one is of step {steps[-1]}" if steps else "there is no earlier one"
+        except Exception:  # the store itself may have failed
+            last = "earlier ones are unchanged"
+        remedy = REMEDIES.get(number or 0, "fix the cause")
+        return RunStoppedError(f"{doing}: {reason}; {last}; {remedy}, then start the same command again")

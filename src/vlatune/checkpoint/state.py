@@ -1,15 +1,13 @@
-"""The tensors of a checkpoint: what trains, its average if there is one, the optimizer's, and the random generators'.
-safetensors, no pickle.
+"""Tensors of a checkpoint as safetensors: trainable weights, EMA, optimizer and RNG states.
 
-An export has the adapters of a LoRA run by themselves, in PEFT's layout: LeRobot puts them onto the base when it loads the folder.
+An export of LoRA adapters uses PEFT's layout, which LeRobot applies to the base model; fully
+trained heads are stored as `modules_to_save`:
 
     adapter_config.json  adapter_model.safetensors  config.json with use_peft  processors
 
-The heads, which are trained whole, go along as PEFT's `modules_to_save`.
-
-The random generators of a rank (python, NumPy, torch, CUDA) become plain arrays, and back. The order of samples and the noise of flow matching are pure functions of the seed and a place and need none of this;
-dropout and whatever a policy draws by itself do. They are stored as one tensor per generator with a row per
-rank.
+RNG states (Python, NumPy, torch, accelerator) are stored as one array per generator with a row per rank.
+Sample order and flow-matching noise depend only on the seed; dropout and other sampling in a policy
+need the RNG states.
 """
 
 import json
@@ -26,8 +24,9 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vlatune.config import PolicyConfig
-from vlatune.files import real_path
+from vlatune.checkpoint.state_file import REMEDY
+from vlatune.config.settings import PolicyConfig
+from vlatune.storage.files import real_path
 
 TRAINABLE = "trainable.safetensors"
 EMA = "ema.safetensors"
@@ -39,87 +38,94 @@ Tensors = Mapping[str, Tensor]
 def tensors_to_save(
     trainable: Tensors, optimizer: torch.optim.Optimizer, ema: Tensors | None = None
 ) -> dict[str, Tensors]:
-    """File name -> its tensors, still on the device."""
+    """Map file names to tensors, still on the device."""
     files = {TRAINABLE: trainable, OPTIMIZER: _optimizer_tensors(trainable, optimizer)}
     return files | ({EMA: ema} if ema is not None else {})
 
 
 def load_trainable(folder: Path, trainable: Tensors) -> None:
-    """Copy the stored tensors into the model's; names and shapes must be the same."""
+    """Copy the stored tensors into the model; names and shapes must match."""
     _copy(folder / TRAINABLE, trainable)
 
 
 def load_ema(folder: Path, ema: Tensors) -> None:
-    """The same for the averages; a run whose checkpoint has none begins to average where it stands."""
-    if has_ema(folder):
-        _copy(folder / EMA, ema)
-    else:
-        _copy(folder / TRAINABLE, ema)
+    """Load the averaged weights, or start averaging from the trained weights if there are none."""
+    _copy(folder / (EMA if (folder / EMA).exists() else TRAINABLE), ema)
 
 
 def load_result(folder: Path, trainable: Tensors, weights: str = "auto") -> str:
-    """Into a model that is used rather than trained: `ema`, `trained`, or for `auto` the averages where there are some."""
-    if weights == "ema" and not has_ema(folder):
+    """Load weights for inference: `ema`, `trained`, or with `auto` the average if there is one."""
+    has_ema = (folder / EMA).exists()
+    if weights == "ema" and not has_ema:
         raise ValueError(
             f"checkpoint {folder}: it has no averaged weights; leave --weights out, or train with --optimizer.ema_decay"
         )
-    file = EMA if weights != "trained" and has_ema(folder) else TRAINABLE
+    file = EMA if weights != "trained" and has_ema else TRAINABLE
     _copy(folder / file, trainable)
     return "ema" if file == EMA else "trained"
 
 
-def has_ema(folder: Path) -> bool:
-    return (folder / EMA).exists()
-
-
 def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer its stored moments and step counts, each put on its parameter's device by itself."""
+    """Load the moments and step counts to each parameter's device."""
     per_parameter: dict[int, dict[str, Tensor]] = {}
     with _stored(folder / OPTIMIZER) as stored:
         keys_of: dict[str, list[str]] = {}
         for key in stored.keys():  # noqa: SIM118  (it is no dict)
             keys_of.setdefault(key.rpartition("|")[0], []).append(key)
-        for position, name in enumerate(_names_in_order(trainable, optimizer)):
-            per_parameter[position] = {
-                key.rpartition("|")[2]: stored.get_tensor(key).to(trainable[name].device, copy=True)
-                for key in keys_of.get(name, [])
-            }
-            _check_moments(folder / OPTIMIZER, name, per_parameter[position], trainable[name])
+        names = _names_in_order(trainable, optimizer)
+        if strange := sorted(keys_of.keys() - set(names)):
+            raise ValueError(
+                f"'{folder / OPTIMIZER}' has moments of '{strange[0][:80]}', which this run does not train; {REMEDY}"
+            )
+        for position, name in enumerate(names):
+            found = {key.rpartition("|")[2]: stored.get_tensor(key) for key in keys_of.get(name, [])}
+            _check_moments(folder / OPTIMIZER, name, found, trainable[name])
+            per_parameter[position] = {key: value.to(trainable[name].device, copy=True) for key, value in found.items()}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 
 
 def _check_moments(file: Path, name: str, moments: Tensors, parameter: Tensor) -> None:
-    """AdamW's, or none of a parameter that had no gradient. The fused update believes that they have the parameter's size,
-    and would read and write behind smaller ones.
+    """Raise unless the moments are AdamW's, or empty for a parameter without gradients.
+
+    The fused update would access memory out of bounds for moments smaller than the parameter.
     """
     shapes = {"step": torch.Size(()), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
     found = {key: value.shape for key, value in moments.items()}
-    if moments and (found != shapes or not all(value.is_floating_point() for value in moments.values())):
-        told = {key: f"{value.dtype} {tuple(value.shape)}" for key, value in sorted(moments.items())}
-        raise ValueError(
-            f"checkpoint {file.parent}: {file.name}: '{name}' has {told}, the parameter has {tuple(parameter.shape)}; restore the "
-            f"checkpoint, or remove it"
-        )
+    if moments and found != shapes:
+        listed = {key: tuple(shape) for key, shape in sorted(found.items())}
+        raise ValueError(f"'{file}': '{name}' has {listed}, the parameter has {tuple(parameter.shape)}; {REMEDY}")
+    for key, value in moments.items():
+        _require_finite(file, f"{name}|{key}", value)
+
+
+def _require_finite(file: Path, name: str, value: Tensor) -> None:
+    """Raise on integers and non-finite values, which no run writes."""
+    if not value.is_floating_point():
+        raise ValueError(f"'{file}': '{name}' is {value.dtype}, expected floats; {REMEDY}")
+    if value.numel() and not all(torch.isfinite(one) for one in torch.aminmax(value)):
+        raise ValueError(f"'{file}': '{name}' has values that are not finite; {REMEDY}")
 
 
 @contextmanager
 def _stored(file: Path) -> Iterator[Any]:
-    """The tensors of a checkpoint's file; one that is none, though its hash is right, is told by name."""
+    """Open a file of tensors; raise ValueError if it is not valid safetensors."""
     try:
         with safe_open(real_path(file.parent, file.name), framework="pt") as stored:
             yield stored
     except SafetensorError as error:
-        raise ValueError(f"'{file}' is damaged ({error}); restore the checkpoint, or remove it") from error
+        raise ValueError(f"'{file}' is damaged ({error}); {REMEDY}") from error
 
 
 def _copy(file: Path, into: Tensors) -> None:
-    """One tensor at a time: what is stored may be larger than the host's memory."""
+    """Copy one tensor at a time, because the file may exceed the host's memory."""
     with _stored(file) as stored:
         _check_same(file, {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}, into)  # noqa: SIM118
         with torch.no_grad():
             for name, tensor in into.items():
-                tensor.copy_(stored.get_tensor(name))
+                value = stored.get_tensor(name)
+                _require_finite(file, name, value)
+                tensor.copy_(value)
 
 
 def _check_same(file: Path, shapes: Mapping[str, tuple[int, ...]], into: Tensors) -> None:
@@ -138,25 +144,25 @@ def _check_same(file: Path, shapes: Mapping[str, tuple[int, ...]], into: Tensors
 
 
 def _optimizer_tensors(trainable: Tensors, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`name|exp_avg` -> tensor; `|` is in no parameter's name."""
+    """Return optimizer state as `name|exp_avg`; no parameter name contains `|`."""
     names = _names_in_order(trainable, optimizer)
     state = optimizer.state_dict()["state"]
     return {f"{names[position]}|{key}": value for position, values in state.items() for key, value in values.items()}
 
 
 def _names_in_order(trainable: Tensors, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the optimizer's parameters as it numbers them: group by group."""
+    """Return the names of the optimizer's parameters in its order."""
     names = {id(parameter): name for name, parameter in trainable.items()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
-"""PEFT's name for the model that it wraps."""
+"""PEFT's prefix for the wrapped model."""
 
 
 def write_adapter(policy: Any, folder: Path, config: PolicyConfig) -> None:
-    """`policy` is LeRobot's, with PEFT's layers in it and the trained values in place."""
+    """Save the adapters of a LeRobot policy that has PEFT layers."""
     trained = {name: value.detach() for name, value in policy.named_parameters() if value.requires_grad}
     heads = sorted({name.split(".")[-2] for name in trained if ".lora_" not in name})
     found = policy.peft_config["default"]
@@ -164,61 +170,55 @@ def write_adapter(policy: Any, folder: Path, config: PolicyConfig) -> None:
     found.inference_mode = True
     found.base_model_name_or_path, found.revision = config.path, config.revision
     found.save_pretrained(str(folder))
-    save_file(adapter_tensors(trained), folder / ADAPTER_WEIGHTS)
-
-
-def adapter_tensors(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under PEFT's names: an adapter's own name is no part of them in a file."""
-    return {ADAPTER_PREFIX + name.replace(".default.", "."): value.contiguous() for name, value in trained.items()}
+    # PEFT's file format omits the adapter's name.
+    tensors = {ADAPTER_PREFIX + name.replace(".default.", "."): value.contiguous() for name, value in trained.items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
 
 
 def mark_config(file: Path) -> None:
-    """Tell LeRobot that the weights beside this config are an adapter's."""
+    """Mark the config as having adapter weights, for LeRobot."""
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {"use_peft": True}, indent=2))
 
 
 LOSSES, LOSS_SUMS = "losses.safetensors", "sums"
-"""File, and the one array in it: (ranks, 2, groups), each rank's sums and counts by group."""
+"""File and its array (ranks, 2, groups), with sums and counts of each rank by group."""
 
 
 def load_loss_sums(folder: Path, rank: int, num_workers: int, into: Tensor) -> None:
-    """A rank's sums go on; where the number of workers is another, each has the same part of all. Checkpoints of older
-    versions have none, and those of other groups (--allow_changed) are of no use: sums then begin with zero.
+    """Restore a rank's sums, or an equal share of all if the number of workers changed.
+
+    Keeps zeros if the checkpoint has no sums or other groups (--allow_changed).
     """
     if not (folder / LOSSES).exists():
         return
-    try:
+    with _naming(folder / LOSSES):
         sums_R2G = load_file(real_path(folder, LOSSES))[LOSS_SUMS]
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(
-            f"'{folder / LOSSES}' is damaged ({str(error)[:200]}); restore the checkpoint, or remove it"
-        ) from error
-    if sums_R2G.dtype != np.float32 or sums_R2G.ndim != 3 or not np.isfinite(sums_R2G).all():
-        raise ValueError(
-            f"'{folder / LOSSES}' is damaged ('{LOSS_SUMS}' is {sums_R2G.dtype} of {sums_R2G.shape}, expected finite float32 of "
-            f"(ranks, 2, groups)); restore the checkpoint, or remove it"
-        )
+        if sums_R2G.dtype != np.float32 or sums_R2G.ndim != 3 or not np.isfinite(sums_R2G).all():
+            raise ValueError(
+                f"'{LOSS_SUMS}' is {sums_R2G.dtype} of {sums_R2G.shape}, expected finite float32 of (ranks, 2, groups)"
+            )
     if sums_R2G.shape[1:] == into.shape:
         own = sums_R2G[rank] if len(sums_R2G) == num_workers else sums_R2G.sum(axis=0) / np.float32(num_workers)
         into.copy_(torch.from_numpy(own))
 
 
 RNG = "rng.safetensors"
+DEVICE_RNG = "device:"
+"""Before the device type, in the name of the accelerator's state."""
 Arrays = dict[str, np.ndarray]
 
 
 def seed_all(seed: int) -> None:
-    """All generators of this process begin anew."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def get_rng(device: torch.device) -> Arrays:
-    """This process's generators; a reading of the CUDA one waits for nothing."""
+    """Return the RNG states of this process, without a device sync."""
     _, words, gauss = random.getstate()
     kind, key, position, has_gauss, cached = np.random.get_state()
-    assert kind == "MT19937"  # NumPy's legacy generator has no other
+    assert kind == "MT19937"  # the only type of NumPy's legacy generator
     found = {
         "python": np.array(words, dtype=np.uint32),
         "python_gauss": np.array([gauss is not None, gauss or 0.0], dtype=np.float64),
@@ -226,8 +226,8 @@ def get_rng(device: torch.device) -> Arrays:
         "numpy_gauss": np.array([position, has_gauss, cached], dtype=np.float64),
         "torch": torch.get_rng_state().numpy(),
     }
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device).numpy()
+    if device.type != "cpu":
+        found[DEVICE_RNG + device.type] = torch.get_device_module(device).get_rng_state(device).numpy()
     return found
 
 
@@ -237,36 +237,43 @@ def set_rng(states: Mapping[str, np.ndarray], device: torch.device) -> None:
     position, numpy_gauss, cached = states["numpy_gauss"].tolist()
     np.random.set_state(("MT19937", states["numpy"], int(position), int(numpy_gauss), cached))
     torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(torch.from_numpy(states["cuda"].copy()), device)
+    stored = states.get(DEVICE_RNG + device.type)
+    if stored is not None:
+        torch.get_device_module(device).set_rng_state(torch.from_numpy(stored.copy()), device)
 
 
 def stack_rng(by_rank: Sequence[Arrays]) -> Arrays:
-    """The states of all ranks -> one array per generator, its first axis the rank."""
+    """Stack the states of all ranks into one array per generator."""
     return {name: np.stack([states[name] for states in by_rank]) for name in by_rank[0]}
 
 
 def load_rng(folder: Path, rank: int, num_workers: int) -> Arrays | None:
-    """A rank's states; None when the checkpoint was made by another number of workers."""
-    try:
+    """Return a rank's RNG states; None if the number of workers changed."""
+    with _naming(folder / RNG):
         stored = load_file(real_path(folder, RNG))
-        found = {name: value[rank] for name, value in stored.items()} if len(stored["torch"]) == num_workers else None
-        if found is not None:
-            _check_rng(found)
-    except (SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"'{folder / RNG}' is damaged ({str(error)[:200]}); restore the checkpoint, or remove it"
-        ) from error
+        if len(stored["torch"]) != num_workers:
+            return None
+        found = {name: value[rank] for name, value in stored.items()}
+        _check_rng(found)
     return found
 
 
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Name the file in errors about its content."""
+    try:
+        yield
+    except (SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"'{file}' is damaged ({str(error)[:200]}); {REMEDY}") from error
+
+
 def _check_rng(states: Mapping[str, np.ndarray]) -> None:
-    """As `get_rng` writes them: what the generators refuse would come as their error, far from the file's name."""
+    """Raise unless the states look as `get_rng` writes them, so that the error names the file."""
     forms = {name: (value.shape, value.dtype.str) for name, value in get_rng(torch.device("cpu")).items()}
-    found = {name: (value.shape, value.dtype.str) for name, value in states.items() if name != "cuda"}
+    found = {name: (value.shape, value.dtype.str) for name, value in states.items() if DEVICE_RNG not in name}
     if found != forms:
         odd = next(name for name in {**forms, **found} if forms.get(name) != found.get(name))
         raise ValueError(f"'{odd}' is {found.get(odd, 'missing')}, expected {forms.get(odd, 'nothing of that name')}")
     position = states["numpy_gauss"][0]
     if not 0 <= states["python"][-1] <= 624 or not 0 <= position <= 624:
-        raise ValueError("a generator's place is outside of its words")
+        raise ValueError("the position of a generator is out of range")

@@ -1,39 +1,48 @@
-"""The page of JSON in a checkpoint: where the run stands and what it was made of. Readable without torch."""
+"""The JSON state of a checkpoint: progress, config and fingerprints. Readable without torch."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from vlatune.files import parse_json, read_file
+from vlatune.batch import ACTION
+from vlatune.batch import STATE as STATE_KEY
+from vlatune.checkpoint.store import Store
+from vlatune.policies.base import Binding, PolicySpec
+from vlatune.policies.binding import check_stored
+from vlatune.storage.files import parse_json
+from vlatune.storage.json_types import checked
+from vlatune.storage.limits import limit
 
 STATE = "state.json"
 FORMAT = 2
+REMEDY = "restore the checkpoint, or remove it"
+BASE_WEIGHTS = "base.weights"
+"""Fingerprint that identifies the base model of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The numbers beside the tensors."""
+    """The state of a run besides tensors."""
 
     optimizer_step: int
     epoch: int
     epoch_samples: int
-    """Samples of this epoch that are used up: with `lanes` and the seed, the place in the data."""
+    """Samples of this epoch already used; with `lanes` and the seed, the position in the data."""
     samples_seen: int
-    """Samples since the run began, over all epochs."""
+    """Samples since the start of the run, over all epochs."""
     lanes: int
-    """The order's number of lanes, which stays with the run."""
+    """Number of lanes of the sample order, fixed for the run."""
     loss_sums: tuple[float, ...]
-    """Each rank's losses since the last line of metrics.jsonl, so that the next line is the same after a restart."""
+    """Loss sums of each rank since the last line of metrics.jsonl."""
     loss_count: int
     """Optimizer steps since that line."""
-    config: Mapping[str, Any]
-    """The whole run config, so that a change can be named."""
-    fingerprints: Mapping[str, str]
+    config: dict[str, Any]
+    """The complete run config, to report changes on resume."""
+    fingerprints: dict[str, str]
     """Hashes of dataset and base model, and versions."""
-    binding: Mapping[str, Any]
-    """The policy's inputs matched with the dataset's features: what an export needs of the dataset."""
+    binding: Binding
+    """The policy's inputs matched with the dataset's features, for exports."""
     format: int = FORMAT
 
     @property
@@ -41,7 +50,7 @@ class TrainState:
         return len(self.loss_sums)
 
     def loss_sum(self, rank: int, num_workers: int) -> float:
-        """What a rank goes on adding to: its own sum, or the mean where the number of workers is another."""
+        """Return the rank's own sum, or the mean if the number of workers changed."""
         if num_workers == self.num_workers:
             return self.loss_sums[rank]
         return sum(self.loss_sums) / self.num_workers
@@ -51,42 +60,63 @@ def state_bytes(state: TrainState) -> bytes:
     return json.dumps(asdict(state), indent=2, allow_nan=False).encode()
 
 
-def parse_state(data: bytes, where: str) -> TrainState:
-    raw: dict[str, Any] = parse_json(
-        data, f"checkpoint {where}: {STATE}", remedy="restore the checkpoint, or remove it"
-    )
-    if not isinstance(raw, dict):
-        raise ValueError(f"checkpoint {where}: {STATE} holds no object; restore the checkpoint, or remove it")
-    if raw.get("format") != FORMAT:
-        raise ValueError(
-            f"checkpoint {where}: format {raw.get('format')}, this version reads {FORMAT}; use the version that wrote it"
-        )
-    names = {field.name for field in fields(TrainState)}
-    raw.pop("losses_by_dataset", None)  # older ones have it; it is in a file of its own now
-    if raw.keys() != names:
-        odd = ", ".join(sorted(raw.keys() ^ names))
-        raise ValueError(
-            f"checkpoint {where}: {STATE} has not the expected fields ({odd}); use the version that wrote it"
-        )
-    _check_kinds(raw, where)
-    raw["loss_sums"] = tuple(raw["loss_sums"])
-    return TrainState(**raw)
+def parse_state(data: bytes, where: str, optimizer_step: int) -> TrainState:
+    """Parse and validate the state of the checkpoint of this step; `where` is for messages."""
+    where = f"checkpoint {where}: {STATE}"
+    raw = parse_json(data, where, remedy=REMEDY)
+    if isinstance(raw, dict) and raw.get("format") != FORMAT:
+        raise ValueError(f"{where}: format {raw.get('format')}, expected {FORMAT}; use the version that wrote it")
+    try:
+        state: TrainState = checked(raw, TrainState, where)
+        valid = {
+            "optimizer_step": state.optimizer_step == optimizer_step,
+            "epoch": state.epoch >= 0,
+            "epoch_samples": state.epoch_samples >= 0,
+            "samples_seen": state.samples_seen >= 0,
+            "loss_count": state.loss_count >= 0,
+            "lanes": 0 < state.lanes < 2**31,
+            "loss_sums": len(state.loss_sums) > 0,
+            "fingerprints": BASE_WEIGHTS in state.fingerprints,
+        }
+        _require(valid, state, where)
+        _check_binding(state.binding, f"{where}: binding")
+    except ValueError as error:
+        raise ValueError(f"{error}; {REMEDY}") from None
+    return state
 
 
-def _check_kinds(raw: Mapping[str, Any], where: str) -> None:
-    """Of the page's values; what is in the config is checked against the run's own."""
-    counts = ("optimizer_step", "epoch", "epoch_samples", "samples_seen", "loss_count")
-    good = {name: type(raw[name]) is int and 0 <= raw[name] < 2**63 for name in counts}
-    good["lanes"] = type(raw["lanes"]) is int and 0 < raw["lanes"] < 2**31
-    sums = raw["loss_sums"]
-    good["loss_sums"] = isinstance(sums, list) and len(sums) > 0 and all(type(one) in (int, float) for one in sums)
-    good |= {name: isinstance(raw[name], dict) for name in ("config", "fingerprints", "binding")}
-    for name, is_good in good.items():
-        if not is_good:
+def _check_binding(binding: Binding, where: str) -> None:
+    most = limit("policy_number")
+    valid = {
+        "state_dim": 0 < binding.state_dim <= most,
+        "action_dim": 0 < binding.action_dim <= most,
+        "action_names": len(binding.action_names) == binding.action_dim,
+        "selected": all(
+            one.key in (STATE_KEY, ACTION) and all(0 <= dim < one.recorded for dim in one.dims)
+            for one in binding.selected
+        ),
+        "fps": binding.fps >= 0,
+    }
+    _require(valid, binding, where)
+    for number, part in enumerate(binding.parts):
+        _check_binding(part, f"{where}.parts[{number}]")
+
+
+def _require(valid: Mapping[str, bool], values: object, where: str) -> None:
+    for name, is_valid in valid.items():
+        if not is_valid:
             raise ValueError(
-                f"checkpoint {where}: {STATE}: {name} is {str(raw[name])[:60]}, which no run writes; restore the checkpoint, or remove it"
+                f"{where}: {name} is {str(getattr(values, name))[:60]}, which is not valid for this checkpoint"
             )
 
 
-def read_state(folder: Path) -> TrainState:
-    return parse_state(read_file(folder, STATE), str(folder))
+def read_state(store: Store, optimizer_step: int, policy: PolicySpec | None = None) -> TrainState:
+    """Read and validate the state of a checkpoint; if `policy` is given, the binding must fit it."""
+    where = store.where(optimizer_step)
+    try:
+        state = parse_state(store.read_bytes(optimizer_step, STATE), where, optimizer_step)
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {where}: {STATE} is missing; {REMEDY}") from None
+    if policy is not None:
+        check_stored(policy, state.binding, f"checkpoint {where}: {STATE}")
+    return state

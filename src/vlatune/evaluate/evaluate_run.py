@@ -1,9 +1,10 @@
-"""`vlatune eval`: how well a policy does on episodes it never saw: validation loss, open-loop action error, whole episodes.
+"""`vlatune eval`: validation loss, open-loop action error, and complete episodes.
 
-Deterministic: samples, noise and times are functions of the settings. Reads frames in this process, through the same reader and
-transforms as training. Its error stands beside that of always predicting the mean action, and its own with all pictures, one
-camera or the sentence blanked: those say whether the model looks and listens. A variant is a checkpoint with one kind of
-weights, trained or averaged; one command evaluates as many as are asked for. What is evaluated on what is `subject.py`'s.
+Frames are read in this process with the reader and transforms of training. The error is compared
+with always predicting the mean action, and with the model's error when all images, one camera or
+the instruction are blanked, which shows whether the model uses them. A variant is a checkpoint with
+trained or EMA weights; one command evaluates several. See subject.py for what can be
+evaluated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,12 @@ import numpy as np
 import torch
 
 from vlatune.batch import ACTION, TASK, Columns, num_rows
-from vlatune.config import EvalConfig
-from vlatune.config_checks import validate_eval
-from vlatune.dataset.meta.stats import feature_stats
-from vlatune.dataset.order.partition import pick
+from vlatune.config.settings import EvalConfig
+from vlatune.config.validate import validate_eval
+from vlatune.data.meta.stats import feature_stats
+from vlatune.data.order.partition import pick
 from vlatune.evaluate.held_out import by_robot, read_held_out
-from vlatune.evaluate.predictions import CAMERA, OnBatch, Predictions, blanks_of, predict_all
+from vlatune.evaluate.predictions import CAMERA, OnBatch, Predictions, blanks_of, predict_all, present_cameras
 from vlatune.evaluate.rollouts import (
     Rollout,
     joint_rollouts,
@@ -30,19 +31,20 @@ from vlatune.evaluate.rollouts import (
     rollout_figures,
     rollouts_to_show,
 )
-from vlatune.evaluate.subject import Subject, Variant, open_subject
+from vlatune.evaluate.subject import Subject, Variant, is_policy_folder, open_subject
 from vlatune.policies.base import trained_tensors
-from vlatune.report.html import EvalSample, write_eval_page, write_report
-from vlatune.report.kept_samples import save_eval_samples, save_rollouts
-from vlatune.report.run_folder import EVAL_PAGE_FILE, REPORT_FILE, write_evaluation
-from vlatune.run_setup import Setup
+from vlatune.report.html import write_eval_page, write_report
+from vlatune.run.kept_samples import EVAL_SAMPLES_FILE, ROLLOUTS_FILE, EvalSample, save_samples
+from vlatune.run.run_folder import EVAL_PAGE_FILE, EVALUATION_FILE, REPORT_FILE
+from vlatune.run_setup import Inputs
+from vlatune.storage.files import make_output_folder, reject_link, write_json
 
 SHOWN_SAMPLES = 6
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A variant and what it predicts."""
+    """Predictions of one variant."""
 
     variant: Variant
     by_blank: Mapping[str, Predictions]
@@ -63,17 +65,18 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one robot, or all where there is one."""
+    """Rows of one robot, or all rows if there is one robot."""
 
     dataset: int | None
     rows: Columns
     found: list[Evaluated]
-    """Variant by variant, the first one's figures in full."""
+    """Results by variant; the first is reported in full."""
 
 
 def evaluate_run(path: Path, options: EvalConfig, *, on_batch: OnBatch = lambda done, total: None) -> dict[str, Any]:
-    """Evaluate a run's checkpoints or a LeRobot folder, and write eval.json, its samples and the page."""
+    """Evaluate checkpoints or a LeRobot folder, and write eval.json, samples and the page."""
     validate_eval(options)
+    output_folder(path, options, is_own=options.dataset.root is None and not is_policy_folder(path))
     device = choose_device(options.device)
     subject = open_subject(path, options)
     setup = subject.setup
@@ -94,15 +97,17 @@ def evaluate_run(path: Path, options: EvalConfig, *, on_batch: OnBatch = lambda 
 
 
 def output_folder(path: Path, options: EvalConfig, *, is_own: bool) -> Path:
-    """Where figures and page go: what is not a run's own evaluation must not stand in its report."""
-    if options.output_dir is not None:
-        return Path(options.output_dir)
-    real = path.resolve()  # of `.`, too
-    return path if is_own else real.with_name(f"{real.name}-eval")
+    """Return the folder for figures and page: the run folder only for a run's own evaluation."""
+    if options.output_dir is None and is_own:
+        return path
+    real = path.resolve()  # resolves `.`
+    folder = Path(options.output_dir) if options.output_dir else real.with_name(f"{real.name}-eval")
+    reject_link(folder)
+    return folder
 
 
 def page_of(path: Path, options: EvalConfig, figures: Mapping[str, Any]) -> Path:
-    """Where the page of these figures is."""
+    """Return the path of the page for these figures."""
     folder = output_folder(path, options, is_own="root" not in figures)
     return folder / (REPORT_FILE if folder == path else EVAL_PAGE_FILE)
 
@@ -119,10 +124,10 @@ def _write(
     samples = [sample for group in groups for sample in _samples_to_show(subject.setup, group, count)]
     shown = rollouts_to_show(subject.setup, rollouts)
     folder = output_folder(path, options, is_own=subject.is_held_out)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_evaluation(folder, result)
-    save_eval_samples(folder, samples)
-    save_rollouts(folder, shown)
+    make_output_folder(folder)
+    write_json(folder / EVALUATION_FILE, result)
+    save_samples(folder, EVAL_SAMPLES_FILE, samples)
+    save_samples(folder, ROLLOUTS_FILE, shown)
     if folder == path:
         write_report(folder)
     else:
@@ -137,18 +142,19 @@ def _all_figures(
         for group in groups
     ]
     joint = _joint_figures(subject.setup, each) if subject.setup.binding.parts else each[0]
+    joint |= {} if subject.action_fps is None else {"action_fps": subject.action_fps}
     return joint if subject.is_held_out else joint | {"root": subject.setup.metas[0].root.url}
 
 
-def _figures(setup: Setup, options: EvalConfig, group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Those of the first variant, in full, and of each in short."""
+def _figures(setup: Inputs, options: EvalConfig, group: Group, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the first variant's figures in full, and a summary of each variant."""
     full, dataset = group.found[0].by_blank["none"], group.dataset
     metas, names = setup.metas, setup.binding.action_names
     held_out = setup.held_out
     if dataset is not None:
         metas, names = metas[dataset : dataset + 1], setup.binding.parts[dataset].action_names
         held_out = pick(held_out, held_out.dataset == dataset)
-    is_relative = setup.policy.relative_exclude is not None  # the dataset's own statistics may be relative, too
+    is_relative = setup.policy.relative_exclude is not None  # the dataset's statistics may be of relative actions
     mean_A = feature_stats(metas, ACTION, ["mean"], computed=is_relative)["mean"].astype(np.float32)
     mean_guess = replace(full, predicted_NTA=np.broadcast_to(mean_A, full.true_NTA.shape))
     error_NTA = np.where(full.valid_NT[..., None], np.abs(full.predicted_NTA - full.true_NTA), np.nan)
@@ -172,10 +178,10 @@ def _figures(setup: Setup, options: EvalConfig, group: Group, rollouts: Sequence
     )
 
 
-def _joint_figures(setup: Setup, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of several robots: means over the samples of all, and each robot's own figures under `datasets`."""
+def _joint_figures(setup: Inputs, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Average the figures of several robots, with those of each robot under `datasets`."""
     counts = [one["num_samples"] for one in each]
-    variants = [_mean_figures(of_one, counts) for of_one in zip(*(one["variants"] for one in each), strict=True)]
+    variants = [_mean_figures(one, counts) for one in zip(*(one["variants"] for one in each), strict=True)]
     horizons = zip(*(one["per_horizon_error"] for one in each), strict=True)
     rolled = [one["rollouts"] for one in each if "rollouts" in one]
     return (
@@ -188,7 +194,7 @@ def _joint_figures(setup: Setup, each: Sequence[dict[str, Any]]) -> dict[str, An
                 for one in each
                 for name, error in one["per_dim_error"].items()
             },
-            "per_horizon_error": [_weighted(of_all, counts) for of_all in horizons],
+            "per_horizon_error": [_weighted(errors, counts) for errors in horizons],
             "action_names": list(setup.binding.action_names),
             "variants": variants,
             "datasets": [{key: value for key, value in one.items() if key != "variants"} for one in each],
@@ -198,7 +204,7 @@ def _joint_figures(setup: Setup, each: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def _mean_figures(each: Sequence[dict[str, Any]], counts: Sequence[int]) -> dict[str, Any]:
-    """The first one's, with losses and errors averaged by the number of samples; a camera's over those that blanked it."""
+    """Average losses and errors weighted by samples; other figures are those of the first."""
     keys = [key for key in each[0] if key == "val_loss" or key.endswith("_error")]
     numbers = [key for key in keys if isinstance(each[0][key], float)]
     own = ("dataset", "root", "rollouts", "blank_camera_errors")
@@ -215,23 +221,22 @@ def _mean_figures(each: Sequence[dict[str, Any]], counts: Sequence[int]) -> dict
 
 
 def _weighted(values: Sequence[float | None], counts: Sequence[int]) -> float | None:
-    """The mean of those that are known."""
+    """Return the weighted mean of the known values."""
     known = [(value, count) for value, count in zip(values, counts, strict=True) if value is not None]
     if not known:
         return None
     return float(np.average([value for value, _ in known], weights=[count for _, count in known]))
 
 
-def _samples_to_show(setup: Setup, group: Group, count: int) -> list[EvalSample]:
+def _samples_to_show(setup: Inputs, group: Group, count: int) -> list[EvalSample]:
     rows, predictions = group.rows, group.found[0].by_blank["none"]
     chosen = np.unique(np.linspace(0, num_rows(rows) - 1, count).round().astype(int))
-    absent = {camera.column for camera in setup.specs[group.dataset or 0].absent}
     return [
         EvalSample(
             episode_index=int(rows["episode_index"][row]),
             frame_index=int(rows["frame_index"][row]),
             task=str(rows[TASK][row]),
-            images={name: newest(rows[name][row]) for name, _ in setup.binding.cameras if name not in absent},
+            images={name: newest(rows[name][row]) for name in present_cameras(setup, group.dataset)},
             true_TA=predictions.true_NTA[row],
             predicted_TA=predictions.predicted_NTA[row],
             valid_T=predictions.valid_NT[row],
@@ -241,16 +246,16 @@ def _samples_to_show(setup: Setup, group: Group, count: int) -> list[EvalSample]
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device that a flag names, if it is here; without a name CUDA where there is some, else the CPU."""
+    """Return the device named by a flag; by default CUDA if available, else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device={name}: torch knows no such device; give cpu, cuda or cuda:1") from None
+        raise ValueError(f"--device={name}: not a torch device; give cpu, cuda or cuda:1") from None
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if here else 0
     if device.type != "cpu" and (here is None or here.type != device.type or (device.index or 0) >= count):
-        there = f"{count} of type {here.type}" if here else "none but the CPU"
-        raise ValueError(f"--device={name}: there is no such device here ({there}); leave the flag out, or give cpu")
+        found = f"{count} of type {here.type}" if here else "only the CPU"
+        raise ValueError(f"--device={name}: this machine has no such device ({found}); leave the flag out, or give cpu")
     return device

@@ -1,7 +1,7 @@
-"""The rows that a validation looks at: which frames of the held-out episodes, and reading them. No torch, no Ray.
+"""Select and read the held-out frames of a validation, without torch or Ray.
 
-Frames are spread evenly over the held-out episodes and cut into batches of a fixed size, whoever computes them: the same
-batches for one worker and for eight, so the same figures.
+Frames are spread evenly over the held-out episodes and split into batches of a fixed size, so that
+figures do not depend on the number of workers.
 """
 
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlatune.batch import Columns
-from vlatune.dataset.reader import allocate, make_unit, read_into
-from vlatune.run_setup import Setup
+from vlatune.data.reader import allocate, make_unit, read_into
+from vlatune.run_setup import Inputs
 
 
-def choose_held_out(setup: Setup, max_samples: int) -> np.ndarray:
-    """Numbers of the chosen frames, in the order of the held-out episodes laid end to end."""
+def choose_held_out(setup: Inputs, max_samples: int) -> np.ndarray:
+    """Return the chosen frames as indices into the concatenated held-out episodes."""
     total = int(setup.held_out.length.sum())
     return np.unique(np.linspace(0, total - 1, min(max_samples, total)).round().astype(np.int64))
 
 
-def read_chosen(setup: Setup, chosen: np.ndarray) -> Columns:
-    """Those rows, as the reader delivers them."""
+def read_chosen(setup: Inputs, chosen: np.ndarray) -> Columns:
+    """Read the chosen rows."""
     lengths = setup.held_out.length
     starts = np.cumsum(lengths) - lengths
     columns = allocate(setup.specs[0], len(chosen))
@@ -36,22 +36,22 @@ def read_chosen(setup: Setup, chosen: np.ndarray) -> Columns:
     return columns
 
 
-def read_held_out(setup: Setup, max_samples: int) -> Columns:
-    """Frames spread evenly over the held-out episodes, in one go."""
+def read_held_out(setup: Inputs, max_samples: int) -> Columns:
+    """Read up to `max_samples` frames, spread evenly over the held-out episodes."""
     return read_chosen(setup, choose_held_out(setup, max_samples))
 
 
 @dataclass(frozen=True)
 class HeldOutBatch:
-    """Frames that are looked at together."""
+    """Frames that are evaluated together."""
 
     dataset: int | None
-    """Of several robots the one that they are of; a batch has one robot's frames alone."""
+    """Dataset index if there are several robots; a batch holds frames of one robot only."""
     frames: np.ndarray
 
 
-def cut_batches(setup: Setup, chosen: np.ndarray, batch_size: int) -> dict[int, HeldOutBatch]:
-    """Number of a batch -> its frames."""
+def cut_batches(setup: Inputs, chosen: np.ndarray, batch_size: int) -> dict[int, HeldOutBatch]:
+    """Return batch number -> batch."""
     episode = np.searchsorted(np.cumsum(setup.held_out.length), chosen, side="right")
     of_frame = setup.held_out.dataset[episode]
     groups = (
@@ -65,8 +65,8 @@ def cut_batches(setup: Setup, chosen: np.ndarray, batch_size: int) -> dict[int, 
     return dict(enumerate(batches))
 
 
-def by_robot(setup: Setup, rows: Columns) -> list[tuple[int | None, Columns]]:
-    """(dataset, its rows), of each robot by itself; all rows where there is one robot."""
+def by_robot(setup: Inputs, rows: Columns) -> list[tuple[int | None, Columns]]:
+    """Return (dataset, rows) for each robot; (None, all rows) if there is one robot."""
     if not setup.binding.parts:
         return [(None, rows)]
     numbers = np.unique(rows["dataset_index"]).tolist()

@@ -1,14 +1,14 @@
-"""Open-loop rollouts: whole episodes, the policy asked as often as on a robot, its actions laid end to end beside the recorded ones.
+"""Open-loop rollouts: predict complete episodes with the replanning interval of a robot.
 
-    frame        0  1  2  3  4  5  6  7        a chunk of 5 actions, of which a robot makes 3 (n_action_steps)
-    asked at     0        3        6
-    laid out     0a 0b 0c 3a 3b 3c 6a 6b       all five count in the error by place in the chunk
+    frame        0  1  2  3  4  5  6  7     a chunk has 5 actions, n_action_steps = 3 are executed
+    replan at    0        3        6
+    executed     0a 0b 0c 3a 3b 3c 6a 6b    the error by chunk position counts all 5
 
-The policy never sees what its own actions would have led to: it is shown the recorded observation each time. Deterministic
-as every validation is: samples, noise and times are functions of the settings.
+The policy always gets the recorded observation, not the consequences of its own actions. Results
+are deterministic functions of the settings.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,75 +16,75 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import ACTION, TASK
-from vlatune.config import EvalConfig
+from vlatune.config.settings import EvalConfig
 from vlatune.evaluate.held_out import read_chosen
-from vlatune.evaluate.predictions import OnBatch, Predictions, predict_all
+from vlatune.evaluate.predictions import OnBatch, Predictions, predict_all, present_cameras
 from vlatune.policies.base_folder import read_config
-from vlatune.policies.registry import get_policy
-from vlatune.report.kept_samples import EvalSample
-from vlatune.run_setup import Setup
+from vlatune.registry import get_policy_info
+from vlatune.run.kept_samples import EvalSample
+from vlatune.run_setup import Inputs
 
 ACTION_STEPS = "n_action_steps"
 SHOWN_ROLLOUTS = 4
-"""On the page, the worst first; figures of all are in eval.json."""
+"""Number of rollouts on the page, worst first; eval.json has the figures of all."""
 SHOWN_FRAMES = 3
-"""Of each: where the actions that followed were furthest from the recorded ones."""
+"""Images per rollout, of the frames with the largest error afterwards."""
 
 
 @dataclass(frozen=True)
 class Replans:
-    """How a chunk is used."""
+    """Positions and interval of the executed actions of a chunk."""
 
     positions: np.ndarray
-    """Of the actions in it that are made."""
+    """Indices of the executed actions within the chunk."""
     offsets: np.ndarray
-    """Frames from where the policy is asked to each of them."""
+    """Frame offsets of the executed actions from the replanning frame."""
     every: int
-    """Frames from one question to the next."""
+    """Frames between two predictions."""
 
 
 def plan_replans(offsets: Sequence[int], num_steps: int) -> Replans:
-    """The first actions from now on, `num_steps` of them or as many as there are.
+    """Select the first `num_steps` current and future actions of a chunk, or as many as there are.
 
     >>> plan_replans((-1, 0, 1, 2, 3), 3).positions.tolist(), plan_replans((0, 2, 4, 6), 2).every
     ([1, 2, 3], 4)
     """
     ahead = np.flatnonzero(np.asarray(offsets) >= 0)
-    made, rest = ahead[:num_steps], ahead[num_steps:]
-    frames = np.asarray(offsets)[made]
+    executed, rest = ahead[:num_steps], ahead[num_steps:]
+    frames = np.asarray(offsets)[executed]
     gap = int(frames[-1] - frames[-2]) if len(frames) > 1 else 1
     end = int(offsets[rest[0]]) if len(rest) else int(frames[-1]) + gap
-    return Replans(made, frames, max(1, end))
+    return Replans(executed, frames, max(1, end))
 
 
-def action_steps(setup: Setup) -> int:
-    """How many actions of a chunk LeRobot's policy makes before it asks anew; the whole chunk where it does not say."""
-    spec, card = setup.policy, get_policy(setup.policy.type)
+def action_steps(setup: Inputs) -> int:
+    """Return how many actions of a chunk LeRobot's policy executes; by default all."""
+    spec, info = setup.policy, get_policy_info(setup.policy.type)
     stored = read_config(Path(spec.folder), setup.adapter.schema).get(ACTION_STEPS)
-    usual = card.overrides[ACTION_STEPS].default if ACTION_STEPS in card.overrides else None
-    return int(spec.overrides.get(ACTION_STEPS) or stored or usual or spec.horizon)
+    default = info.option_defaults.get(ACTION_STEPS)
+    return int(spec.overrides.get(ACTION_STEPS) or stored or default or spec.horizon)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One episode; frames that no action falls on are NaN."""
+    """Rollout of one episode; frames without an action are NaN."""
 
     dataset: int | None
     number: int
-    """Among the held-out episodes."""
+    """Index among the held-out episodes."""
     episode_index: int
     task: str
-    asked: np.ndarray
-    """Frames at which the policy was asked."""
+    replan_frames: np.ndarray
+    """Frames at which a chunk was predicted."""
     true_LA: np.ndarray
     predicted_LA: np.ndarray
     error_KTA: np.ndarray
-    """Of each chunk, all of it; NaN past the episode's end."""
+    """Errors of complete chunks; NaN past the episode's end."""
     replans: Replans
 
     @property
     def errors(self) -> np.ndarray:
-        """(L, A), absolute."""
+        """Return absolute errors, (L, A)."""
         return np.abs(self.predicted_LA - self.true_LA)
 
     @property
@@ -102,71 +102,71 @@ class Rollout:
 
 
 def mean_over(errors: np.ndarray, axis: int | tuple[int, ...]) -> list[float | None]:
-    """Means along all axes but one, without NaN, as JSON has them: None where there is nothing else."""
+    """Return means over `axis` without NaN; None where all values are NaN."""
     counts = np.isfinite(errors).sum(axis=axis)
     means = np.nansum(errors, axis=axis) / np.maximum(counts, 1)
     return [mean if count else None for mean, count in zip(means.tolist(), counts.tolist(), strict=True)]
 
 
 def roll_out(
-    setup: Setup, module: Any, options: EvalConfig, *, on_batch: OnBatch = lambda done, total: None
+    setup: Inputs, module: Any, options: EvalConfig, *, on_batch: OnBatch = lambda done, total: None
 ) -> list[Rollout]:
-    """Episodes spread evenly over the held-out ones, the worst first."""
+    """Roll out episodes spread evenly over the held-out episodes, worst first."""
     chosen = np.unique(np.linspace(0, len(setup.held_out) - 1, min(options.rollouts, len(setup.held_out))).round())
-    steps, made = action_steps(setup), []
+    steps, rollouts = action_steps(setup), []
     for number in chosen.astype(int).tolist() if options.rollouts else []:
-        made.append(_roll_out_one(setup, module, options, number, steps))
-        on_batch(len(made), len(chosen))
-    return sorted(made, key=lambda one: -one.error)
+        rollouts.append(_roll_out_one(setup, module, options, number, steps))
+        on_batch(len(rollouts), len(chosen))
+    return sorted(rollouts, key=lambda one: -one.error)
 
 
-def _roll_out_one(setup: Setup, module: Any, options: EvalConfig, number: int, steps: int) -> Rollout:
+def _roll_out_one(setup: Inputs, module: Any, options: EvalConfig, number: int, steps: int) -> Rollout:
     dataset, length = int(setup.held_out.dataset[number]), int(setup.held_out.length[number])
     spec, position = setup.specs[dataset], int(setup.held_out.position[number])
     replans = plan_replans(next(one.offsets for one in spec.vectors if one.column == ACTION) or (0,), steps)
-    asked, of = np.arange(0, length, replans.every), dataset if setup.binding.parts else None
+    replan_frames, robot = np.arange(0, length, replans.every), dataset if setup.binding.parts else None
     task, parts = "", []
-    for frames in np.split(asked, range(options.batch_size, len(asked), options.batch_size)):
+    for frames in np.split(replan_frames, range(options.batch_size, len(replan_frames), options.batch_size)):
         rows = read_chosen(setup, _first_frame(setup, number) + frames)
         task = str(rows[TASK][0])
-        parts.append(predict_all(setup, module, rows, options, blanks=("none",), dataset=of)["none"])
-    whole = Predictions(
+        parts.append(predict_all(setup, module, rows, options, blanks=("none",), dataset=robot)["none"])
+    joined = Predictions(
         *(np.concatenate([getattr(one, name) for one in parts]) for name in ("true_NTA", "predicted_NTA", "valid_NT")),
         loss=0.0,
     )
     true_LA, predicted_LA = (
-        lay_out(chunks, asked, length, replans) for chunks in (whole.true_NTA, whole.predicted_NTA)
+        lay_out(chunks, replan_frames, length, replans) for chunks in (joined.true_NTA, joined.predicted_NTA)
     )
     return Rollout(
-        dataset=of,
+        dataset=robot,
         number=number,
         episode_index=int(setup.metas[dataset].episodes.index[position]),
         task=task,
-        asked=asked,
+        replan_frames=replan_frames,
         true_LA=true_LA,
         predicted_LA=predicted_LA,
-        error_KTA=np.where(whole.valid_NT[..., None], np.abs(whole.predicted_NTA - whole.true_NTA), np.nan),
+        error_KTA=np.where(joined.valid_NT[..., None], np.abs(joined.predicted_NTA - joined.true_NTA), np.nan),
         replans=replans,
     )
 
 
-def lay_out(chunks_KTA: np.ndarray, asked: np.ndarray, length: int, replans: Replans) -> np.ndarray:
-    """The actions that are made, each at its frame, (L, A)."""
+def lay_out(chunks_KTA: np.ndarray, replan_frames: np.ndarray, length: int, replans: Replans) -> np.ndarray:
+    """Place the executed actions at their frames, (L, A)."""
     laid = np.full((length, chunks_KTA.shape[-1]), np.nan, dtype=np.float32)
-    for chunk_TA, begin in zip(chunks_KTA, asked.tolist(), strict=True):
+    for chunk_TA, begin in zip(chunks_KTA, replan_frames.tolist(), strict=True):
         frames = begin + replans.offsets
         inside = frames < length
         laid[frames[inside]] = chunk_TA[replans.positions[inside]]
     return laid
 
 
-def _first_frame(setup: Setup, number: int) -> int:
-    """Its number among all held-out frames, laid end to end."""
+def _first_frame(setup: Inputs, number: int) -> int:
+    """Return the index of the first frame among all held-out frames."""
     return int(setup.held_out.length[:number].sum())
 
 
 def rollout_figures(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, Any]:
-    """Of one robot: by dim, by place in the chunk, by both, and of each episode."""
+    """Return the errors of one robot by dim, by chunk position, by both, and by episode."""
     laid_NA = np.concatenate([one.errors for one in rollouts])
     chunks_KTA = np.concatenate([one.error_KTA for one in rollouts])
     by_dim_AT = np.moveaxis(chunks_KTA, 2, 0)
@@ -182,7 +182,7 @@ def rollout_figures(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[s
 
 
 def joint_rollouts(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of several robots, what can be said of all: the rest is under `datasets`, in each robot's own units."""
+    """Return the figures that are comparable across robots."""
     counts = [sum(episode["frames"] for episode in one["episodes"]) for one in each]
     episodes = sorted((episode for one in each for episode in one["episodes"]), key=lambda one: -one["error"])
     return {
@@ -193,36 +193,30 @@ def joint_rollouts(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def rollouts_to_show(setup: Setup, rollouts: Sequence[Rollout]) -> list[EvalSample]:
-    """The worst, each with the frames after which it went furthest wrong."""
+def rollouts_to_show(setup: Inputs, rollouts: Sequence[Rollout]) -> list[EvalSample]:
+    """Return the worst rollouts with images of the frames that precede the largest errors."""
     return [_sample(setup, one) for one in rollouts[:SHOWN_ROLLOUTS]]
 
 
-def _sample(setup: Setup, one: Rollout) -> EvalSample:
+def _sample(setup: Inputs, one: Rollout) -> EvalSample:
     by_chunk = np.array(mean_over(one.error_KTA[:, one.replans.positions], (1, 2)), dtype=np.float64)
-    worst = np.sort(one.asked[np.argsort(-by_chunk, kind="stable")[:SHOWN_FRAMES]])
+    worst = np.sort(one.replan_frames[np.argsort(-by_chunk, kind="stable")[:SHOWN_FRAMES]])
     rows = read_chosen(setup, _first_frame(setup, one.number) + worst)
     return EvalSample(
         episode_index=one.episode_index,
         frame_index=0,
         task=one.task,
-        images=dict(_pictures(setup, rows, worst, one.dataset)),
+        images={
+            f"{name}, frame {frame}": newest(rows[name][row])
+            for row, frame in enumerate(worst.tolist())
+            for name in present_cameras(setup, one.dataset)
+        },
         true_TA=one.true_LA,
         predicted_TA=one.predicted_LA,
-        valid_T=np.isfinite(one.true_LA[:, 0]),  # a frame has all of its dims, or none
+        valid_T=np.isfinite(one.true_LA[:, 0]),  # a frame has all dims or none
     )
 
 
-def _pictures(
-    setup: Setup, rows: Mapping[str, np.ndarray], frames: np.ndarray, dataset: int | None
-) -> Iterator[tuple[str, np.ndarray]]:
-    absent = {camera.column for camera in setup.specs[dataset or 0].absent}
-    for row, frame in enumerate(frames.tolist()):
-        for name, _ in setup.binding.cameras:
-            if name not in absent:
-                yield f"{name}, frame {frame}", newest(rows[name][row])
-
-
-def newest(pictures: np.ndarray) -> np.ndarray:
-    """(3, H, W), where a policy looks at several observations, too."""
-    return pictures[-1] if pictures.ndim == 4 else pictures
+def newest(images: np.ndarray) -> np.ndarray:
+    """Return the newest image (3, H, W) of an observation that may have several."""
+    return images[-1] if images.ndim == 4 else images

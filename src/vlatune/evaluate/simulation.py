@@ -1,8 +1,8 @@
-"""`vlatune eval RUN --env.type=...`: LeRobot's own `lerobot-eval` drives a simulated environment with the exported policy.
+"""Run `lerobot-eval` on a simulated environment with the exported policy (`--env.type`).
 
-A process of its own, with its words in a log: simulators bring libraries that must not meet ours. What is handed over is a
-LeRobot folder whose processors were checked (LeRobot runs what they name), what comes back is its eval_info.json. Success is a
-share of few episodes, so it is told with the interval that it leaves open.
+It runs in a subprocess, because simulators bring conflicting libraries. The policy's processors are
+checked first, since LeRobot executes what they name. The success rate is reported with a confidence
+interval, because episodes are few.
 """
 
 import importlib.util
@@ -17,62 +17,65 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlatune.checkpoint.policy_files import read_trained_on
-from vlatune.config import EvalConfig, ExportConfig
-from vlatune.config_checks import validate_eval
+from vlatune.config.settings import EvalConfig, ExportConfig
+from vlatune.config.validate import validate_eval
 from vlatune.console import printable, redacted, warn
 from vlatune.errors import did_you_mean
-from vlatune.files import read_json, write_json, write_text
-from vlatune.report.formatting import format_number, plural
-from vlatune.report.run_folder import SIMULATION_FILE
-from vlatune.report.verdict import success_text
+from vlatune.evaluate.eval_text import weights_text
+from vlatune.export.policy_files import read_trained_on
+from vlatune.formatting import format_number, plural
+from vlatune.run.run_folder import SIMULATION_FILE
+from vlatune.run.verdict import success_text
+from vlatune.storage.files import make_folder, read_json, write_json, write_text
 
-PROGRAM = ("-m", "lerobot.scripts.lerobot_eval")
-"""Behind this Python: what the command `lerobot-eval` runs."""
+PROGRAM = ("-P", "-m", "lerobot.scripts.lerobot_eval")
+"""Python arguments that are equivalent to `lerobot-eval`."""
 INFO_FILE, LOG_FILE = "eval_info.json", "lerobot_eval.log"
 Z_95 = 1.959963984540054
-"""Of a normal distribution, 95 % lies so many deviations around its mean."""
+"""Half width of the 95 % interval of a normal distribution, in standard deviations."""
 MAX_LOG_TEXT = 300
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What must be installed beside LeRobot."""
-
-    module: str
-    install: str
-
-
 ENVIRONMENTS = {
-    "pusht": Environment("gym_pusht", "pip install 'gym-pusht>=0.1.5,<0.2' 'pymunk>=6.6,<7'"),
-    "aloha": Environment("gym_aloha", "pip install 'gym-aloha>=0.1.4,<0.2'"),
-    "libero": Environment("libero", "pip install 'hf-libero>=0.1.4,<0.2'"),
-    "metaworld": Environment("metaworld", "pip install metaworld==3.0.0"),
-    "robocasa": Environment("robocasa", "install robocasa as LeRobot's documentation says"),
-    "robomme": Environment("robomme", "install robomme as LeRobot's documentation says"),
-    "vlabench": Environment("VLABench", "install VLABench as LeRobot's documentation says"),
+    "pusht": ("gym_pusht", "pip install 'gym-pusht>=0.1.5,<0.2' 'pymunk>=6.6,<7'"),
+    "aloha": ("gym_aloha", "pip install 'gym-aloha>=0.1.4,<0.2'"),
+    "libero": ("libero", "pip install 'hf-libero>=0.1.4,<0.2'"),
+    "metaworld": ("metaworld", "pip install metaworld==3.0.0"),
+    "robocasa": ("robocasa", "see LeRobot's documentation"),
+    "robomme": ("robomme", "see LeRobot's documentation"),
+    "vlabench": ("VLABench", "see LeRobot's documentation"),
 }
-"""LeRobot's name of an environment -> what it needs; those that run on a real robot or fetch code are left out."""
+"""LeRobot environment -> required module and how to install it; no real robots, no code downloads."""
 
 
 def simulate(path: Path, options: EvalConfig) -> dict[str, Any]:
-    """Export, hand over, read what came back; what is missing is named before anything heavy is imported."""
+    """Export the policy, simulate, and return the results; fails early if a package is missing."""
     validate_eval(options)
     check_environment(str(options.env.type))
-    _check_one_variant(options)
+    if len(options.checkpoint) > 1 or "all" in options.checkpoint or options.weights == "both":
+        raise ValueError(
+            f"--env.type={options.env.type}: one variant is simulated at a time; choose it with --checkpoint=STEP and "
+            f"--weights=ema or trained"
+        )
     from vlatune.evaluate.evaluate_run import choose_device, output_folder
 
     device = str(choose_device(options.device))
-    folder = output_folder(path, options, is_own=False) / str(options.env.type)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / INFO_FILE).unlink(missing_ok=True)  # of an earlier one
+    folder = make_folder(output_folder(path, options, is_own=False), str(options.env.type))
+    (folder / INFO_FILE).unlink(missing_ok=True)  # result of an earlier simulation
     with _exported(path, options) as policy:
         warn(
-            f"vlatune: lerobot-eval runs {plural(options.episodes, 'episode')} of {options.env.type}; its words are in {folder / LOG_FILE}"
+            f"vlatune: lerobot-eval runs {plural(options.episodes, 'episode')} of {options.env.type}; log: {folder / LOG_FILE}"
         )
         _run(_command(policy, options, device, folder), folder / LOG_FILE)
-    told = {"checkpoint": policy.checkpoint, "weights": policy.weights, "device": device, "seed": options.seed}
-    found = {"env": options.env.type, "task": options.env.task} | told | read_info(folder)
+    found = {
+        "env": options.env.type,
+        "task": options.env.task,
+        "checkpoint": policy.checkpoint,
+        "weights": policy.weights,
+        "device": device,
+        "seed": options.seed,
+        **read_info(folder),
+    }
     write_json(folder / SIMULATION_FILE, found)
     if policy.is_run and options.output_dir is None:
         from vlatune.report.html import write_report
@@ -83,58 +86,52 @@ def simulate(path: Path, options: EvalConfig) -> dict[str, Any]:
 
 
 def check_environment(name: str) -> None:
-    """One message with the remedy, before the policy is touched."""
+    """Raise if the environment is unknown or its package is not installed."""
     if name not in ENVIRONMENTS:
         hint = did_you_mean(name, ENVIRONMENTS) or f"; there are {', '.join(ENVIRONMENTS)}"
-        raise ValueError(f"--env.type={name}: is not a simulated environment that can be used here{hint}")
-    needed = ENVIRONMENTS[name]
-    if importlib.util.find_spec(needed.module) is None:
-        raise ValueError(f"--env.type={name}: the package {needed.module} is not installed; {needed.install}")
-
-
-def _check_one_variant(options: EvalConfig) -> None:
-    if len(options.checkpoint) > 1 or "all" in options.checkpoint or options.weights == "both":
-        raise ValueError(
-            f"--env.type={options.env.type}: one checkpoint with one kind of weights is simulated at a time; name one with --checkpoint "
-            f"and --weights=ema or trained"
-        )
+        raise ValueError(f"--env.type={name}: not a supported environment{hint}")
+    module, remedy = ENVIRONMENTS[name]
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"--env.type={name}: the package {module} is not installed; {remedy}")
 
 
 @dataclass(frozen=True)
-class HandedOver:
+class ExportedPolicy:
     folder: Path
     checkpoint: str
     weights: str
     rename_map: Mapping[str, str]
-    """The export's own: LeRobot's programs put their flag in its place."""
+    """Rename map of the export, which lerobot-eval's flag replaces."""
     is_run: bool
 
 
 @contextmanager
-def _exported(path: Path, options: EvalConfig) -> Iterator[HandedOver]:
-    """A run's checkpoint in a folder that is gone afterwards; a LeRobot folder as it is, once its files were checked."""
-    from vlatune.evaluate.subject import is_policy_folder, read_policy_folder, refuse_several_robots
+def _exported(path: Path, options: EvalConfig) -> Iterator[ExportedPolicy]:
+    """Export a run's checkpoint to a temporary folder; a LeRobot folder is validated and kept."""
+    from vlatune.evaluate.subject import is_policy_folder, read_policy_folder, reject_several_robots
 
     if is_policy_folder(path):
         adapter, spec = read_policy_folder(path, options)
         names = read_trained_on(path, spec, adapter.schema).rename_map
-        yield HandedOver(path.resolve(), str(path), "stored", names, is_run=False)
+        yield ExportedPolicy(path.resolve(), str(path), "stored", names, is_run=False)
         return
-    from vlatune.checkpoint.export import export_run
     from vlatune.checkpoint.local_store import folder_name
+    from vlatune.export.export import export_run
 
-    refuse_several_robots(path, options, f"--env.type={options.env.type}")
+    reject_several_robots(path, options, f"--env.type={options.env.type}")
     chosen = ExportConfig(
         checkpoint=next(iter(options.checkpoint), None),
         weights="auto" if options.weights == "both" else options.weights,
         trust_run=options.trust_run,
     )
-    with tempfile.TemporaryDirectory(prefix="vlatune-eval-") as aside:
-        done = export_run(path, Path(aside) / "pretrained_model", chosen, warn=lambda text: warn(f"vlatune: {text}"))
-        yield HandedOver(done.folder, folder_name(done.optimizer_step), done.weights, done.rename_map, is_run=True)
+    with tempfile.TemporaryDirectory(prefix="vlatune-eval-") as temporary:
+        done = export_run(
+            path, Path(temporary) / "pretrained_model", chosen, warn=lambda text: warn(f"vlatune: {text}")
+        )
+        yield ExportedPolicy(done.folder, folder_name(done.optimizer_step), done.weights, done.rename_map, is_run=True)
 
 
-def _command(policy: HandedOver, options: EvalConfig, device: str, folder: Path) -> list[str]:
+def _command(policy: ExportedPolicy, options: EvalConfig, device: str, folder: Path) -> list[str]:
     env, names = options.env, {**policy.rename_map, **options.rename_map}
     flags = {
         "policy.path": str(policy.folder),
@@ -157,46 +154,37 @@ def _run(command: Sequence[str], log: Path) -> None:
     text = redacted(done.stdout.decode("utf-8", errors="replace"))
     write_text(log, text)
     if done.returncode:
-        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
         raise RuntimeError(
-            f"lerobot-eval ended with exit code {done.returncode}: {printable(last)[:MAX_LOG_TEXT]}; all of it is in {log}"
+            f"lerobot-eval failed with exit code {done.returncode}: {printable(last)[:MAX_LOG_TEXT]} (log: {log})"
         )
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """What LeRobot's eval_info.json says, counted."""
+    """Read LeRobot's eval_info.json."""
     file = folder / INFO_FILE
     try:
-        tasks = [_task(one) for one in read_json(folder, INFO_FILE)["per_task"]]
-        overall = _joined(tasks)
+        per_task = read_json(folder, INFO_FILE)["per_task"]
+        tasks = [(str(one["task_group"]), int(one["task_id"]), _episodes(one)) for one in per_task]
+        found = _figures([episode for _, _, episodes in tasks for episode in episodes])
+        rows = [_figures(episodes) | {"group": group, "task_id": number} for group, number, episodes in tasks]
     except FileNotFoundError:
-        raise RuntimeError(
-            f"lerobot-eval has ended and written no {file}; its words are in {folder / LOG_FILE}"
-        ) from None
+        raise RuntimeError(f"lerobot-eval has not written {file} (log: {folder / LOG_FILE})") from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        problem = f"{type(error).__name__}: {error}"
         raise RuntimeError(
-            f"'{file}' is not as LeRobot 0.6 writes it ({type(error).__name__}: {error}); is another version installed?"
+            f"'{file}' does not have the format of LeRobot 0.6 ({problem}); check its version"
         ) from error
-    rows = [_figures(of) | {"group": group, "task_id": number} for group, number, of in tasks]
-    return _figures(overall) | {"tasks": rows}
+    return found | {"tasks": rows}
 
 
 Episodes = list[tuple[bool, float, float]]
-"""(success, sum of rewards, highest reward)."""
+"""(success, sum of rewards, highest reward) per episode."""
 
 
-def _task(one: Mapping[str, Any]) -> tuple[str, int, Episodes]:
-    metrics = one["metrics"]
-    lists = (metrics[key] for key in ("successes", "sum_rewards", "max_rewards"))
-    episodes = [(bool(success), float(total), float(most)) for success, total, most in zip(*lists, strict=True)]
-    return str(one["task_group"]), int(one["task_id"]), episodes
-
-
-def _joined(tasks: Sequence[tuple[str, int, Episodes]]) -> Episodes:
-    joined = [episode for _, _, episodes in tasks for episode in episodes]
-    if not joined:
-        raise ValueError("no episode in per_task")
-    return joined
+def _episodes(task: Mapping[str, Any]) -> Episodes:
+    lists = (task["metrics"][key] for key in ("successes", "sum_rewards", "max_rewards"))
+    return [(bool(success), float(total), float(most)) for success, total, most in zip(*lists, strict=True)]
 
 
 def _figures(episodes: Episodes) -> dict[str, Any]:
@@ -212,13 +200,13 @@ def _figures(episodes: Episodes) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """As LeRobot takes it: over those that are numbers."""
+    """Return the mean of the finite values, as LeRobot does."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
-    """Wilson's interval: shares with which so many successes are still likely, at 95 %; never outside 0 to 1.
+    """Return the Wilson 95 % confidence interval of a success rate.
 
     >>> [round(bound, 4) for bound in wilson(8, 10)], [round(bound, 4) for bound in wilson(0, 10)]
     ([0.4902, 0.9433], [0.0, 0.2775])
@@ -231,10 +219,9 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def simulation_text(found: Mapping[str, Any], path: str) -> str:
-    """All of it, for a terminal."""
-    which = "its own" if found["weights"] == "stored" else f"checkpoint {found['checkpoint']}, {found['weights']}"
+    """Format the results for the terminal."""
     task = f", task {printable(found['task'])}" if found["task"] else ""
-    lines = [f"{path}: {which} weights, on {found['device']}, in {found['env']}{task} (seed {found['seed']})", ""]
+    lines = [f"{path}: {weights_text(found)}, on {found['device']}, in {found['env']}{task} (seed {found['seed']})", ""]
     lines.append(f"  {'success':<20} {success_text(found)}")
     for key, label in (("mean_reward", "mean reward"), ("mean_max_reward", "mean highest reward")):
         value = found[key]

@@ -1,6 +1,6 @@
-"""How a dataset answers what a policy asks for: cameras and vectors matched by name, dims checked, several datasets as one.
+"""Match a dataset to a policy: cameras and vectors by name, dims checked, several datasets joined.
 
-Every mismatch is refused on the driver, with the flag that would mend it. No torch.
+A mismatch raises on the driver, with the flag that fixes it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.features import RESERVED, as_flag, likely_name, numpy_type
-from vlatune.pipeline.transforms import MixtureMasks
-from vlatune.policies.base import Binding, PolicySpec
+from vlatune.config.flags import quote_flags
+from vlatune.data.features import RESERVED, SELECT_DIMS, as_flag, dim_names, likely_name, narrow_flags, numpy_type
+from vlatune.data.transforms import MixtureMasks
+from vlatune.policies.base import Binding, PolicySpec, SelectedDims
+from vlatune.policies.normalisation import relative_dims
+from vlatune.registry import get_policy_info, policy_types
 
 if TYPE_CHECKING:
-    from vlatune.dataset.meta.dataset_meta import DatasetMeta, Feature
+    from vlatune.data.meta.dataset_meta import DatasetMeta, Feature
 
 
 def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:
-    """Match features by name after `rename_map`, check dims; every mismatch is named with its remedy."""
+    """Match features by name after applying `rename_map`, and check their dims."""
     for name in rename_map:
         if name not in meta.features:
             close = difflib.get_close_matches(name, meta.features, n=1)
@@ -31,7 +34,7 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
     delivered = tuple((name, target) for name, target in renamed.items() if target in spec.cameras)
     if spec.cameras and not delivered:
         raise ValueError(
-            f"none of the dataset's cameras ({', '.join(meta.cameras)}) is one that the policy knows "
+            f"none of the dataset's cameras ({', '.join(meta.cameras)}) is a camera of the policy "
             f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
         )
     names = {target for _, target in delivered}
@@ -39,45 +42,82 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
     if missing and spec.fixed_inputs:
         free = next((name for name in meta.cameras if renamed[name] not in spec.cameras), "NAME")
         raise ValueError(
-            f"dataset '{meta.root.url}': it has no camera '{missing[0]}', without which the policy '{spec.folder}' cannot be used; "
+            f"dataset '{meta.root.url}': it has no camera '{missing[0]}', which the policy '{spec.folder}' requires; "
             f"map one with {as_flag({free: missing[0]})}"
         )
-    state, action = (_own_vector(meta, key, rename_map) for key in (STATE, ACTION))
-    state_dim = _check_width(meta, STATE, state, spec.max_state_dim, fixed=spec.fixed_inputs)
-    action_dim = _check_width(meta, ACTION, action, spec.max_action_dim, fixed=spec.fixed_inputs)
+    own = {key: _own_vector(meta, key, rename_map) for key in (STATE, ACTION)}
+    state, action = own[STATE], own[ACTION]
+    most = {STATE: spec.max_state_dim, ACTION: spec.max_action_dim}
+    state_dim, action_dim = (
+        _check_width(meta, key, own[key], most, fixed=spec.fixed_inputs) for key in (STATE, ACTION)
+    )
     if spec.relative_exclude is not None and state_dim < action_dim:
         raise ValueError(
-            f"dataset '{meta.root.url}': '{state}' has {state_dim} dims, '{action}' {action_dim}, and the policy learns actions "
-            f"relative to the state, dim by dim; use a base with absolute actions (use_relative_actions false)"
+            f"dataset '{meta.root.url}': '{state}' has {state_dim} dims, fewer than the {action_dim} of '{action}', and the policy "
+            f"predicts actions relative to the state; use a base model with absolute actions (use_relative_actions false)"
         )
+    action_names = _names(meta.features[action], "action")
+    if spec.relative_exclude is not None:
+        _check_relative(meta, own, relative_dims(action_names, spec.relative_exclude))
     return Binding(
         cameras=delivered,
         missing_cameras=missing,
         state_dim=state_dim,
         action_dim=action_dim,
-        action_names=_names(meta.features[action]),
+        action_names=action_names,
+        state_names=_names(meta.features[state], "state"),
+        selected=tuple(
+            SelectedDims(key, feature.dims, feature.recorded.shape[0])
+            for key, feature in ((key, meta.features[name]) for key, name in own.items())
+            if feature.dims is not None and feature.recorded is not None
+        ),
         also=() if state == STATE else ((state, STATE),),
+        is_relative=() if spec.relative_exclude is None else relative_dims(action_names, spec.relative_exclude),
+        fps=meta.fps,
     )
 
 
+def check_stored(spec: PolicySpec, binding: Binding, where: str) -> None:
+    """Raise if a binding from a checkpoint does not fit the policy; `where` is for messages."""
+    for part in binding.parts:
+        check_stored(spec, part, where)
+    remedy = "restore the checkpoint, or remove it"
+    for key, dims, most in (
+        (STATE, binding.state_dim, spec.max_state_dim),
+        (ACTION, binding.action_dim, spec.max_action_dim),
+    ):
+        if dims > most or (spec.fixed_inputs and dims != most):
+            raise ValueError(
+                f"{where}: '{key}' has {dims} dims, expected {most} for the policy '{spec.folder}'; {remedy}"
+            )
+    for camera in (*(target for _, target in binding.cameras), *binding.missing_cameras):
+        if camera not in spec.cameras:
+            raise ValueError(f"{where}: '{camera[:80]}' is not a camera of the policy '{spec.folder}'; {remedy}")
+
+
 def join_bindings(metas: Sequence[DatasetMeta], bindings: Sequence[Binding]) -> Binding:
-    """One for all datasets: rows have the names of the first one's cameras. Datasets must deliver the same columns."""
+    """Join the bindings of datasets of one robot; rows use the first dataset's camera names."""
     first = bindings[0]
     for meta, binding in zip(metas, bindings, strict=True):
-        for what in ("state_dim", "action_dim", "missing_cameras"):
+        for what in ONE_ROBOT:
             if getattr(binding, what) != getattr(first, what):
                 raise ValueError(_disagreement(what, metas[0], first, meta, binding))
     also = [pair for binding in bindings for pair in (*binding.also, *binding.cameras) if pair not in first.cameras]
-    return replace(first, also=tuple(dict.fromkeys(also)))
+    fps = first.fps if len({one.fps for one in bindings}) == 1 else 0.0
+    return replace(first, also=tuple(dict.fromkeys(also)), fps=fps)
+
+
+ONE_ROBOT = ("state_dim", "action_dim", "missing_cameras", "is_relative")
+"""Fields of a `Binding` that must agree for datasets of one robot."""
 
 
 def differ(bindings: Sequence[Binding]) -> bool:
-    """Whether datasets deliver other columns, so that they cannot be trained on as those of one robot."""
-    return len({(one.state_dim, one.action_dim, one.missing_cameras) for one in bindings}) > 1
+    """True if the datasets cannot be trained on as one robot."""
+    return len({tuple(getattr(one, what) for what in ONE_ROBOT) for one in bindings}) > 1
 
 
 def mix_bindings(spec: PolicySpec, bindings: Sequence[Binding]) -> Binding:
-    """One for datasets of several robots: every camera that one of them has, and the most dims. Columns have the policy's names."""
+    """Join the bindings of several robots: the union of cameras and the maximum of dims."""
     delivered = {target for binding in bindings for _, target in binding.cameras}
     widest = max(bindings, key=lambda one: one.action_dim)
     return Binding(
@@ -86,20 +126,20 @@ def mix_bindings(spec: PolicySpec, bindings: Sequence[Binding]) -> Binding:
         state_dim=max(one.state_dim for one in bindings),
         action_dim=widest.action_dim,
         action_names=widest.action_names,
+        state_names=max((one.state_names for one in bindings), key=len),
         parts=tuple(bindings),
     )
 
 
 def why_one_robot(type_name: str) -> str:
-    """Of a policy whose adapter does not say `mixes_robots`."""
+    """Return the error message for a policy without `mixes_robots`."""
     return (
-        f"--policy.type={type_name} cannot be trained on several robots at once: it is made for the dims and cameras of one, and does "
-        f"not mask what another lacks"
+        f"--policy.type={type_name} does not support several robots in one run: it cannot mask missing dims and cameras"
     )
 
 
 def mixture_masks(spec: PolicySpec, binding: Binding) -> tuple[MixtureMasks, ...]:
-    """What adds the columns MIXTURE_KEYS; nothing where there is one robot."""
+    """Return the transform that adds the columns MIXTURE_KEYS, or nothing with a single robot."""
     if not binding.parts:
         return ()
     own = [{target for _, target in part.cameras} for part in binding.parts]
@@ -108,9 +148,14 @@ def mixture_masks(spec: PolicySpec, binding: Binding) -> tuple[MixtureMasks, ...
 
 
 def _disagreement(what: str, meta: DatasetMeta, first: Binding, other_meta: DatasetMeta, other: Binding) -> str:
+    if what == "is_relative":
+        return (
+            f"dataset '{other_meta.root.url}': its relative action dims are {_relative_names(other)}, but {_relative_names(first)} in "
+            f"'{meta.root.url}'; datasets of one robot must agree: use --dataset.robots=several"
+        )
     text = (
-        f"dataset '{other_meta.root.url}': its {what} is {getattr(other, what)}, that of '{meta.root.url}' is "
-        f"{getattr(first, what)}; datasets that are trained together must agree"
+        f"dataset '{other_meta.root.url}': its {what} is {getattr(other, what)}, but {getattr(first, what)} in "
+        f"'{meta.root.url}'; datasets that are trained together must agree"
     )
     if what != "missing_cameras":
         return text
@@ -120,40 +165,42 @@ def _disagreement(what: str, meta: DatasetMeta, first: Binding, other_meta: Data
     wanted = next(target for _, target in having[1].cameras if target in lacking[1].missing_cameras)
     used = [name for name, _ in lacking[1].cameras]
     free = next((name for name in lacking[0].cameras if name not in used), "NAME")
-    return f"{text}: say which of its cameras is '{wanted}' with {as_flag({free: wanted})}"
+    return f"{text}: name its camera for '{wanted}' with {as_flag({free: wanted})}"
+
+
+def _relative_names(binding: Binding) -> str:
+    names = zip(binding.action_names, binding.is_relative, strict=True)
+    return ", ".join(name for name, is_relative in names if is_relative) or "none"
 
 
 def _check_targets(
     spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str], renamed: Mapping[str, str]
 ) -> None:
-    """A camera must not vanish through a misspelt name, or behind another that got the same one."""
+    """Raise on invalid, duplicate or incompatible camera mappings, which would drop a camera."""
     for name, target in rename_map.items():
         if name in meta.cameras and target not in spec.cameras:
             close = difflib.get_close_matches(target, spec.cameras, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; it knows {', '.join(spec.cameras)}"
+            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(spec.cameras)}"
             raise ValueError(f"--rename_map: the policy has no camera '{target}' (for '{name}'){hint}")
         if name not in meta.cameras and target in spec.cameras:
             raise ValueError(
-                f"--rename_map: '{target}' is a camera of the policy, '{name}' of dataset '{meta.root.url}' holds "
+                f"--rename_map: '{target}' is a camera of the policy, but '{name}' of dataset '{meta.root.url}' is "
                 f"{meta.features[name].dtype}; its cameras are {', '.join(meta.cameras)}"
             )
     for target in set(renamed.values()):
         owners = [name for name, other in renamed.items() if other == target]
         if len(owners) > 1:
-            raise ValueError(
-                f"--rename_map: the cameras {' and '.join(owners)} would both be '{target}'; rename one of them"
-            )
+            raise ValueError(f"--rename_map: {' and '.join(owners)} are both mapped to '{target}'; rename one of them")
     for name, target in renamed.items():
         if target in spec.cameras and meta.features[name].is_depth:
             raise ValueError(
-                f"dataset '{meta.root.url}': camera '{name}' holds depth, the policy's '{target}' takes colours"
+                f"dataset '{meta.root.url}': camera '{name}' is a depth camera, but the policy's '{target}' expects colour images"
             )
         recorded = meta.features[name].height_width
         if target in spec.cameras and spec.fixed_inputs and spec.pad != "none" and recorded != spec.image_hw:
             raise ValueError(
-                f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, the policy '{spec.folder}' takes "
-                f"pictures of {_size(spec.image_hw)} as they are and does not resize; re-encode the videos, or train without "
-                f"--policy.path, for the recorded size"
+                f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, but the policy '{spec.folder}' "
+                f"expects {_size(spec.image_hw)} and does not resize; re-encode the videos, or train without --policy.path"
             )
 
 
@@ -162,40 +209,76 @@ def _size(height_width: tuple[int, int]) -> str:
 
 
 def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> str:
-    """The dataset's own name of its state or action."""
+    """Return the dataset's name of the state or action."""
     own = next((name for name in meta.features if rename_map.get(name, name) == key), None)
     if own is not None:
         return own
     vectors = [name for name in meta.features if name not in meta.cameras and name not in RESERVED]
     likely = likely_name(key, vectors) or next(iter(difflib.get_close_matches(key, vectors, n=1, cutoff=0.4)), None)
-    hint = f"; '{likely}' may be it" if likely else ""
+    hint = f"; did you mean '{likely}'?" if likely else ""
     remedy = f"; name it with {as_flag({likely or 'NAME': key})}"
-    raise ValueError(
-        f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; it has {', '.join(meta.features)}{remedy}"
-    )
+    raise ValueError(f"dataset '{meta.root.url}': no feature '{key}'{hint}; it has {', '.join(meta.features)}{remedy}")
 
 
-def _check_width(meta: DatasetMeta, key: str, own: str, most: int, *, fixed: bool) -> int:
-    feature = meta.features[own]
-    said = f"'{own}'" if own == key else f"'{own}', which is to be '{key}',"
+def _check_width(meta: DatasetMeta, key: str, own: str, limits: Mapping[str, int], *, fixed: bool) -> int:
+    feature, most = meta.features[own], limits[key]
+    shown = f"'{own}'" if own == key else f"'{own}' (mapped to '{key}')"
     if numpy_type(feature) in (None, "object") or not feature.shape:
         raise ValueError(
-            f"dataset '{meta.root.url}': {said} is {feature.dtype} of shape {feature.shape}, expected a vector of numbers; "
+            f"dataset '{meta.root.url}': {shown} is {feature.dtype} of shape {feature.shape}, expected a vector of numbers; "
             f"name another feature with --rename_map"
         )
-    if feature.shape[0] > most:
-        raise ValueError(
-            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy takes {most} at most"
-        )
-    if fixed and feature.shape[0] != most:
-        raise ValueError(
-            f"dataset '{meta.root.url}': {said} has {feature.shape[0]} dims, the policy was made for {most}; train without "
-            f"--policy.path, or take a base of as many"
-        )
-    return feature.shape[0]
+    width = feature.shape[0]
+    if width == most or (width < most and not fixed):
+        return width
+    select = (
+        f"or use some of its dims, such as the first: {quote_flags(narrow_flags([meta], limits))}"
+        if width > most
+        else ""
+    )
+    remedy = f"supports at most {most}; train a wider policy ({fitting(width)}, without --policy.path), {select}"
+    if fixed:
+        remedy = f"expects {most}; train without --policy.path, or use another base model{select and ', '}{select}"
+    raise ValueError(f"dataset '{meta.root.url}': {shown} has {width} dims, but the policy {remedy}")
 
 
-def _names(feature: Feature) -> tuple[str, ...]:
-    if feature.names and len(feature.names) == feature.shape[0]:
-        return feature.names
-    return tuple(f"action_{position}" for position in range(feature.shape[0]))
+def fitting(dims: int) -> str:
+    """Return the flags of the policies that accept vectors of `dims` dims."""
+    return " or ".join(f"--policy.type={name}" for name in policy_types() if get_policy_info(name).max_dims >= dims)
+
+
+def _check_relative(meta: DatasetMeta, own: Mapping[str, str], is_relative: Sequence[bool]) -> None:
+    """Raise if selected action dims would be relative to other joints of the state."""
+    action, state = meta.features[own[ACTION]], meta.features[own[STATE]]
+    if (action.dims is None) == (state.dims is None):
+        return
+    pairs = zip(_recorded_dims(action), _recorded_dims(state), is_relative, strict=False)
+    wrong = next((pair for *pair, relative in pairs if relative and not _is_same(*pair)), None)
+    if wrong is not None:
+        words = [name or dim for dim, name in _recorded_dims(action)]
+        raise ValueError(
+            f"dataset '{meta.root.url}': dim {_shown_dim(wrong[0])} of '{own[ACTION]}' would be relative to dim {_shown_dim(wrong[1])} of "
+            f"'{own[STATE]}'; select the same dims of both, in the same order: {as_flag({ACTION: words, STATE: words}, SELECT_DIMS)}"
+        )
+
+
+def _recorded_dims(feature: Feature) -> list[tuple[int, str]]:
+    """Return (index in the recorded vector, name or "") of every used dim."""
+    dims = feature.dims or range(feature.shape[0])
+    return list(zip(dims, dim_names(feature) or [""] * len(dims), strict=True))
+
+
+def _is_same(dim: tuple[int, str], other: tuple[int, str]) -> bool:
+    return dim[0] == other[0] or dim[1] == other[1] != ""
+
+
+def _shown_dim(dim: tuple[int, str]) -> str:
+    return f"{dim[0]} ('{dim[1]}')" if dim[1] else str(dim[0])
+
+
+def _names(feature: Feature, prefix: str) -> tuple[str, ...]:
+    """Return a unique name for every dim."""
+    names = dim_names(feature)
+    if names is None:
+        return tuple(f"{prefix}_{dim}" for dim in feature.dims or range(feature.shape[0]))
+    return tuple(name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names))

@@ -1,7 +1,7 @@
-"""A base model's folder -> LeRobot's own class with every weight in place, for policies that are too large to be held twice.
+"""Load a base model into LeRobot's class, for policies too large to hold in memory twice.
 
-The model is built without memory for its parameters; then each tensor is read from its file, rounded and put in place
-on its device, one at a time: the host never holds more of the model than one tensor.
+The model is built on the meta device. Each tensor is then read, cast and moved to its device, so
+the host holds only one tensor at a time.
 """
 
 import json
@@ -17,24 +17,23 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from vlatune.files import read_file
 from vlatune.policies.processors import CONFIG
 from vlatune.policies.weight_files import StoredTensor, check_tensors, stored_tensors
+from vlatune.storage.files import read_file
 
 
 def decode_config[C](folder: Path, config_class: type[C], overrides: Mapping[str, Any] | None = None) -> C:
-    """config.json as LeRobot parses it, with values of a run's own; LeRobot's way leaves a file behind in the folder for
-    temporary files.
+    """Parse config.json as LeRobot does, with the run's overrides, but without its temporary file.
 
-    An option of another version of LeRobot that is off has nothing to do here; one that is on is refused by its name.
+    Fields of other LeRobot versions are dropped: `checked_config` has rejected relevant ones.
     """
     stored = json.loads(read_file(folder, CONFIG))
     known = {field.name for field in fields(config_class)}  # pyright: ignore[reportArgumentType]
-    given = {key: value for key, value in stored.items() if key in known or (value and key != "type")}
+    given = {key: value for key, value in stored.items() if key in known}
     given |= overrides or {}
     try:
         return draccus.decode(config_class, given)
-    except Exception as error:  # draccus raises kinds of its own; each means: this LeRobot does not know this config
+    except Exception as error:  # draccus' own types: LeRobot does not know the config
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise ValueError(
             f"policy '{folder}': the installed LeRobot does not understand config.json ({reason}); "
@@ -44,10 +43,10 @@ def decode_config[C](folder: Path, config_class: type[C], overrides: Mapping[str
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are made inside have parameters without memory, and real buffers: those are in no file.
+    """Create modules with parameters on the meta device, and real buffers, which are in no file.
 
-    Transformers gives no parameter a first value meanwhile, which costs more than all else here and leaves nothing behind;
-    buffers have theirs from their constructors. Holds for the whole process: build one model at a time.
+    Skips transformers' weight initialisation, which would have no effect. Patches process-wide
+    state: build one model at a time.
     """
     from transformers import PreTrainedModel
 
@@ -70,9 +69,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def fill(policy: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
-    """Every parameter from its file, in the dtype that the model has it in; buffers to the device."""
+    """Read every parameter in the model's dtype, and move buffers to the device."""
     for name, tensor in read_tensors(tensors, [name for name, _ in policy.named_parameters()]):
-        # A copy: the stored tensor is a window onto the file, which may change.
+        # Copy: the stored tensor is memory-mapped, and the file may change.
         put(policy, name, tensor.to(device=device, dtype=policy.get_parameter(name).dtype, copy=True))
         del tensor  # before the next is read
     for module in policy.modules():
@@ -80,8 +79,11 @@ def fill(policy: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.d
             setattr(module, name, buffer.to(device))
 
 
-def fill_whole(policy: nn.Module, folder: Path, device: torch.device | str, title: str) -> None:
-    """The same for a model that is all on the meta device: its buffers are in the files, too, and both are held to each other."""
+def fill_all(policy: nn.Module, folder: Path, device: torch.device | str, title: str) -> None:
+    """Fill a model that is entirely on the meta device; its buffers are read from the files, too.
+
+    Raises unless names and shapes match exactly.
+    """
     state, tensors = policy.state_dict(), {stored.key: stored for stored in stored_tensors(folder)}
     check_tensors(folder, {name: tuple(one.shape) for name, one in state.items()}, tensors, title)
     for name, tensor in read_tensors(tensors, state):
@@ -90,7 +92,7 @@ def fill_whole(policy: nn.Module, folder: Path, device: torch.device | str, titl
 
 
 def read_tensors(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stored tensors, one at a time, file by file."""
+    """Yield the stored tensors one at a time, file by file."""
     wanted = {name: tensors[name] for name in names}
     by_file = sorted(wanted, key=lambda name: (wanted[name].file, wanted[name].key))
     for file, group in groupby(by_file, key=lambda name: wanted[name].file):
@@ -100,7 +102,7 @@ def read_tensors(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> I
 
 
 def put(policy: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """In place of a buffer, or of a parameter: whether that trains stays."""
+    """Replace a buffer or a parameter, keeping `requires_grad`."""
     owner, _, leaf = name.rpartition(".")
     module = policy.get_submodule(owner)
     if leaf in module._buffers:
@@ -110,6 +112,6 @@ def put(policy: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def round_input(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """A hook before the forward of a layer whose weights have another dtype than what it is given."""
+    """Forward pre-hook that casts the input to the dtype of the layer's weights."""
     first, *rest = inputs
     return (first.to(layer.weight.dtype), *rest)

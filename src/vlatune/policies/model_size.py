@@ -1,8 +1,8 @@
-"""Sizes of models that LeRobot builds at its own sizes alone: checked numbers, the file that carries them, the swap of names.
+"""Model sizes: validated dimensions, the file that stores them, and building LeRobot at a size.
 
-LeRobot's policies take their widths from named variants, or from a hub. A `pretrained_model` folder of another size carries
-it in SIZE_FILE beside config.json, and LeRobot's unchanged classes are built at it while names of their modules are replaced.
-No torch, no LeRobot: sizes alone are read without.
+LeRobot takes model dimensions from named variants or from the hub. A `pretrained_model` folder of
+another size stores it in SIZE_FILE beside config.json; LeRobot's unchanged classes are built at
+that size while names in their modules are patched. Reading sizes needs neither torch nor LeRobot.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from vlatune.files import parse_json, read_file
-from vlatune.limits import check_limit
+from vlatune.storage.files import parse_json, read_file
+from vlatune.storage.limits import check_limit
 
 SIZE_FILE = "vlatune_size.json"
 
-# One builder at a time: the names of a module belong to the whole process.
+# Patched module attributes are process-wide: build one model at a time.
 _building = threading.RLock()
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Every number that decides a parameter's shape: a subclass has them as fields."""
+    """All numbers that determine parameter shapes; subclasses define them as fields."""
 
     title: ClassVar[str]
-    """Whose size it is, for messages."""
+    """Model name, for messages."""
     multiples: ClassVar[Mapping[str, str]]
-    """Field -> the one that it must be a multiple of."""
+    """Maps a field to the field that it must be a multiple of."""
     even: ClassVar[tuple[str, ...]]
-    """Fields whose position code pairs two halves."""
+    """Fields that must be even, because position embeddings pair two halves."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -68,7 +68,7 @@ class ModelSize:
 
 
 def read_size_file[S: ModelSize](folder: Path, size_class: type[S]) -> S | None:
-    """The size that lies in a pretrained_model folder; None where there is no such file."""
+    """Read the size file of a pretrained_model folder; None if there is none."""
     path = folder / SIZE_FILE
     if not path.exists():
         return None
@@ -84,7 +84,7 @@ def write_size(folder: Path, size: ModelSize) -> None:
 
 @contextmanager
 def replaced_names(replaced: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """While active, (module, name) -> what stands there instead. Other threads that replace names wait."""
+    """Patch (module, name) with a replacement while active; other threads wait."""
     with _building:
         originals = {(module, name): getattr(module, name) for module, name in replaced}
         try:

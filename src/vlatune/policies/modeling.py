@@ -1,10 +1,11 @@
-"""The torch side that several policies share: layers in a dtype, kept or computed again, adapters, and flow matching.
+"""Torch code shared by several policies: linear layers, LoRA, checkpointing and flow matching.
 
-Shapes: B batch, N tokens, D width, K draws of noise per observation, T time steps of a chunk, P padded dims of an action.
+Shapes: B batch, N tokens, D width, K noise samples per observation, T time steps of a chunk, P
+padded action dims.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from vlatune.batch import ACTION_IS_PAD, STEP_ACTIONS
+from vlatune.policies.base import ModuleOptions
+
 ADAPTER = "default"
-"""PEFT's name for the one adapter that a layer may carry."""
+"""Name of the single PEFT adapter of a layer."""
 
 
 class KeyValue(NamedTuple):
-    """Of the tokens that are looked at: (B, key/value heads, S, size of a head) each."""
+    """Keys and values to attend to, (B, key/value heads, S, head size) each."""
 
     keys: Tensor
     values: Tensor
@@ -26,15 +30,26 @@ class KeyValue(NamedTuple):
         return KeyValue(torch.cat([self.keys, other.keys], dim=2), torch.cat([self.values, other.values], dim=2))
 
     def repeated(self, times: int) -> "KeyValue":
-        """Every observation `times` times in a row, for its draws of noise."""
+        """Repeat every observation `times` times, for its noise samples."""
         return KeyValue(repeat_each(self.keys, times), repeat_each(self.values, times))
 
 
-def project(linear: Any, x: Tensor) -> Tensor:
-    """A linear layer without a bias, in the dtype of `x`. What trains is kept in float32 and rounded here, as a bfloat16
-    model's is.
+def pack_layers(layers: Sequence[KeyValue]) -> Tensor:
+    """Return the keys and values of all layers as one vector per token, (B, S, layers * 2 * heads * size)."""
+    both = torch.stack([torch.stack(layer) for layer in layers])
+    return both.permute(2, 4, 0, 1, 3, 5).flatten(2)
 
-    An adapter is computed in the same dtype: PEFT's own forward would keep a float32 copy of `x` for each layer.
+
+def unpack_layers(packed_BSW: Tensor, num_layers: int, head_size: int) -> list[KeyValue]:
+    """Return views of what `pack_layers` packed."""
+    split = packed_BSW.unflatten(2, (num_layers, 2, -1, head_size)).permute(2, 3, 0, 4, 1, 5)
+    return [KeyValue(keys, values) for keys, values in split]
+
+
+def project(linear: Any, x: Tensor) -> Tensor:
+    """Apply a linear layer without bias in the dtype of `x`.
+
+    LoRA is computed in the same dtype: PEFT's forward would keep a float32 copy of `x` per layer.
     """
     adapted = hasattr(linear, "lora_A")
     weight = linear.base_layer.weight if adapted else linear.weight
@@ -42,33 +57,39 @@ def project(linear: Any, x: Tensor) -> Tensor:
     if not adapted:
         return out
     low = functional.linear(x, linear.lora_A[ADAPTER].weight.to(x.dtype))
-    return out + functional.linear(low, linear.lora_B[ADAPTER].weight.to(x.dtype)) * linear.scaling[ADAPTER]
+    added, scaling = functional.linear(low, linear.lora_B[ADAPTER].weight.to(x.dtype)), linear.scaling[ADAPTER]
+    return out + (added if scaling == 1.0 else added * scaling)  # a product with 1.0 costs a pass over the output
 
 
 def gated_mlp(mlp: Any, x_BND: Tensor) -> Tensor:
-    """Gemma's and Llama's."""
+    """Apply the gated MLP of Gemma and Llama."""
     return project(mlp.down_proj, mlp.act_fn(project(mlp.gate_proj, x_BND)) * project(mlp.up_proj, x_BND))
 
 
+def num_valid(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the number of valid actions a masked loss divides by: STEP_ACTIONS, or the batch's."""
+    step_B = batch.get(STEP_ACTIONS)
+    return (~batch[ACTION_IS_PAD]).sum().clamp_min(1) if step_B is None else step_B[0]
+
+
 LARGEST_KERNEL = 16
-"""Pixels on a side up to which a convolution whose windows do not overlap is as fast as the product that it is."""
+"""Largest patch side in pixels for which a convolution is as fast as a matrix product."""
 LONGEST_SUM = 2304
-"""Products that are added up at once; of 6,912, two threads gave other bits than one."""
+"""Longest inner dimension of one matrix product whose result is independent of the thread count."""
 
 
 class PatchProduct(nn.Conv2d):
-    """A tower's patch embedding as products of matrices: patches do not overlap, so it is nothing else.
+    """A patch embedding computed as matrix products, since patches do not overlap.
 
-    Kernels of convolutions are made for small windows: for 64 pictures that are one patch of 48 pixels each, forward and
-    backward on a CPU take 9.7 ms with torch's, 2.9 so. Some values of a patch at a time: a longer sum is cut into parts by the
-    number of threads, and another number would give other last bits.
+    Convolution kernels are slow for large windows. The sum is split into groups of at most
+    LONGEST_SUM products so that the result does not depend on the number of threads.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         rows, columns = self.kernel_size
         height, width = (pixels // side for pixels, side in zip(input.shape[2:], self.kernel_size, strict=True))
-        whole = input[:, :, : height * rows, : width * columns]  # a rest that fills no patch is left out, as ever
-        split = whole.unflatten(2, (height, rows)).unflatten(4, (width, columns))
+        cropped = input[:, :, : height * rows, : width * columns]  # drop pixels that fill no patch
+        split = cropped.unflatten(2, (height, rows)).unflatten(4, (width, columns))
         patches_NK = split.permute(0, 2, 4, 1, 3, 5).reshape(len(input) * height * width, -1)
         weight_DK = self.weight.flatten(1)
         size = patches_NK.shape[1]
@@ -81,36 +102,38 @@ class PatchProduct(nn.Conv2d):
 
 
 def multiply_large_patches(policy: nn.Module) -> None:
-    """Patch embeddings of more than LARGEST_KERNEL pixels; names and weights stay as they are."""
+    """Convert patch embeddings larger than LARGEST_KERNEL to `PatchProduct`, in place."""
     for layer in policy.modules():
-        if type(layer) is nn.Conv2d and _is_product(layer) and min(layer.kernel_size) > LARGEST_KERNEL:
+        if type(layer) is not nn.Conv2d or min(layer.kernel_size) <= LARGEST_KERNEL:
+            continue
+        is_plain = layer.padding in ("valid", (0, 0)) and layer.dilation == (1, 1) and layer.groups == 1
+        if is_plain and layer.kernel_size == layer.stride:
             layer.__class__ = PatchProduct
 
 
-def _is_product(layer: nn.Conv2d) -> bool:
-    """Whether its windows lie side by side, and each sees all channels and pixels of its own."""
-    is_plain = layer.padding in ("valid", (0, 0)) and layer.dilation == (1, 1) and layer.groups == 1
-    return is_plain and layer.kernel_size == layer.stride
+class LayerModule(nn.Module):
+    """One of LeRobot's layers with another forward: `compute(layer, ...)`.
 
+    A module, so that hooks on it work, such as those of FSDP2.
+    """
 
-def how_to_run[**P, R](layer_function: Callable[P, R], *, compiled: bool, checkpointed: bool) -> Callable[P, R]:
-    """Compiled once and used for every layer of its kind; activations dropped and computed again where asked for."""
-    run: Callable[P, R] = torch.compile(layer_function) if compiled else layer_function
-    if not checkpointed:
-        return run
+    def __init__(self, layer: nn.Module, compute: Callable[..., Any], options: ModuleOptions | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self._compute = torch.compile(compute) if options is not None and options.compile else compute
+        self._checkpointed = options is not None and options.gradient_checkpointing
 
-    def run_checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Nothing here is random, and saving the generator's state would wait for the device.
-        kept: Any = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return kept
-
-    return run_checkpointed
+    def forward(self, *inputs: Any) -> Any:
+        if not (self._checkpointed and torch.is_grad_enabled()):
+            return self._compute(self.layer, *inputs)
+        # Nothing here is random, and saving the RNG state would sync with the device.
+        return checkpoint(self._compute, self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def add_adapters(policy: nn.Module, *, on: str, but: str, rank: int, alpha: float) -> None:
-    """LoRA of the peft library on the linear layers whose whole name matches `on` and does not hold `but`.
+    """Add PEFT's LoRA to the linear layers whose full name matches `on` and does not contain `but`.
 
-    The adapters begin without effect, are drawn from torch's global generator, and are float32 whatever the base is.
+    The adapters start without effect, use torch's global generator, and are always float32.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -127,7 +150,7 @@ def add_adapters(policy: nn.Module, *, on: str, but: str, rank: int, alpha: floa
 
 
 def merge_adapters(policy: nn.Module) -> None:
-    """Fold every adapter into its layer, in float32: the policy is then LeRobot's own again, module by module."""
+    """Merge every adapter into its layer in float32, which restores LeRobot's module structure."""
     adapted = [(name, module) for name, module in policy.named_modules() if hasattr(module, "lora_A")]
     for name, module in adapted:
         layer: Any = module
@@ -141,40 +164,41 @@ def merge_adapters(policy: nn.Module) -> None:
 # Flow matching
 
 
-def noisy_and_wanted(action_BTP: Tensor, noise_BKTP: Tensor, time_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """Noisy actions and the velocity that is to be guessed of them, (B * K, T, P): draws of an observation in a row."""
+def noisy_and_target(action_BTP: Tensor, noise_BKTP: Tensor, time_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return noisy actions and target velocities, (B * K, T, P)."""
     time_BK11 = time_BK[:, :, None, None]
     noisy_BKTP = time_BK11 * noise_BKTP + (1 - time_BK11) * action_BTP[:, None]
-    wanted_BKTP = noise_BKTP - action_BTP[:, None]
-    return noisy_BKTP.flatten(0, 1), wanted_BKTP.flatten(0, 1)
+    target_BKTP = noise_BKTP - action_BTP[:, None]
+    return noisy_BKTP.flatten(0, 1), target_BKTP.flatten(0, 1)
 
 
 def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
-    """LeRobot's sinusoidal code of the flow time, to the bit."""
+    """Return LeRobot's sinusoidal embedding of the flow time, bit-identical."""
     angle_BD = time_scale[None, :] * time_B[:, None]
     return torch.cat([torch.sin(angle_BD), torch.cos(angle_BD)], dim=1).to(time_B.dtype)
 
 
 def make_time_scale(config: Any, action_in: nn.Linear) -> Tensor:
-    """Radians per unit of flow time, slow to fast; float64, made once: LeRobot makes it in every step."""
+    """Return radians per unit of flow time in float64, computed once rather than in every step."""
     fraction = torch.linspace(0.0, 1.0, action_in.out_features // 2, dtype=torch.float64)
     period = config.min_period * (config.max_period / config.min_period) ** fraction
     return (1.0 / period * 2 * math.pi).to(action_in.weight.device)
 
 
-def check_draws(noise_BKTP: Tensor, time_BK: Tensor, flow_samples: int) -> None:
-    """Another number would train all the same, at another cost and with another meaning of an epoch."""
-    drawn = (noise_BKTP.shape[1], time_BK.shape[1])
-    if drawn != (flow_samples, flow_samples):
+def check_noise_samples(noise_BKTP: Tensor, time_BK: Tensor, flow_samples: int) -> None:
+    """Raise if the batch's noise samples differ from `flow_samples`."""
+    given = (noise_BKTP.shape[1], time_BK.shape[1])
+    if given != (flow_samples, flow_samples):
         raise ValueError(
-            f"the batch brings {drawn[0]} draws of noise and {drawn[1]} of time per observation, the module was "
-            f"loaded for --policy.flow_samples={flow_samples}; give `Draw` the same number"
+            f"the batch has {given[0]} noise and {given[1]} time samples per observation, the module was loaded for "
+            f"--policy.flow_samples={flow_samples}; give `NoiseSpec` the same number"
         )
 
 
 def valid_tokens(token_mask_BL: Tensor, camera_mask_BC: Tensor | None, num_image_tokens: int) -> Tensor:
-    """(B, N): of image tokens, camera by camera, and words: False for padded words, and for pictures that a sample's robot
-    lacks. Without a mask of cameras all samples have all of them.
+    """Return the validity of image tokens and prompt tokens, (B, N).
+
+    False for padding, and for cameras that a sample's robot lacks.
     """
     if camera_mask_BC is None:
         seen_BN = token_mask_BL.new_ones(len(token_mask_BL), num_image_tokens)
@@ -185,10 +209,10 @@ def valid_tokens(token_mask_BL: Tensor, camera_mask_BC: Tensor | None, num_image
 
 
 def repeat_each(values: Tensor, times: int) -> Tensor:
-    """Every row `times` times in a row."""
+    """Repeat every row `times` times, adjacent."""
     return values[:, None].expand(-1, times, *values.shape[1:]).flatten(0, 1)
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """uint8 -> [-1, 1], in LeRobot's order of operations."""
+    """Convert uint8 to [-1, 1], in LeRobot's order of operations."""
     return images.to(torch.float32) / 255.0 * 2.0 - 1.0

@@ -1,7 +1,7 @@
-"""Which statistics a policy normalises with, where a run takes them from, and the steps that use them. No torch.
+"""Select and validate a run's normalisation statistics, and build the transforms that use them.
 
-A dataset's own statistics are held to their shape and to its rows before anything trains on them: what is wrong is refused,
-what is doubtful is told with the flag that mends it.
+A dataset's statistics are checked against its shapes and rows before training: errors raise,
+suspicious values are reported with the flag that fixes them. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vlatune.batch import ACTION, STATE
-from vlatune.dataset.health.stats_check import check_stats, doubts, look_at_rows
-from vlatune.dataset.meta.stats import feature_stats, has_stats, picture_stats, relative_action_stats
-from vlatune.pipeline.transforms import Normalise, RelativeActions
+from vlatune.data.features import offsets_at_rate
+from vlatune.data.health.stats_check import check_stats, compare_with_rows, doubts
+from vlatune.data.meta.stats import feature_stats, has_stats, image_stats, relative_action_stats
+from vlatune.data.transforms import Normalise, RelativeActions
 
 if TYPE_CHECKING:
-    from vlatune.config import DatasetConfig
-    from vlatune.dataset.meta.dataset_meta import DatasetMeta
+    from vlatune.config.settings import DatasetConfig
+    from vlatune.data.meta.dataset_meta import DatasetMeta
     from vlatune.policies.base import Binding, PolicySpec, Stats
 
 STATS_OF_MODE = {
@@ -30,14 +31,21 @@ STATS_OF_MODE = {
 
 
 def make_relative(spec: PolicySpec, binding: Binding) -> list[RelativeActions]:
-    """What comes before the normalisers: a step where the policy learns relative actions, else none."""
+    """Return the transform to relative actions, if the policy uses them."""
     if spec.relative_exclude is None:
         return []
-    return [RelativeActions(relative_dims(binding.action_names, spec.relative_exclude))]
+    if not binding.parts:
+        return [RelativeActions(np.array(binding.is_relative))]
+    table = np.zeros((len(binding.parts), binding.action_dim), dtype=bool)
+    for line, part in zip(table, binding.parts, strict=True):
+        line[: part.action_dim] = part.is_relative
+    return [RelativeActions(table)]
 
 
 def relative_dims(action_names: Sequence[str], exclude: Sequence[str]) -> tuple[bool, ...]:
-    """Of each action dim, whether it becomes relative: as LeRobot, a name that holds an excluded word stays absolute.
+    """Return for each action dim whether it becomes relative.
+
+    As in LeRobot, dims whose name contains an excluded word stay absolute.
 
     >>> relative_dims(("shoulder.pos", "Gripper.pos"), ("gripper",))
     (True, False)
@@ -47,7 +55,7 @@ def relative_dims(action_names: Sequence[str], exclude: Sequence[str]) -> tuple[
 
 
 def make_normalisers(spec: PolicySpec, stats: Stats) -> list[Normalise]:
-    """State and action normalisers, in this order, as the policy's config asks; pictures are normalised on the device."""
+    """Return the state and action normalisers; images are normalised on the device."""
     made = []
     for key, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
         mode = spec.normalisation.get(kind, "IDENTITY")
@@ -59,11 +67,11 @@ def make_normalisers(spec: PolicySpec, stats: Stats) -> list[Normalise]:
 
 NEUTRAL = {name: value for low, high in STATS_OF_MODE.values() for name, value in ((low, -1.0), (high, 1.0))}
 NEUTRAL["mean"] = 0.0
-"""Statistics of dims that a robot lacks: they normalise 0 to 0."""
+"""Statistics of dims that a robot lacks: they map 0 to 0."""
 
 
 def stack_stats(each: Sequence[Stats], binding: Binding) -> Stats:
-    """Each dataset's statistics as one table, (datasets, dims), padded."""
+    """Stack the statistics of all datasets into padded tables, (datasets, dims)."""
     dims = {STATE: binding.state_dim, ACTION: binding.action_dim}
     stacked: dict[str, dict[str, np.ndarray]] = {}
     for key, of in each[0].items():
@@ -77,7 +85,7 @@ def stack_stats(each: Sequence[Stats], binding: Binding) -> Stats:
 
 
 def stats_of(stats: Stats, binding: Binding, number: int) -> Stats:
-    """One dataset's out of the tables."""
+    """Return the statistics of one dataset from the stacked tables."""
     part = binding.parts[number]
     dims = {STATE: part.state_dim, ACTION: part.action_dim}
     return {
@@ -87,13 +95,13 @@ def stats_of(stats: Stats, binding: Binding, number: int) -> Stats:
 
 
 def stats_needed(spec: PolicySpec, cameras: Sequence[str] = ()) -> dict[str, Sequence[str]]:
-    """Feature, by the policy's name -> names of the statistics that the policy's normalisation uses."""
+    """Map features (by the policy's names) to the statistics that their normalisation needs."""
     kinds = {STATE: "STATE", ACTION: "ACTION"} | dict.fromkeys(cameras, "VISUAL")
     modes = {key: spec.normalisation.get(kind, "IDENTITY") for key, kind in kinds.items()}
     unknown = [mode for mode in modes.values() if mode != "IDENTITY" and mode not in STATS_OF_MODE]
     if unknown:
         raise ValueError(
-            f"policy '{spec.folder}': its normalisation mode '{unknown[0]}' is not known; known: {', '.join(STATS_OF_MODE)}"
+            f"policy '{spec.folder}': unknown normalisation mode '{unknown[0]}', expected one of {', '.join(STATS_OF_MODE)}"
         )
     return {key: STATS_OF_MODE[mode] for key, mode in modes.items() if mode != "IDENTITY"}
 
@@ -106,37 +114,35 @@ def run_stats(
     *,
     against_rows: bool = False,
 ) -> tuple[Stats, tuple[str, ...]]:
-    """The statistics that a run normalises with, and what is doubtful about them; `against_rows` looks at rows for that, too."""
+    """Return the run's statistics and warnings; `against_rows` also compares them with rows."""
     groups = list(zip(([meta] for meta in metas), binding.parts, strict=True)) if binding.parts else [(metas, binding)]
     by_group = [_vector_stats(dataset, tuple(group), policy, own) for group, own in groups]
-    told: list[str] = []
+    warnings: list[str] = []
     for (group, _), stats in zip(groups, by_group, strict=True):
-        told += _check_stats(group, stats)
+        warnings += _check_stats(group, stats)
     for (group, _), stats in zip(groups, by_group, strict=True) if against_rows else ():
         plain = {key: values for key, values in stats.items() if key == STATE or policy.relative_exclude is None}
-        told += _hold_against_rows(dataset, group, plain)
+        warnings += _compare_with_rows(dataset, group, plain)
     vectors = stack_stats(by_group, binding) if binding.parts else by_group[0]
     needed = stats_needed(policy, [camera for _, camera in binding.cameras])
-    return {**vectors, **picture_stats(metas, needed, imagenet=dataset.use_imagenet_stats)}, tuple(told)
+    return {**vectors, **image_stats(metas, needed, imagenet=dataset.use_imagenet_stats)}, tuple(warnings)
 
 
 def _vector_stats(
     dataset: DatasetConfig, metas: tuple[DatasetMeta, ...], policy: PolicySpec, binding: Binding
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Of state and action, as the policy's normalisation asks for them."""
     needed, computed = stats_needed(policy), dataset.stats == "computed"
     made = {key: feature_stats(metas, key, needed[key], computed=computed) for key in needed if key != ACTION}
     if ACTION not in needed:
         return made
-    relative = next(iter(make_relative(policy, binding)), None)
-    if relative is None:
+    if policy.relative_exclude is None:
         return made | {ACTION: feature_stats(metas, ACTION, needed[ACTION], computed=computed)}
     return made | {
         ACTION: relative_action_stats(
             metas,
             needed[ACTION],
-            chunk_size=policy.horizon,
-            is_relative=relative.is_relative,
+            offsets=[offsets_at_rate(policy.action_offsets, meta.fps, dataset.action_fps) for meta in metas],
+            is_relative=binding.is_relative,
             computed=computed,
         )
     }
@@ -149,27 +155,28 @@ def _check_stats(metas: Sequence[DatasetMeta], stats: Mapping[str, Mapping[str, 
         check_stats(where, key, values, features[key].names, width=int(np.prod(features[key].shape)))
         for key, values in stats.items()
     )
-    return tuple(text for warnings in checked for text in warnings)
+    return tuple(str(warning) for warnings in checked for warning in warnings)
 
 
-def _hold_against_rows(
+def _compare_with_rows(
     dataset: DatasetConfig, metas: Sequence[DatasetMeta], stats: Mapping[str, Mapping[str, np.ndarray]]
 ) -> tuple[str, ...]:
-    """What the rows say of the dataset's own statistics; computed ones come from the rows."""
+    """Compare the dataset's own statistics with its rows; return warnings."""
     if dataset.stats == "computed":
         return ()
     texts = []
     for key in (key for key, values in stats.items() if has_stats(metas, key, tuple(values))):
         own = metas[0].own(key)
-        seen, names = look_at_rows(metas[0], own, stats[key]), metas[0].features[own].names
+        seen, names = compare_with_rows(metas[0], own, stats[key]), metas[0].features[own].names
         if seen and seen.not_finite:
             raise ValueError(
-                f"dataset '{metas[0].root.url}': {key}: values that are not finite numbers: {', '.join(seen.not_finite)}; record or "
-                f"convert these episodes anew, or leave them out with --dataset.on_bad_episode=skip"
+                f"dataset '{metas[0].root.url}': {key}: values are not finite: {', '.join(seen.not_finite)}; fix these episodes, "
+                f"or skip them with --dataset.on_bad_episode=skip"
             )
-        for what, dims in doubts(stats[key], seen, names) if seen else ():
-            texts.append(
-                f"dataset '{metas[0].root.url}': {key}: {what}: {', '.join(dims)}; take statistics of all rows with "
-                f"--dataset.stats=computed"
-            )
+        where, remedy = (
+            f"dataset '{metas[0].root.url}': {key}",
+            "compute statistics of all rows with --dataset.stats=computed",
+        )
+        found = doubts(stats[key], seen, names) if seen else ()
+        texts += [f"{where}: {one.text}: {', '.join(one.examples)}; {remedy}" for one in found]
     return tuple(texts)

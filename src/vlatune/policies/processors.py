@@ -1,8 +1,8 @@
-"""A policy's processor files (policy_preprocessor.json, policy_postprocessor.json) and config.json, as closed lists.
+"""Allowlists for a policy's processor files and config.json.
 
-LeRobot imports whatever class a step names and calls it with the step's settings. So a base, a checkpoint and an export
-may hold only steps of LeRobot's registry that are listed here, with settings of the listed names and kinds: what a
-stranger wrote is neither used nor passed on. No torch: the driver looks before anything is started.
+LeRobot imports and calls any class that a processor step names. Base models, checkpoints and
+exports may therefore only contain the registered steps listed here, with settings of the listed
+names and types. Does not import torch, so the driver can check before workers start.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlatune.errors import did_you_mean
-from vlatune.limits import limit
+from vlatune.storage.limits import limit
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
@@ -19,11 +19,11 @@ RELATIVE_STEP, ABSOLUTE_STEP = "relative_actions_processor", "absolute_actions_p
 MAX_CHARS, MAX_ITEMS, MAX_NUMBER = 1000, 1000, 1e18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 STATE_FILE = re.compile(r"policy_(?:pre|post)processor_step_\d{1,3}_\w{1,80}\.safetensors")
-"""As LeRobot names the tensors of a step."""
+"""LeRobot's file names for the tensors of a step."""
 
 
 def is_hub_name(name: str) -> bool:
-    """`owner/name`, which no path on this machine looks like."""
+    """True for `owner/name`."""
     return HUB_NAME.fullmatch(name) is not None
 
 
@@ -36,13 +36,18 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """A whole number of steps, dims, tokens or pixels: one of 10^9 would be a buffer of that many."""
+    """True for a whole number within the limit; it may size a buffer."""
     return is_number(value) and 0 <= value <= limit("policy_number") and value == int(value)
 
 
 def is_size(value: Any) -> bool:
-    """The same, of which there must be one at least."""
+    """True for a count of at least 1."""
     return is_count(value) and value >= 1
+
+
+def is_step_count(value: Any) -> bool:
+    """True for a valid number of steps from noise to actions, each of which runs the model."""
+    return is_size(value) and value <= limit("sampling_steps")
 
 
 def is_flag(value: Any) -> bool:
@@ -50,7 +55,7 @@ def is_flag(value: Any) -> bool:
 
 
 def is_switch(value: Any) -> bool:
-    """A flag that LeRobot's config has as a number."""
+    """True for a flag that LeRobot's config stores as a number or a bool."""
     return is_flag(value) or (is_number(value) and value in (0, 1))
 
 
@@ -63,7 +68,7 @@ def is_text_map(value: Any) -> bool:
 
 
 def is_features(value: Any) -> bool:
-    """Name -> {"type": ..., "shape": [...]}"""
+    """True for a mapping of names to {"type": ..., "shape": [...]}."""
     return isinstance(value, dict) and is_texts([*value]) and all(map(_feature, value.values()))
 
 
@@ -86,26 +91,27 @@ def is_sides(value: Any) -> bool:
 
 
 def is_plain_map(value: Any) -> bool:
-    """Name -> text, number, true, false or null"""
+    """True for a mapping of names to text, number, true, false or null."""
     is_map = isinstance(value, dict) and is_texts([*value])
     return is_map and all(one is None or is_text(one) or is_number(one) or is_flag(one) for one in value.values())
 
 
 Check = Callable[[Any], bool]
 Fields = Mapping[str, Check]
-KIND: Mapping[Check, str] = {
-    is_text: "a text",
+EXPECTED: Mapping[Check, str] = {
+    is_text: "text",
     is_number: "a number",
     is_flag: "true or false",
     is_switch: "true or false",
-    is_texts: "a list of texts",
-    is_text_map: "a mapping of texts to texts",
+    is_texts: "a list of text",
+    is_text_map: "a mapping of text to text",
     is_features: "features with type and shape",
     is_numbers: "a list of numbers",
     is_plain_map: "a mapping of names to plain values",
-    is_count: f"a number: a whole one, from 0 to {limit('policy_number'):,}",
-    is_size: f"a number: a whole one, from 1 to {limit('policy_number'):,}",
-    is_sides: "two numbers: height and width",
+    is_count: f"a whole number from 0 to {limit('policy_number'):,}",
+    is_size: f"a whole number from 1 to {limit('policy_number'):,}",
+    is_step_count: f"a whole number from 1 to {limit('sampling_steps'):,}",
+    is_sides: "[height, width]",
 }
 NORMALISER: Fields = {
     "eps": is_number,
@@ -130,7 +136,7 @@ STEPS: Mapping[str, Fields] = {
     },
     "device_processor": {"device": is_text, "float_dtype": is_text},
 }
-"""LeRobot's registry names of the steps that its policies share -> their settings; each may be null. None takes code."""
+"""Maps the registry names of LeRobot's shared steps to their settings, which may be null."""
 
 COMMON_CONFIG: Fields = {
     **dict.fromkeys(("type", "device", "repo_id", "license", "pretrained_path", "pretrained_revision"), is_text),
@@ -140,22 +146,24 @@ COMMON_CONFIG: Fields = {
     **dict.fromkeys(("input_features", "output_features"), is_features),
     "normalization_mapping": is_text_map,
 }
-"""Fields of LeRobot's `PreTrainedConfig`, and how a policy normalises."""
+"""Fields of LeRobot's `PreTrainedConfig`, and the normalisation modes."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What the files of one kind of policy may hold."""
+    """Allowed content of the files of one policy type."""
 
     type: str
     config: Fields
-    """Fields of config.json beside COMMON_CONFIG; each may be null."""
+    """Fields of config.json in addition to COMMON_CONFIG; each may be null."""
     steps: Mapping[str, Fields] = field(default_factory=dict)
-    """Steps of its own beside STEPS, by LeRobot's registry name."""
+    """Steps in addition to STEPS, by LeRobot's registry name."""
+    newer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that later LeRobot versions add, with the default that matches the behaviour here."""
 
 
 def plain_processors() -> dict[str, dict[str, Any]]:
-    """The processor files of a policy without a prompt, as LeRobot writes them; what the dataset decides is filled in later."""
+    """Return the processor files of a policy without a prompt; dataset fields are still empty."""
     normalise = {"eps": 1e-8, "features": {}, "norm_map": {}}
     before = {
         "rename_observations_processor": {"rename_map": {}},
@@ -174,68 +182,81 @@ def plain_processors() -> dict[str, dict[str, Any]]:
 
 
 def checked_config(content: Any, schema: Schema, where: str) -> dict[str, Any]:
-    """The fields of a config.json that its policy's config has, each of its kind; others, of other versions, stay behind."""
+    """Return the known fields of a config.json, validated by type.
+
+    A field of another LeRobot version is dropped if it is off or at its default, and rejected
+    otherwise, because the policy was trained with an unsupported setting.
+    """
     kind = content.get("type") if isinstance(content, dict) else None
     if kind != schema.type:
-        raise ValueError(f"{where} says type '{str(kind)[:80]}', expected '{schema.type}'; set --policy.type")
+        raise ValueError(f"{where}: type is '{str(kind)[:80]}', expected '{schema.type}'; set --policy.type")
     fields = {**COMMON_CONFIG, **schema.config}
     known = {name: value for name, value in content.items() if name in fields}
-    _check_fields(known, fields, f"{where} is not as LeRobot writes it for {kind}")
+    for name, value in content.items():
+        if name not in fields and value and value != schema.newer.get(name):
+            raise ValueError(
+                f"{where}: {_shown(name)}={_shown(value)} is not supported for {kind}{did_you_mean(name, fields)}; use a base model "
+                f"without it"
+            )
+    _check_fields(known, fields, f"{where} ({kind})")
     return known
 
 
 def checked_steps(content: Any, schema: Schema, where: str) -> list[dict[str, Any]]:
-    """The steps of a processor file, each with `registry_name` and `config`; whatever is not listed is refused."""
+    """Return the validated steps of a processor file; raise on anything not listed."""
     if not isinstance(content, dict) or not isinstance(content.get("steps"), list) or len(content["steps"]) > MAX_ITEMS:
-        raise ValueError(f"{where} has no list of steps; use a base that LeRobot's processors were saved with")
-    _refuse_unknown(content, ("name", "steps"), where)
+        raise ValueError(f"{where} has no list of steps; use a base model with LeRobot's processors")
+    _reject_unknown(content, ("name", "steps"), where)
     steps = {**STEPS, **schema.steps}
     return [_checked_step(step, steps, f"{where}, step {number}") for number, step in enumerate(content["steps"])]
 
 
 def checked_state_files(steps: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Files of tensors that checked steps name."""
+    """Return the tensor files that validated steps refer to."""
     return [step["state_file"] for step in steps if step.get("state_file")]
 
 
 def _checked_step(step: Any, steps: Mapping[str, Fields], where: str) -> dict[str, Any]:
     if not isinstance(step, dict):
-        raise ValueError(f"{where}: expected an object, found a {type(step).__name__}; fetch the policy anew")
+        raise ValueError(f"{where}: expected an object, found a {type(step).__name__}; download the policy again")
     if "class" in step:
         raise ValueError(
-            f"{where} names the class {_shown(step['class'])}, which LeRobot would import and call; steps are given by "
-            f"registry_name: do not use the policy of somebody you do not trust, or save its processors anew with LeRobot"
+            f"{where} names the class {_shown(step['class'])}, which LeRobot would import and call; only steps with a registry_name are "
+            f"allowed: do not use policies from untrusted sources, or save the processors again with LeRobot"
         )
-    _refuse_unknown(step, ("registry_name", "config", "state_file"), where)
+    _reject_unknown(step, ("registry_name", "config", "state_file", "artifacts"), where)
     name, config = step.get("registry_name"), step.get("config")
     if not isinstance(name, str) or name not in steps:
         hint = did_you_mean(name, steps) if isinstance(name, str) else ""
-        raise ValueError(f"{where}: the step {_shown(name)} is not known{hint or '; known are ' + ', '.join(steps)}")
+        raise ValueError(f"{where}: unknown step {_shown(name)}{hint or '; supported are ' + ', '.join(steps)}")
     _check_fields({} if config is None else config, steps[name], f"{where} ({name})")
     state_file = step.get("state_file")
     if state_file is not None and not (isinstance(state_file, str) and STATE_FILE.fullmatch(state_file)):
+        raise ValueError(f"{where}: invalid state_file {_shown(state_file)}; download the policy again")
+    artifacts = step.get("artifacts")  # LeRobot 0.7: maps a setting to the folder that it names
+    if artifacts is not None and not (is_text_map(artifacts) and artifacts.items() <= (config or {}).items()):
         raise ValueError(
-            f"{where}: state_file {_shown(state_file)} is not a name that LeRobot gives; fetch the policy anew"
+            f"{where}: artifacts are {_shown(artifacts)}, expected settings of the step's config; download the policy again"
         )
-    return {**step, "config": config or {}}
+    return {key: value for key, value in step.items() if key != "artifacts"} | {"config": config or {}}
 
 
 def _check_fields(config: Any, fields: Fields, where: str) -> None:
     if not isinstance(config, dict):
-        raise ValueError(f"{where}: its config is {_shown(config)}, expected an object; fetch the policy anew")
-    _refuse_unknown(config, fields, where)
+        raise ValueError(f"{where}: config is {_shown(config)}, expected an object; download the policy again")
+    _reject_unknown(config, fields, where)
     for name, value in config.items():
         if value is not None and not fields[name](value):
             raise ValueError(
-                f"{where}: {name} is {_shown(value)}, expected {KIND[fields[name]]}; fetch the policy anew"
+                f"{where}: {name} is {_shown(value)}, expected {EXPECTED[fields[name]]}; download the policy again"
             )
 
 
-def _refuse_unknown(found: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    odd = [name for name in found if name not in known]
-    if odd:
-        hint = did_you_mean(str(odd[0]), known) or f"; known are {', '.join(known) or 'none'}"
-        raise ValueError(f"{where}: the setting {_shown(odd[0])} is not known{hint}")
+def _reject_unknown(found: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    for name in found:
+        if name not in known:
+            hint = did_you_mean(str(name), known) or f"; supported are {', '.join(known) or 'none'}"
+            raise ValueError(f"{where}: unknown setting {_shown(name)}{hint}")
 
 
 def _shown(value: Any) -> str:

@@ -1,17 +1,16 @@
-"""A tokenizer as transformers' `AutoTokenizer` makes it of a folder, by the `tokenizers` library alone.
+"""A policy's tokenizer: found and loaded on the driver, applied by read tasks.
 
-Readers import neither transformers nor torch, and no code that a repository could bring is run. tokenizer.json holds the
-tokenizer; tokenizer_config.json may add tokens, say on which side long prompts are cut and whether special tokens in a
-text are taken apart, and names a class. Gemma's class puts parts of its own in place of the file's, and so does GPT-2's, which
-SmolVLM's tokenizer names; one that is not known here might do the same and is refused. `add_bos_token` there counts for nothing beside a tokenizer.json. For every policy
-with a prompt: where its tokenizer is, and the transform that uses it.
+A child process of the driver loads it with transformers, as LeRobot does. Its state (`PromptTokenizer`)
+is sent with the transforms, so that read tasks need neither transformers, torch nor the files. No code from a
+repository runs: only JSON files of bounded size are read, and only classes of transformers that are
+defined by a tokenizer.json are used.
 """
 
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,79 +18,98 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import TASK, TOKEN_MASK, TOKENS, Columns
-from vlatune.files import MAX_TOKENIZER_BYTES, parse_json, read_file, real_path
-from vlatune.limits import check_limit
 from vlatune.policies.base_folder import TOKENIZER, fetch_file, read_object
 from vlatune.policies.processors import PREPROCESSOR, is_hub_name
+from vlatune.policies.transformers_tokenizer import load_in_child
+from vlatune.storage.files import real_path
+from vlatune.storage.limits import check_limit
 
+MAX_LENGTH = "tokenizer_max_length"
+"""Field of config.json; the preprocessor step calls it `max_length`."""
 CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-PLAIN = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
-GEMMA = ("GemmaTokenizer", "GemmaTokenizerFast")
-GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
-KNOWN = (*PLAIN, *GEMMA, *GPT2)
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+DEFAULT_CLASS = "PreTrainedTokenizerFast"
+CLASSES = (
+    DEFAULT_CLASS,
+    "TokenizersBackend",
+    "GemmaTokenizer",
+    "GemmaTokenizerFast",
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+)
+"""Supported values of `tokenizer_class`."""
+TOKEN = "_token"
+"""Part of the names of fields that add tokens: pad_token, extra_special_tokens, added_tokens_decoder."""
+SETTINGS = ("tokenizer_class", "truncation_side", "split_special_tokens", "add_prefix_space")
+"""Other fields of tokenizer_config.json that are used."""
 
-GEMMA_PARTS = {
-    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-    "pre_tokenizer": {
-        "type": "Split",
-        "pattern": {"String": " "},
-        "behavior": "MergedWithPrevious",
-        "invert": False,
-    },
-}
-GEMMA_MODEL = {
-    "type": "BPE",
-    "dropout": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": True,
-    "byte_fallback": True,
-    "ignore_merges": False,
-}
-GEMMA_TOKENS = {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}
-GPT2_MODEL = {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": "",
-    "end_of_word_suffix": "",
-    "fuse_unk": False,
-    "byte_fallback": False,
-    "ignore_merges": False,
-}
-GPT2_TOKENS = {f"{name}_token": "<|endoftext|>" for name in ("unk", "bos", "eos")}
+
+@dataclass(frozen=True)
+class PromptTokenizer:
+    """A loaded tokenizer; encodes like transformers' with the same files."""
+
+    file: str
+    """The tokenizer.json, for messages."""
+    state: str = field(repr=False)
+    """JSON of the `tokenizers` library."""
+    pad_id: int
+    truncation_side: str = "right"
+    split_special_tokens: bool = False
+
+    def encode(self, prompts: Sequence[str], max_length: int) -> list[list[int]]:
+        """Return token ids, truncated to `max_length`, without padding."""
+        try:
+            tokenizer = _parse(self.state, max_length, self.truncation_side, self.split_special_tokens)
+            return [encoding.ids for encoding in tokenizer.encode_batch(list(prompts))]
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # a panic is no Exception
+                raise _unusable(self.file, error) from error
+            raise
+
+
+@lru_cache(maxsize=4)
+def _parse(state: str, max_length: int, truncation_side: str, split_special_tokens: bool) -> Any:
+    """Return a tokenizer that is never changed again: changing one fails while another thread encodes."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(state)
+    tokenizer.encode_special_tokens = split_special_tokens
+    tokenizer.enable_truncation(max_length, direction=truncation_side)
+    return tokenizer
 
 
 @dataclass(frozen=True)
 class Tokenise:
-    """`task` -> token ids and mask, padded on the right to `max_length`, longer prompts cut."""
+    """Convert `task` to token ids and mask, padded on the right or truncated to `max_length`."""
 
-    tokenizer_file: str
+    tokenizer: PromptTokenizer
     max_length: int
-    pad_id: int
+    vocab_size: int
 
     def __call__(self, columns: Columns) -> Columns:
-        tokenizer = load_tokenizer(self.tokenizer_file, self.max_length)
-        encoded = tokenizer.encode_batch([str(prompt) for prompt in columns[TASK]])
-        tokens_NL = np.full((len(encoded), self.max_length), self.pad_id, dtype=np.int64)
+        prompts = [str(prompt) for prompt in columns[TASK]]
+        encoded = self.tokenizer.encode(prompts, self.max_length)
+        tokens_NL = np.full((len(encoded), self.max_length), self.tokenizer.pad_id, dtype=np.int64)
         mask_NL = np.zeros((len(encoded), self.max_length), dtype=bool)
-        for row, encoding in enumerate(encoded):
-            tokens_NL[row, : len(encoding.ids)] = encoding.ids
-            mask_NL[row, : len(encoding.ids)] = True
+        for row, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            if max(ids, default=0) >= self.vocab_size:
+                raise ValueError(
+                    f"tokenizer '{self.tokenizer.file}': the prompt {prompt[:80]!r} has the token id {max(ids)}, the model knows "
+                    f"{self.vocab_size} tokens; download the tokenizer again, or change the task's text"
+                )
+            tokens_NL[row, : len(ids)] = ids
+            mask_NL[row, : len(ids)] = True
         rest = {name: values for name, values in columns.items() if name != TASK}
         return rest | {TOKENS: tokens_NL, TOKEN_MASK: mask_NL}
 
 
 def end_with_newline(task: str) -> str:
-    """As LeRobot writes prompts for models that were taught that a prompt ends so."""
+    """Append a newline, as LeRobot does for models trained on such prompts."""
     return task if task.endswith("\n") else f"{task}\n"
 
 
 @dataclass(frozen=True)
 class NewlinePrompt:
-    """`task` with a newline at its end."""
+    """Append a newline to `task`."""
 
     def __call__(self, columns: Columns) -> Columns:
         prompts = np.empty(len(columns[TASK]), dtype=object)
@@ -99,82 +117,87 @@ class NewlinePrompt:
         return columns | {TASK: prompts}
 
 
-def tokenizer_settings(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings of the preprocessor's step that tokenises; they name the tokenizer."""
+def tokenizer_settings(
+    folder: Path, steps: Sequence[Mapping[str, Any]], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of the preprocessor's tokenizer step, with the run's length."""
     found = [step["config"] for step in steps if step["registry_name"] == "tokenizer_processor"]
     if not found or not found[0].get("tokenizer_name"):
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} names no tokenizer")
     if (side := found[0].get("padding_side", "right")) != "right":
         raise ValueError(f"policy '{folder}': {PREPROCESSOR} pads prompts on the {side}, expected right")
-    return found[0]
+    length = overrides.get(MAX_LENGTH)
+    return found[0] if length is None else {**found[0], "max_length": int(length)}
 
 
 def find_tokenizer(folder: Path, name: str) -> Path:
-    """The tokenizer.json of that name: a folder in the policy's own, or a hub repository.
+    """Return the tokenizer.json inside the policy's folder, or from a hub repository.
 
-    A full path counts by its last part: an export names its own tokenizer so, and may have been moved.
+    Absolute paths are reduced to their last part, because an export that stores one may have been
+    moved. LeRobot 0.7 stores a path relative to the policy's folder.
     """
-    for own in (Path(name).name, "tokenizer"):
+    inside = name if not Path(name).is_absolute() and ".." not in Path(name).parts else Path(name).name
+    for own in (inside, Path(name).name, "tokenizer"):
         if (folder / own / TOKENIZER).exists():
-            real_path(folder, f"{own}/{TOKENIZER}")  # not by a link that leads out
+            real_path(folder, f"{own}/{TOKENIZER}")  # rejects links that leave the folder
             return folder / own / TOKENIZER
     if not is_hub_name(name):
         raise ValueError(
             f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{name}', which is not there; put its folder into the "
             f"policy's own, as '{folder / 'tokenizer'}'"
         )
-    if (Path(name) / TOKENIZER).exists():  # LeRobot looks from the current folder, too
+    if (Path(name) / TOKENIZER).exists():  # LeRobot also resolves it against the current folder
         return Path(name) / TOKENIZER
     fetch_file(name, CONFIG)
     return fetch_file(name, TOKENIZER)
 
 
-def find_pad_id(tokenizer_file: Path) -> int:
-    """The id of the padding token; 0 in every Gemma tokenizer, but the file knows."""
-    token = _text(read_settings(tokenizer_file.parent).get("pad_token"))
-    content = read_object(tokenizer_file.parent, tokenizer_file.name)
-    check_tokenizer(content, f"tokenizer '{tokenizer_file.parent}': {TOKENIZER}")
-    found = [entry["id"] for entry in content.get("added_tokens") or [] if entry["content"] == token]
-    if not found:
-        raise ValueError(f"tokenizer '{tokenizer_file.parent}': its pad token {token!r} is not in tokenizer.json")
-    return int(found[0])
+def load_tokenizer(
+    file: Path, vocab_size: int, load: Callable[[str], dict[str, Any]] = load_in_child
+) -> PromptTokenizer:
+    """Load a tokenizer.json with transformers, and check it.
 
-
-def load_tokenizer(file: str, max_length: int) -> Any:
-    """Cuts at `max_length` tokens, and does not pad. Kept for the next block; files that were replaced are read anew."""
-    folder = Path(file).parent
-    if not Path(file).exists():
-        raise ValueError(f"tokenizer file '{file}' is missing; it belongs to the policy's folder")
-    found = [(folder / name).stat() for name in (Path(file).name, CONFIG, SPECIAL_TOKENS) if (folder / name).exists()]
-    return _load_tokenizer(file, max_length, tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in found))
-
-
-@lru_cache(maxsize=4)
-def _load_tokenizer(file: str, max_length: int, _versions: tuple[tuple[int, ...], ...]) -> Any:
-    import tokenizers
-
-    settings = read_settings(Path(file).parent)
-    data = read_file(Path(file).parent, Path(file).name, max_bytes=MAX_TOKENIZER_BYTES)
-    try:
-        if (remake := {GEMMA: as_gemma, GPT2: as_gpt2}.get(_family(settings))) is not None:
-            data = json.dumps(remake(json.loads(data), settings)).encode()
-        tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        _add_tokens(tokenizer, settings)
-        tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
-        tokenizer.no_padding()
-        tokenizer.enable_truncation(max_length, direction=settings.get("truncation_side", "right"))
-    except Exception as error:  # the library's own have no kind of their own
+    Raises if the library cannot use it, or ids exceed the model's embedding table. Added tokens may
+    exceed it (`<image>` may); prompts are checked when tokenised.
+    """
+    present = {name: name == TOKENIZER or (file.parent / name).exists() for name in (TOKENIZER, CONFIG, SPECIAL_TOKENS)}
+    files = {name: read_object(file.parent, name) if is_there else {} for name, is_there in present.items()}
+    config, where = files[CONFIG], f"tokenizer '{file.parent}'"
+    name = config.get("tokenizer_class") or DEFAULT_CLASS
+    if name not in CLASSES:
         raise ValueError(
-            f"tokenizer '{file}' cannot be used ({error}); take it from the policy's source anew"
-        ) from error
-    return tokenizer
+            f"{where}: {CONFIG} has the unsupported tokenizer_class '{name}', expected one of {', '.join(CLASSES)}; if tokenizer.json "
+            f"defines the tokenizer completely, set {DEFAULT_CLASS} there"
+        )
+    if "auto_map" in config:
+        raise ValueError(
+            f"{where}: {CONFIG} names code (auto_map), which is not run; if tokenizer.json defines the tokenizer completely, "
+            f"remove auto_map there"
+        )
+    files[CONFIG] = config = {key: value for key, value in config.items() if TOKEN in key or key in SETTINGS}
+    _check_growth(files[TOKENIZER], f"{where}: {TOKENIZER}")
+    for settings in (config, files[SPECIAL_TOKENS]):
+        _check_added([text for key, value in settings.items() if TOKEN in key for text in _texts(value)], where)
+    loaded = load(json.dumps([name, {name: content for name, content in files.items() if content}]))
+    if "error" in loaded:
+        raise _unusable(file, loaded["error"])
+    if loaded["pad_id"] is None:
+        raise ValueError(f"{where}: {CONFIG} has no pad_token; expected the token that pads prompts")
+    if loaded["highest_id"] >= vocab_size:
+        raise ValueError(
+            f"tokenizer '{file}' has the token id {loaded['highest_id']}, the model knows {vocab_size} tokens; download it again"
+        )
+    splits = bool(config.get("split_special_tokens"))
+    return PromptTokenizer(str(file), loaded["state"], loaded["pad_id"], loaded["truncation_side"], splits)
 
 
-def check_tokenizer(content: Mapping[str, Any], where: str) -> None:
-    """Refuse, before the library sees it, a tokenizer.json that would let a prompt grow without end, which aborts the process."""
-    tokens = content.get("added_tokens") or []
-    if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
-        raise ValueError(f"{where}: added_tokens is not a list of tokens with content and id; take the file anew")
+def _unusable(file: Path | str, reason: object) -> ValueError:
+    return ValueError(f"tokenizer '{file}' cannot be used ({str(reason)[:200]}); download it again")
+
+
+def _check_growth(content: Mapping[str, Any], where: str) -> None:
+    """Raise if a tokenizer.json could expand a prompt without bound, which aborts the process."""
+    _check_added([text for one in _list(content.get("added_tokens")) for text in _texts(one)], where)
     normalisers = _steps(content.get("normalizer"), "normalizers")
     others = _steps(content.get("pre_tokenizer"), "pretokenizers") + _steps(content.get("post_processor"), "processors")
     pieces = [piece for step in others for name in ("single", "pair") for piece in _list(step.get(name))]
@@ -183,12 +206,21 @@ def check_tokenizer(content: Mapping[str, Any], where: str) -> None:
     check_limit("tokenizer_growth", growth, f"{where}: its normalisers make a prompt longer, times:")
 
 
-def _is_token(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int
+def _texts(value: Any) -> list[str]:
+    """Return all texts in a JSON value."""
+    if isinstance(value, dict | list):
+        return [text for one in (value.values() if isinstance(value, dict) else value) for text in _texts(one)]
+    return [value] if isinstance(value, str) else []
+
+
+def _check_added(texts: Sequence[str], where: str) -> None:
+    """Raise on added tokens that would make the library take minutes per prompt."""
+    check_limit("added_tokens", len(texts), f"{where} has added tokens:")
+    check_limit("token_chars", max(map(len, texts), default=0), f"{where}: its longest added token has characters:")
 
 
 def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """A part of a tokenizer.json as the steps that it is made of, however they are nested."""
+    """Flatten a part of a tokenizer.json into its nested steps."""
     if not isinstance(part, dict):
         return []
     inner = [step for one in _list(part.get(name)) for step in _steps(one, name)]
@@ -196,14 +228,13 @@ def _steps(part: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many times longer a normaliser may make a text."""
+    """Return an upper bound on how many times longer a normaliser can make a text."""
     match step.get("type"):
         case "Replace":
             pattern, content = step.get("pattern"), len(str(step.get("content")).encode())
             replaced = str(pattern.get("String") or "").encode() if isinstance(pattern, dict) else b""
-            return (
-                max(1.0, content / len(replaced)) if replaced else content + 1.0
-            )  # a regex may match nothing, anywhere
+            # A regex may match the empty string anywhere.
+            return max(1.0, content / len(replaced)) if replaced else content + 1.0
         case "Prepend":
             return max(1.0, len(str(step.get("prepend"))))
         case "Precompiled":
@@ -216,92 +247,13 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _longest_replacement(charsmap: Any) -> float:
-    """SentencePiece's table: the length of an index, the index, then the texts that are put in, each with a zero after it."""
+    """Return the longest replacement in SentencePiece's table: index size, index, texts."""
     try:
         table = base64.b64decode(charsmap or "")
     except (TypeError, ValueError):
-        return 1.0  # the library refuses it
+        return 1.0  # the library rejects it
     return max(1.0, *map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")))
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with what an older folder keeps in special_tokens_map.json."""
-    settings = _read_object(folder, CONFIG)
-    name = settings.get("tokenizer_class")
-    if name not in KNOWN:
-        raise ValueError(
-            f"tokenizer '{folder}': {CONFIG} says tokenizer_class '{name}', of which it is not known what it makes of tokenizer.json; "
-            f"expected one of {', '.join(filter(None, KNOWN))}; where tokenizer.json is all of it, set PreTrainedTokenizerFast there"
-        )
-    if "auto_map" in settings:
-        raise ValueError(
-            f"tokenizer '{folder}': {CONFIG} names code of its own (auto_map), which is neither run nor passed on; where tokenizer.json "
-            f"is all of it, remove auto_map there"
-        )
-    if "added_tokens_decoder" not in settings:
-        settings |= _read_object(folder, SPECIAL_TOKENS)
-    return {GEMMA: GEMMA_TOKENS, GPT2: GPT2_TOKENS}.get(_family(settings), {}) | settings
-
-
-def _family(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the class, if it puts parts of its own in place of the file's."""
-    return next((family for family in (GEMMA, GPT2) if settings.get("tokenizer_class") in family), ())
-
-
-def as_gemma(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma's class takes of a tokenizer.json: vocabulary, merges, and what is put around a prompt."""
-    model = dict(content["model"]) | GEMMA_MODEL | {"unk_token": _text(settings["unk_token"])}
-    listed = [] if "added_tokens_decoder" in settings else content["added_tokens"]
-    return dict(content) | GEMMA_PARTS | {"model": model, "added_tokens": listed}
-
-
-def as_gpt2(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What GPT-2's class takes of a tokenizer.json: the same; words are cut in its own way, and nothing is normalised."""
-    words = {"type": "ByteLevel", "add_prefix_space": bool(settings.get("add_prefix_space")), "trim_offsets": True}
-    listed = [] if "added_tokens_decoder" in settings else content["added_tokens"]
-    parts = {"normalizer": None, "pre_tokenizer": words | {"use_regex": True}, "added_tokens": listed}
-    return dict(content) | parts | {"model": dict(content["model"]) | GPT2_MODEL}
-
-
-def _add_tokens(tokenizer: Any, settings: Mapping[str, Any]) -> None:
-    """Those that are only named beside tokenizer.json, in transformers' order, which decides the ids of new ones."""
-    from tokenizers import AddedToken
-
-    decoder = settings.get("added_tokens_decoder") or {}
-    listed = [AddedToken(**_flags(decoder[key])) for key in sorted(decoder, key=int)]
-    there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    there |= {token.content for token in listed}
-    named = [text for text in _special_tokens(settings) if text not in there]
-    tokenizer.add_tokens([*listed, *(AddedToken(text, special=True) for text in dict.fromkeys(named))])
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The named ones, a model's own, and those without a name."""
-    extra = settings.get("extra_special_tokens", settings.get("additional_special_tokens")) or []
-    own = {name: value for name, value in settings.items() if name.endswith("_token") and isinstance(value, str)}
-    own |= extra if isinstance(extra, dict) else {}
-    named = [settings.get(name) for name in NAMED] + [value for name, value in own.items() if name not in NAMED]
-    unnamed = [] if isinstance(extra, dict) else extra
-    yield from (text for value in (*named, *unnamed) if (text := _text(value)) is not None)
-
-
-def _text(token: Any) -> str | None:
-    """A token is written as itself, or with its flags."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _flags(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: token[name] for name in FLAGS if name in token}
-
-
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
-    if not (folder / name).exists():
-        return {}
-    value = parse_json(read_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES), f"tokenizer '{folder}': {name}")
-    if not isinstance(value, dict):
-        raise ValueError(f"tokenizer '{folder}': {name} holds a {type(value).__name__}, expected an object")
-    return value

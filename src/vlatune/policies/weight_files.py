@@ -1,8 +1,7 @@
-"""The safetensors files of a base model: which tensors they hold, and whether those are the model's. No torch: the driver
-looks before anything is started.
+"""Read the headers of a base model's safetensors files, and check them against the model.
 
-Only headers are read. LeRobot's loader prints a line about tensors that are missing or do not fit and goes on with random
-weights; here every one of them is an error.
+LeRobot's loader only logs missing or mismatched tensors and continues with random weights; here
+they raise. Does not import torch, so the driver can check before workers start.
 """
 
 import json
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vlatune.files import read_file, real_path
+from vlatune.storage.files import read_file, real_path
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 class StoredTensor:
     file: Path
     key: str
-    """Its name in the file, which may be an older one than the model's."""
+    """Name in the file, which may be an older one than the model's."""
     shape: tuple[int, ...]
 
 
@@ -35,7 +34,9 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(read_file(folder, INDEX_FILE))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"policy '{folder}': {INDEX_FILE} is damaged ({error}); fetch the base model anew") from error
+        raise ValueError(
+            f"policy '{folder}': {INDEX_FILE} is damaged ({error}); download the base model again"
+        ) from error
     odd = [name for name in names if Path(str(name)).name != name]
     if odd:
         raise ValueError(f"policy '{folder}': {INDEX_FILE} names '{odd[0]}', expected a file of the same folder")
@@ -43,55 +44,43 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """All of them, file by file."""
+    """Yield all tensors, file by file."""
     for file in weight_files(folder):
         try:
             with safe_open(real_path(folder, file.name), framework="np") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  (it is no dict)
                     yield StoredTensor(file, key, tuple(tensors.get_slice(key).get_shape()))
         except FileNotFoundError as error:
-            raise ValueError(f"policy '{folder}': {file.name} is missing; fetch the base model anew") from error
+            raise ValueError(f"policy '{folder}': {file.name} is missing; download the base model again") from error
         except SafetensorError as error:
             raise ValueError(
-                f"policy '{folder}': {file.name} is damaged ({error}); fetch the base model anew"
+                f"policy '{folder}': {file.name} is damaged ({error}); download the base model again"
             ) from error
 
 
 def stored_shapes(folder: Path) -> Shapes:
-    """Name -> shape of every stored tensor."""
     return {one.key: one.shape for one in stored_tensors(folder)}
 
 
 def check_tensors(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor], title: str) -> None:
-    """Every tensor is there in its shape, and no other; `title` is what people call the policy."""
+    """Raise unless names and shapes match exactly; `title` is the policy's display name."""
     missing = [name for name in wanted if name not in found]
     unexpected = [name for name in found if name not in wanted]
     if missing or unexpected:
         raise ValueError(
-            f"policy '{folder}': the weights do not fit the model: {len(missing)} missing {missing[:5]}, "
+            f"policy '{folder}': the weights do not match the model: {len(missing)} missing {missing[:5]}, "
             f"{len(unexpected)} unexpected {unexpected[:5]}; is it a {title} base of another size or version?"
         )
-    for name, stored in found.items():
-        if stored.shape != wanted[name]:
+    check_shapes(folder, wanted, found, title)
+
+
+def check_shapes(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor], title: str) -> None:
+    """Raise unless all wanted tensors exist with their shapes."""
+    for name, shape in wanted.items():
+        stored = found.get(name)
+        if stored is None or stored.shape != shape:
+            has = "is missing" if stored is None else f"in {stored.file.name} has shape {stored.shape}"
             raise ValueError(
-                f"policy '{folder}': the weights do not fit the model: '{name}' in {stored.file.name} has shape "
-                f"{stored.shape}, expected {wanted[name]}; is it a {title} base of another size or version?"
+                f"policy '{folder}': the weights do not match the model: '{name}' {has}, expected shape {shape}; "
+                f"is it a {title} base of another size or version?"
             )
-
-
-def linear_shapes(name: str, outputs: int, inputs: int) -> Shapes:
-    """Of a linear layer with a bias."""
-    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-
-def norm_shapes(name: str, width: int) -> Shapes:
-    """Of a LayerNorm."""
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def tower_layer_shapes(layer: str, width: int, mlp_dim: int) -> Shapes:
-    """Of one layer of a SigLIP tower."""
-    shapes = norm_shapes(f"{layer}layer_norm1", width) | norm_shapes(f"{layer}layer_norm2", width)
-    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        shapes |= linear_shapes(f"{layer}self_attn.{name}", width, width)
-    return shapes | linear_shapes(f"{layer}mlp.fc1", mlp_dim, width) | linear_shapes(f"{layer}mlp.fc2", width, mlp_dim)

@@ -1,18 +1,11 @@
-"""Several runs on one page: their verdicts, their curves over each other, their figures side by side, and the settings in which
-they differ.
+"""Compare several runs on one page: figures, settings that differ, data, curves, and speed limits.
+The page is self-contained and escaped like report.html: names and settings are untrusted."""
 
-As self-contained and as careful as report.html: names and settings come from folders of strangers and are escaped.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-
-from vlatune.files import write_text
-from vlatune.report.chart import Chart, Line, Unit, draw, scale_of, span_of
-from vlatune.report.formatting import (
+from vlatune.formatting import (
     Html,
     format_bytes,
     format_number,
@@ -22,46 +15,46 @@ from vlatune.report.formatting import (
     shorten,
     tag,
 )
-from vlatune.report.html import DAMAGED, told_verdict
-from vlatune.report.page import MAX_TEXT, flat_settings, make_page, row, section, shown_setting, table, told
-from vlatune.report.plots import loss_scale, smooth, told_scale
-from vlatune.report.run_folder import Run, read_run
+from vlatune.report.chart import MAX_COLORS, Chart, Line, Unit, column, draw, has, loss_chart, scale_of, smooth
+from vlatune.report.html import damage_reported
+from vlatune.report.page import MAX_TEXT, make_page, or_dash, pair, row, section, shown_setting, table
+from vlatune.report.section_speed import run_verdict, verdict_line
+from vlatune.run.run_folder import OWN_FOLDERS, Run, flat_settings, read_run
+from vlatune.storage.files import write_text
 
-MAX_RUNS = 6
-"""As many as page.css has colours for."""
-FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+LEARNT: dict[str, tuple[str, Callable[[Any], str]]] = {
     "optimizer_steps": ("Optimizer steps", lambda count: f"{count:,}"),
     "final_loss": ("Final loss", format_number),
+}
+SPEED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "samples_per_s": ("Samples per second", lambda rate: format_number(rate, digits=3)),
     "wait_share": ("Waiting for data", format_share),
     "time_to_first_batch_s": ("Time to first batch", format_seconds),
     "spilled_bytes": ("Spilled to disk", format_bytes),
     "restarts": ("Restarts", str),
 }
+Count = Literal["episodes", "frames", "held_out"]
+OWN_NAMES = ("job_name", "output_dir")
+"""Settings that always differ between runs."""
+HELD_OUT = ("seed", "dataset.eval_split", "dataset.episodes")
+"""Settings that decide which episodes are held out."""
 
 
-def write_comparison(run_dirs: Sequence[Path], file: Path, *, reload_s: float | None = None) -> Path:
-    if len(run_dirs) > MAX_RUNS:
-        raise ValueError(
-            f"{len(run_dirs)} runs: at most {MAX_RUNS} can be told apart on one page; compare fewer at a time"
-        )
-    runs = {name: read_run(path, []) for name, path in zip(_names(run_dirs), run_dirs, strict=True)}
+def write_comparison(run_dirs: Sequence[Path], file: Path) -> Path:
+    if len(run_dirs) > MAX_COLORS:
+        raise ValueError(f"{len(run_dirs)} runs: at most {MAX_COLORS} can be compared on one page")
+    runs = {name: read_run(path, with_samples=False) for name, path in zip(_names(run_dirs), run_dirs, strict=True)}
     title = f"{len(runs)} runs compared"
-    head = tag("header", tag("p", "vlatune", class_="eyebrow"), tag("h1", title))
-    try:
-        body = join([head, _verdicts(runs), _figures(runs), _curves(runs), _differences(runs)])
-    except DAMAGED as error:
-        raise ValueError(
-            f"{', '.join(map(str, run_dirs))}: figures that are not as vlatune writes them ({type(error).__name__}: {error}); "
-            f"`vlatune report RUN` of each names the run"
-        ) from error
-    finished = all(run.summary for run in runs.values())
-    write_text(file, make_page(f"{title} · vlatune", body, reload_s=None if finished else reload_s))
+    with damage_reported(", ".join(map(str, run_dirs))):
+        warnings = (tag("p", text, class_="verdict warn") for text in _data_warnings(runs))
+        head = tag("header", tag("p", "vlatune", class_="eyebrow"), tag("h1", title), *warnings)
+        body = join([head, _figures(runs), _differences(runs), _data(runs), _curves(runs), _speed(runs)])
+    write_text(file, make_page(f"{title} · vlatune", body))
     return file
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
-    """The folders' names; with as much of their path as tells them apart."""
+    """Return the folders' names, with as many parent folders as needed to make them unique."""
     parts = [path.resolve().parts for path in run_dirs]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(one[-depth:]) for one in parts]
@@ -70,13 +63,41 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     raise ValueError(f"{run_dirs[0]}: the same run folder is given twice; give each run once")
 
 
-def _verdicts(runs: dict[str, Run]) -> Html:
-    lines = []
-    for number, (name, run) in enumerate(runs.items()):
-        found = told_verdict(run)
-        words = tag("span", shorten(found.line, MAX_TEXT), class_=f"verdict {found.tone}")
-        lines.append(tag("li", tag("b", _mark(number), shorten(name, 60)), words))
-    return tag("ul", *lines, class_="verdicts")
+def _data(runs: dict[str, Run]) -> Html:
+    named = [run.roots for run in runs.values()]
+    rows = [row("Datasets", *(shorten(", ".join(map(shown_setting, one)), MAX_TEXT) or "-" for one in named))]
+    titles: dict[Count, str] = {"episodes": "Episodes", "frames": "Frames", "held_out": "Held-out episodes"}
+    for key, title in titles.items():
+        rows.append(row(title, *(or_dash(_total(run, key), lambda count: f"{count:,}") for run in runs.values())))
+    return section("Data", _table(runs, rows))
+
+
+def _total(run: Run, key: Count) -> int | None:
+    return sum(one[key] for one in run.data["datasets"]) if run.data else None
+
+
+def _data_warnings(runs: dict[str, Run]) -> list[str]:
+    """Return why losses and errors of the runs may not be comparable."""
+    each = list(runs.values())
+    content = {(_total(run, "episodes"), _total(run, "frames"), run.data["tasks"] if run.data else ()) for run in each}
+    flat = [flat_settings(run.config) for run in each]
+    if len(content) > 1:
+        return ["The runs were trained on different datasets: their losses and errors are not directly comparable."]
+    if len({run.roots for run in each}) > 1:
+        return [
+            "The runs name different datasets, with equal numbers of episodes and frames: unless these are copies, losses and errors "
+            "are not directly comparable."
+        ]
+    if len({tuple(shown_setting(one.get(key)) for key in HELD_OUT) for one in flat}) > 1:
+        return ["The runs held out different episodes: their validation errors are not directly comparable."]
+    return []
+
+
+def _speed(runs: dict[str, Run]) -> Html:
+    names = (tag("b", _mark(number), shorten(name, 60)) for number, name in enumerate(runs))
+    verdicts = (verdict_line(run_verdict(run)) for run in runs.values())
+    items = (tag("li", name, verdict) for name, verdict in zip(names, verdicts, strict=True))
+    return section("What limited the speed", tag("ul", *items, class_="verdicts"))
 
 
 def _mark(number: int) -> Html:
@@ -86,65 +107,70 @@ def _mark(number: int) -> Html:
 def _curves(runs: dict[str, Run]) -> Html:
     metrics = {name: run.metrics for name, run in runs.items()}
     validations = {name: run.validations for name, run in runs.items()}
-    wide = [
-        _chart("Loss, smoothed", metrics, "loss", height_px=280, noisy=True),
-        _chart("Open-loop action error on held-out samples", validations, "val_action_error"),
-    ]
-    pairs = [
-        _chart("Loss on held-out samples", validations, "val_loss"),
-        _chart("Learning rate", metrics, "lr"),
-        _chart("Samples per second", metrics, "samples_per_s", noisy=True),
-        _chart("Waiting for data", metrics, "wait_share", unit="share", least_top=0.1, noisy=True),
-    ]
-    shown = [chart for chart in pairs if chart is not None]
     return section(
-        "Learning and speed", *(chart for chart in wide if chart is not None), tag("div", *shown, class_="pair")
+        "Learning and speed",
+        _chart("Loss, smoothed", metrics, "loss", height_px=280, smoothed=True),
+        _chart("Open-loop action error on held-out samples", validations, "val_action_error"),
+        pair(
+            _chart("Loss on held-out samples", validations, "val_loss"),
+            _chart("Learning rate", metrics, "lr"),
+            _chart("Samples per second", metrics, "samples_per_s", smoothed=True),
+            _chart("Waiting for data", metrics, "wait_share", unit="share", least_top=0.1, smoothed=True),
+        ),
     )
 
 
 def _chart(
     title: str,
-    records: dict[str, list[dict[str, Any]]],
+    records: Mapping[str, Sequence[Mapping[str, Any]]],
     key: str,
     *,
     height_px: int = 200,
     unit: Unit = "number",
     least_top: float = 0.0,
-    noisy: bool = False,
-) -> Html | None:
-    """One quantity of all runs that logged it; smoothed where noise of several runs would hide them from each other."""
+    smoothed: bool = False,
+) -> Html:
+    """Plot one value of all runs that logged it; empty if none did."""
     lines = []
     for number, (name, each) in enumerate(records.items()):
-        points = [(one["optimizer_step"], one[key]) for one in each if isinstance(one.get(key), int | float)]
-        if points:
-            xs, ys = np.array(points, dtype=np.float64).T
-            lines.append(Line(shorten(name, 60), xs, smooth(ys) if noisy else ys, f"run{number}"))
+        if has(each, key):
+            xs, ys = column(each, "optimizer_step"), column(each, key)
+            lines.append(Line(shorten(name, 60), xs, smooth(ys) if smoothed else ys, f"run{number}"))
     if not lines:
-        return None
-    xs, ys = np.concatenate([line.xs for line in lines]), np.concatenate([line.ys for line in lines])
-    scale = loss_scale(ys) if "loss" in key else scale_of(ys, [least_top], from_zero=True)
-    return draw(Chart(title + told_scale(scale), tuple(lines), span_of(xs), scale, unit=unit, height_px=height_px))
+        return Html("")
+    if "loss" in key:
+        return loss_chart(title, lines, height_px=height_px)
+    scale = scale_of(*(line.ys for line in lines), [least_top], from_zero=True)
+    return draw(Chart(title, tuple(lines), scale, unit=unit, height_px=height_px))
 
 
 def _figures(runs: dict[str, Run]) -> Html:
-    rows = [
-        row(title, *(told(run.figure(key), write) for run in runs.values())) for key, (title, write) in FIGURES.items()
-    ]
-    best = [run.summary.best_validation if run.summary else None for run in runs.values()]
+    rows = _rows(runs, LEARNT)
+    best = [run.best_validation for run in runs.values()]
     if any(best):
-        words = [
-            f"{format_number(one['action_error'])} at step {one['optimizer_step']:,}" if one else "-" for one in best
-        ]
-        rows.append(row("Best validation error", *words))
+        cells = (
+            f"{format_number(one['val_action_error'])} at step {one['optimizer_step']:,}" if one else "-"
+            for one in best
+        )
+        rows.append(row("Best validation error", *cells))
     errors = [run.evaluation.get("action_error") for run in runs.values()]
     if any(error is not None for error in errors):
-        rows.append(row("Evaluation: action error", *(told(error, format_number) for error in errors)))
-    return section("Figures", _table(runs, rows, kind="figures compared"))
+        rows.append(row("Evaluation: action error", *(or_dash(error, format_number) for error in errors)))
+    rows += _rows(runs, SPEED)
+    return section("Figures", _table(runs, rows))
+
+
+def _rows(runs: dict[str, Run], figures: dict[str, tuple[str, Callable[[Any], str]]]) -> list[Html]:
+    return [
+        row(title, *(or_dash(run.figure(key), write) for run in runs.values()))
+        for key, (title, write) in figures.items()
+    ]
 
 
 def _differences(runs: dict[str, Run]) -> Html:
-    title, flat = "Settings that differ", [flat_settings(run.config) for run in runs.values()]
-    keys = sorted({key for one in flat for key in one})
+    """Return the settings that differ, without each run's own name, folder and tiny base."""
+    title, flat = "Settings that differ", [flat_settings(_without_own_base(run.config)) for run in runs.values()]
+    keys = sorted({key for one in flat for key in one if key not in OWN_NAMES})
     differing = [key for key in keys if len({shown_setting(one.get(key)) for one in flat}) > 1]
     if not differing:
         return section(title, tag("p", "None: the runs have the same settings."))
@@ -152,6 +178,14 @@ def _differences(runs: dict[str, Run]) -> Html:
     return section(title, _table(runs, rows, kind="settings compared"))
 
 
-def _table(runs: dict[str, Run], rows: list[Html], *, kind: str) -> Html:
+def _without_own_base(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without the path of a base that the run made in its own folder."""
+    policy = config.get("policy") or {}
+    path, folder = Path(str(policy.get("path"))), Path(str(config.get("output_dir") or config.get("job_name")))
+    is_own = path.name in OWN_FOLDERS and path.parent.name == folder.name
+    return dict(config) | ({"policy": policy | {"path": None}} if is_own else {})
+
+
+def _table(runs: dict[str, Run], rows: list[Html], *, kind: str = "figures compared") -> Html:
     names = (join([_mark(number), shorten(name, 60)]) for number, name in enumerate(runs))
     return table(["", *names], rows, kind=kind)

@@ -1,13 +1,13 @@
-// What the page does under a hand: charts read out their values and zoom, and a command can be copied.
+// Interaction of a page: charts show values and zoom, and commands can be copied.
 //
-// chart.py has drawn the curves already: without this script the page is whole, only still. Zooming moves the SVG's window over
-// them and writes the axes anew. A chart's figures are in its `data-chart`; all text is set as text, never as markup.
-// Numbers and ticks are written as formatting.py and chart.py write them; tests/report/test_browser.py holds both together.
+// chart.py has drawn the curves: without this script the page is complete but static. Zooming moves the SVG's view box over the
+// curves and redraws the axes. A chart's values are in its `data-chart`; text is always set as text, never as markup.
+// Numbers and ticks equal those of formatting.py and chart.py, which the browser tests check.
 "use strict";
 (() => {
-  const LEAST_WIDTH = 0.5; // of the x axis, in hundredths: a chart has at most 600 points
-  const NEAR = 0.02; // of what is seen: a line without a point this near to the pointer has nothing to say there
-  const DRAG_PX = 6; // less is a click
+  const LEAST_WIDTH = 0.5; // smallest zoom, in percent of the x axis
+  const NEAR = 0.02; // part of the view within which a line's point belongs to the pointer
+  const DRAG_PX = 6; // shorter drags are clicks
 
   // Numbers, as in formatting.py.
 
@@ -21,35 +21,19 @@
     return size !== 0 && size < 1e-4 ? plain(value.toExponential(digits - 1)) : String(Number(value.toPrecision(digits)));
   }
 
-  function bytes(value) {
-    if (value < 1000) return `${Math.round(value)} byte${Math.round(value) === 1 ? "" : "s"}`;
-    for (const unit of ["kB", "MB", "GB", "TB"]) {
-      value /= 1000;
-      if (value < 999.5 || unit === "TB") return `${value >= 99.95 ? Math.round(value) : Number(value.toPrecision(3))} ${unit}`;
-    }
-  }
-
-  function share(value) {
-    const percent = 100 * value;
-    if (percent > 0 && percent < 0.05) return "under 0.1 %";
-    return percent === 0 || percent >= 9.95 ? `${percent.toFixed(0)} %` : `${percent.toFixed(1)} %`;
-  }
-
-  const formats = { number, bytes, share };
-
   // Ticks, as in chart.py.
 
   const ten = (power) => Number(`1e${power}`); // 10 ** -4 is not 0.0001 in every browser
 
-  function linearTicks(low, high, count, whole) {
+  function linearTicks(low, high, count, integers) {
     const top = Math.floor(Math.log10(high - low)) + 1;
     let ticks = [];
     for (let power = top; power > top - 4; power--) {
       for (const factor of [5, 2, 1]) {
         const step = factor * ten(power);
-        if (whole && step < 1 && ticks.length) return ticks;
+        if (integers && step < 1 && ticks.length) return ticks;
         const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
-        ticks = Array.from({ length: Math.max(0, last - first + 1) }, (_, place) => (first + place) * step);
+        ticks = Array.from({ length: Math.max(0, last - first + 1) }, (_, index) => (first + index) * step);
         if (ticks.length >= count) return ticks;
       }
     }
@@ -87,16 +71,17 @@
     return made;
   }
 
-  function enliven(figure) {
+  function addInteraction(figure) {
     const chart = JSON.parse(figure.dataset.chart);
     const plot = figure.querySelector(".plot"), svg = plot.querySelector("svg"), cap = plot.querySelector(".cap");
     const axes = { x: makeAxis(chart.x, false), y: makeAxis(chart.y, chart.log) };
-    const write = formats[chart.unit], capTop = cap && parseFloat(cap.style.top);
+    const [factor, suffix] = chart.format, write = (value) => number(value * factor) + suffix;
+    const capTop = cap && parseFloat(cap.style.top);
     const lines = [];
     for (const line of chart.lines) lines.push({ ...line, xs: line.xs ?? lines.at(-1).xs });
     const longest = lines.reduce((most, line) => (line.xs.length > most.xs.length ? line : most));
-    const whole = { x: [0, 100], y: [0, 100] };
-    let view = whole, dragFrom = null, pointed = null;
+    const all = { x: [0, 100], y: [0, 100] };
+    let view = all, dragFrom = null, pointed = null;
 
     const inView = (at) => (100 * (at - view.x[0])) / (view.x[1] - view.x[0]);
     const fromView = (share) => view.x[0] + share * (view.x[1] - view.x[0]);
@@ -127,16 +112,16 @@
     function show(next) {
       view = next;
       svg.setAttribute("viewBox", `${view.x[0]} ${100 - view.y[1]} ${view.x[1] - view.x[0]} ${view.y[1] - view.y[0]}`);
-      figure.classList.toggle("zoomed", view !== whole);
+      figure.classList.toggle("zoomed", view !== all);
       writeAxes();
-      quiet();
+      hideReadout();
     }
 
-    // The part from..to of the x axis, and of the y axis what the lines need there.
+    // Show from..to of the x axis, with the y axis fitted to the lines there.
     function zoom(from, to) {
       const width = Math.max(to - from, LEAST_WIDTH);
       const begin = Math.min(Math.max(0, (from + to - width) / 2), Math.max(0, 100 - width));
-      if (width >= 100) return show(whole);
+      if (width >= 100) return show(all);
       const seen = [];
       for (const line of lines) {
         line.xs.forEach((x, place) => {
@@ -155,50 +140,50 @@
       zoom(centre - half, centre + half);
     }
 
-    // The read-out.
+    // Values at the pointer.
 
     const cross = make("div", plot, "cross"), band = make("div", plot, "band"), box = make("div", plot, "readout");
     for (const part of [cross, band, box]) part.hidden = true;
     box.setAttribute("role", "status");
 
-    function quiet() {
+    function hideReadout() {
       cross.hidden = box.hidden = band.hidden = true;
     }
 
     const nearest = (line, at) =>
       line.xs.reduce((best, x, place) => {
-        const gone = Math.abs(axes.x.place(x) - at);
-        return line.ys[place] !== null && gone < best.gone ? { place, gone } : best;
-      }, { place: null, gone: Infinity });
+        const distance = Math.abs(axes.x.place(x) - at);
+        return line.ys[place] !== null && distance < best.distance ? { place, distance } : best;
+      }, { place: null, distance: Infinity });
 
-    function readOut(place) {
+    function showReadout(place) {
       const at = axes.x.place(longest.xs[place]), left = inView(at);
-      if (left < -0.01 || left > 100.01) return quiet();
+      if (left < -0.01 || left > 100.01) return hideReadout();
       pointed = place;
       cross.style.left = `${left}%`;
       box.replaceChildren();
       make("b", box, "", `${chart.xName} ${number(longest.xs[place], 6)}`);
       for (const line of lines) {
         const found = nearest(line, at);
-        if (found.gone > NEAR * (view.x[1] - view.x[0])) continue;
+        if (found.distance > NEAR * (view.x[1] - view.x[0])) continue;
         const row = make("span", box, "key");
         make("i", row, line.style);
         make("span", row, "", `${line.name} ${write(line.ys[found.place])}`);
       }
       cross.hidden = box.hidden = false;
-      const room = plot.getBoundingClientRect(), size = box.offsetWidth, x = (left / 100) * room.width;
-      const beside = x + 12 + size + room.left < document.documentElement.clientWidth ? x + 12 : x - 12 - size;
-      box.style.left = `${Math.max(beside, 4 - room.left)}px`;
+      const bounds = plot.getBoundingClientRect(), size = box.offsetWidth, x = (left / 100) * bounds.width;
+      const beside = x + 12 + size + bounds.left < document.documentElement.clientWidth ? x + 12 : x - 12 - size;
+      box.style.left = `${Math.max(beside, 4 - bounds.left)}px`;
     }
 
-    function readOutAt(event) {
+    function showReadoutAt(event) {
       const found = nearest(longest, fromView(pointerShare(event)));
-      if (found.place !== null) readOut(found.place);
+      if (found.place !== null) showReadout(found.place);
     }
 
     function pointerShare(event) {
-      const room = plot.getBoundingClientRect();
-      return Math.min(Math.max((event.clientX - room.left) / room.width, 0), 1);
+      const bounds = plot.getBoundingClientRect();
+      return Math.min(Math.max((event.clientX - bounds.left) / bounds.width, 0), 1);
     }
 
     function drawBand(event) {
@@ -209,7 +194,7 @@
       return ends;
     }
 
-    // Hands: a mouse drags over what it wants to see nearer; a finger moves the read-out, and zooms by the buttons around it.
+    // A mouse zooms by dragging over a range; a finger moves the readout, and zooms with the buttons.
 
     plot.addEventListener("pointerdown", (event) => {
       if (event.pointerType === "mouse" && event.button === 0) {
@@ -217,10 +202,10 @@
         plot.setPointerCapture(event.pointerId);
         event.preventDefault();
         plot.focus({ preventScroll: true });
-      } else readOutAt(event);
+      } else showReadoutAt(event);
     });
     plot.addEventListener("pointermove", (event) => {
-      readOutAt(event);
+      showReadoutAt(event);
       if (dragFrom !== null) drawBand(event);
     });
     plot.addEventListener("pointerup", (event) => {
@@ -230,26 +215,26 @@
       band.hidden = true;
       if (Math.abs(pointerShare(event) - from) * plot.clientWidth >= DRAG_PX) zoom(fromView(ends[0]), fromView(ends[1]));
     });
-    plot.addEventListener("pointercancel", () => { dragFrom = null; quiet(); });
+    plot.addEventListener("pointercancel", () => { dragFrom = null; hideReadout(); });
     plot.addEventListener("pointerleave", (event) => {
-      if (event.pointerType === "mouse" && dragFrom === null) quiet();
+      if (event.pointerType === "mouse" && dragFrom === null) hideReadout();
     });
-    plot.addEventListener("dblclick", () => show(whole));
+    plot.addEventListener("dblclick", () => show(all));
     plot.tabIndex = 0;
     plot.addEventListener("keydown", (event) => {
       const stride = { ArrowLeft: -1, ArrowRight: 1 }[event.key], last = longest.xs.length - 1;
-      if (stride) readOut(Math.min(Math.max((pointed ?? (stride > 0 ? -1 : last + 1)) + stride, 0), last));
+      if (stride) showReadout(Math.min(Math.max((pointed ?? (stride > 0 ? -1 : last + 1)) + stride, 0), last));
       else if (event.key === "+") zoomBy(0.5);
       else if (event.key === "-") zoomBy(2);
-      else if (event.key === "Escape") show(whole);
+      else if (event.key === "Escape") show(all);
       else return;
       event.preventDefault();
     });
-    plot.addEventListener("blur", quiet);
+    plot.addEventListener("blur", hideReadout);
 
     const buttons = make("span", figure.querySelector("figcaption"), "zoom");
     const controls = [
-      ["all", "show all", () => show(whole)],
+      ["all", "show all", () => show(all)],
       ["−", "zoom out", () => zoomBy(2)],
       ["+", "zoom in", () => zoomBy(0.5)],
     ];
@@ -262,15 +247,15 @@
     }
   }
 
-  // Without a secure context (a page over plain http) there is no clipboard but the old way, through a selection.
+  // Without a secure context (a page over plain http) there is no clipboard API: copy a selection.
   async function copy(text, element) {
     if (navigator.clipboard) {
       try {
         return await navigator.clipboard.writeText(text);
-      } catch { /* refused: the old way may still be open */ }
+      } catch { /* not permitted: try the selection */ }
     }
     getSelection().selectAllChildren(element);
-    if (!document.execCommand("copy")) throw new Error("the browser does not let a page copy");
+    if (!document.execCommand("copy")) throw new Error("copying is not supported");
   }
 
   function makeCopyable(command) {
@@ -290,6 +275,6 @@
     });
   }
 
-  document.querySelectorAll("figure.chart").forEach(enliven);
+  document.querySelectorAll("figure.chart").forEach(addInteraction);
   document.querySelectorAll("pre.command").forEach(makeCopyable);
 })();

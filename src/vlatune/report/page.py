@@ -1,8 +1,8 @@
-"""The document around a page's sections, and the pieces that all pages are made of: the report, the comparison, doctor's.
+"""Build the HTML document around a page's sections, and the elements that all pages share.
 
-Self-contained: style, script and pictures inside, no address it would fetch. The one script that may run is page.js, named by its
-hash in the page's own security policy: should anything slip through the escaping of `formatting.tag`, the browser does
-not run it. Without the script the page is whole; charts then neither read out values nor zoom.
+Pages are self-contained: style, script and images are inlined. The content security policy allows
+only page.js, by its hash, so that the browser runs no script that slips through the escaping of
+`formatting.tag`. Without the script a page is complete, but charts neither show values nor zoom.
 """
 
 import base64
@@ -13,38 +13,51 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from typing import Any
 
-from vlatune.report.formatting import Html, shorten, tag
+import numpy as np
+
+from vlatune.formatting import Html, shorten, tag
 
 MAX_TEXT = 400
-"""Characters shown of a sentence or setting."""
+"""Maximum length of an instruction or setting on a page, in characters."""
+PNG_BYTES = 16_000
+"""Store larger images (photographs) as JPEG to bound the size of the page."""
+MAX_IMAGE_PX = 320
 
 
-def make_page(title: str, body: Html, *, reload_s: float | None = None) -> str:
-    """A whole document around the sections; with `reload_s` one that the browser loads again after so many seconds."""
+def make_page(title: str, body: Html) -> str:
+    """Return a complete HTML document."""
     style, script = _part("page.css"), _part("page.js")
-    reload = [tag("meta", http_equiv="refresh", content=f"{max(reload_s, 1):.0f}")] if reload_s else []
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy(script)),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),  # known before the style is read: no white flash
-        *reload,
+        tag("meta", name="color-scheme", content="light dark"),  # avoids a white flash before the style is parsed
         tag("title", shorten(title, MAX_TEXT)),
         tag("style", style),
     )
-    body = tag("body", tag("main", body), tag("script", script))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    return f"<!doctype html>\n{tag('html', head, tag('body', tag('main', body), tag('script', script)), lang='en')}\n"
 
 
-def policy(script: str) -> str:
-    """Nothing is fetched, and no script runs but this one."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+def _part(name: str) -> Html:
+    return Html(resources.files("vlatune.report").joinpath(name).read_text(encoding="utf-8"))
 
 
 def section(title: str, *parts: Html) -> Html:
     return tag("section", tag("h2", title), *parts)
+
+
+def pair(*parts: Html) -> Html:
+    """Return the non-empty parts side by side; empty if there are none."""
+    shown = [part for part in parts if part]
+    return tag("div", *shown, class_="pair") if shown else Html("")
+
+
+def folded(summary: str, *parts: Html, is_open: bool = False) -> Html:
+    """Return the parts in a collapsible element."""
+    return tag("details", tag("summary", summary), *parts, open="" if is_open else None)
 
 
 def missing(*parts: str) -> Html:
@@ -52,7 +65,7 @@ def missing(*parts: str) -> Html:
 
 
 def table(head: Iterable[str] | None, rows: Iterable[Html], *, kind: str = "settings") -> Html:
-    """Rows under a head, in a box of their own: what is wider than a phone scrolls there, and not the page."""
+    """Return a table in a box that scrolls horizontally on narrow screens."""
     top = [tag("thead", tag("tr", *(tag("th", name, scope="col") for name in head)))] if head is not None else []
     return tag("div", tag("table", *top, tag("tbody", *rows), class_=kind), class_="wide", tabindex=0)
 
@@ -61,32 +74,43 @@ def row(name: str, *cells: str) -> Html:
     return tag("tr", tag("th", shorten(name, 120), scope="row"), *(tag("td", cell) for cell in cells))
 
 
-def told(value: Any, write: Callable[[Any], str]) -> str:
-    return "-" if value is None else write(value)
+def or_dash(value: Any, format_value: Callable[[Any], str]) -> str:
+    return "-" if value is None else format_value(value)
+
+
+def instruction(text: str) -> Html:
+    return tag("blockquote", shorten(text, MAX_TEXT), dir="auto") if text.strip() else Html("")
 
 
 def command(words: Sequence[str]) -> Html:
-    """A line for the shell, which page.js gives a button that copies it; it wraps between words where it can."""
+    """Return a shell command; page.js adds a button to copy it."""
     spaced = [part for word in words for part in (" ", tag("span", word))][1:]
     return tag("pre", *spaced, class_="command", tabindex=0)
 
 
-def flat_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}: the names of the flags."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= (
-            flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-        )
-    return flat
-
-
 def shown_setting(value: Any) -> str:
-    """A setting as text. A page is passed on more freely than a config: passwords and signatures in URLs stay behind."""
+    """Format a setting, without credentials and query strings of URLs."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = re.sub(r"(?<=://)[^/@\s\"]+@", "", text)
     return shorten(re.sub(r"(://[^\s\"?]+)\?[^\s\"]+", r"\1?…", text), MAX_TEXT)
 
 
-def _part(name: str) -> Html:
-    return Html(resources.files("vlatune.report").joinpath(name).read_text(encoding="utf-8"))
+def camera_image(image_CHW: np.ndarray, camera: str, place: str) -> Html:
+    """Return a camera's image with its name; `place` names episode and frame for screen readers."""
+    caption = tag("figcaption", shorten(camera.split(".")[-1], 60))
+    return tag("figure", image(image_CHW, alt=f"{shorten(camera, 60)}, {place}"), caption)
+
+
+def image(image_CHW: np.ndarray, *, alt: str) -> Html:
+    """Return an <img> with its pixels inlined as a data URL."""
+    import cv2  # only pages with images need it
+
+    _, height, width = image_CHW.shape
+    bgr = np.ascontiguousarray(image_CHW[::-1].transpose(1, 2, 0))
+    if (shrink := MAX_IMAGE_PX / max(height, width)) < 1:
+        bgr = cv2.resize(bgr, None, fx=shrink, fy=shrink, interpolation=cv2.INTER_AREA)
+    format_, data = "png", cv2.imencode(".png", bgr)[1].tobytes()
+    if len(data) > PNG_BYTES:
+        format_, data = "jpeg", cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, 88])[1].tobytes()
+    source = f"data:image/{format_};base64,{base64.b64encode(data).decode()}"
+    return tag("img", src=source, alt=alt, width=width, height=height)

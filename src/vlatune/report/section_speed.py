@@ -1,50 +1,159 @@
-"""The report's sections on what the run cost: throughput, where the time went, the object store, starts and checkpoints."""
+"""Render the report's sections on speed: throughput, time, restarts, cluster and CPUs."""
 
-from vlatune.report import plots
-from vlatune.report.formatting import Html, format_bytes, format_seconds, plural, tag
-from vlatune.report.page import missing, section, shown_setting
-from vlatune.report.run_folder import Checkpoints, Run
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vlatune.formatting import Html, format_bytes, format_seconds, format_share, join, plural, shorten, tag
+from vlatune.report.chart import Chart, Line, bars, column, draw, has, metric_chart, scale_of
+from vlatune.report.page import MAX_TEXT, folded, missing, pair, row, section, shown_setting, table
+from vlatune.run.run_folder import Checkpoints, Event, Run
+from vlatune.run.verdict import Verdict, judge, time_left_s
+
+TIME_PARTS = {
+    "start": "start-up, until the first batch",
+    "compute": "computing",
+    "wait": "waiting for data",
+    "checkpoint": "saving checkpoints",
+    "validation": "validation",
+    "other": "other",
+}
+STAGES = {
+    "decode": "decoding, all readers",
+    "transport": "through the object store",
+    "collate": "collating batches",
+    "copy": "copying to the device",
+}
+"""Labels of the stages that run in parallel to the loop; see meters.py."""
 
 
-def spent_time(run: Run) -> Html:
+def run_verdict(run: Run) -> Verdict:
+    """Return what limited the speed of a finished run, or the state of an unfinished one."""
+    if run.summary:
+        found = judge(run.summary, run.config)
+        return Verdict(found.tone, run.summary.verdict or found.line)
+    if not run.metrics:
+        return Verdict("bad", "nothing was logged: the run has not reached its first log line, or failed; see logs/")
+    left_s = time_left_s(run.metrics, run.config.get("steps"))
+    left = f", about {format_seconds(left_s)} left" if left_s else ""
+    steps = plural(run.figure("optimizer_steps"), "optimizer step")
+    return Verdict("warn", f"not finished: {steps} logged{left}; if nothing more is logged, the run failed: see logs/")
+
+
+def verdict_line(found: Verdict) -> Html:
+    return tag("p", shorten(found.line, MAX_TEXT), class_=f"verdict {found.tone}")
+
+
+def speed(run: Run) -> Html:
+    """Render the speed verdict, throughput, and where the time went."""
+    rate = metric_chart(run.metrics, "samples_per_s", "Samples per second")
+    wait = metric_chart(run.metrics, "wait_share", "Share of the time waiting for data", unit="share", least_top=0.1)
     time_s = run.summary.time_s if run.summary else None
-    speed = [plots.speed_charts(run.metrics)] if run.metrics else []
-    bar = plots.time_bar(time_s) if time_s else missing("Not recorded: the run has not written its summary.")
-    beside = [plots.stage_bars(time_s)] if time_s and any(time_s.get(stage) for stage in plots.STAGES) else []
-    return section("Speed, and where the time went", *speed, bar, *beside)
+    bar = _time_bar(time_s) if time_s else missing("Not recorded: the run has not written its summary.")
+    verdict = [verdict_line(run_verdict(run))] if run.summary else []
+    return section("Speed", *verdict, pair(rate, wait), tag("h3", "Where the time went"), bar)
 
 
-def memory(run: Run) -> Html:
-    spilled, fallback = run.figure("spilled_bytes"), run.figure("fallback_bytes")
+def _time_bar(time_s: Mapping[str, float]) -> Html:
+    """Draw one bar split by activity, with a table as its legend."""
+    parts = {name: max(0.0, time_s[name]) for name in TIME_PARTS if name in time_s}
+    parts["other"] = max(0.0, time_s.get("total", 0.0) - sum(parts.values()))
+    total_s = sum(parts.values()) or 1.0
+    if parts["other"] < 0.005 * total_s:  # rounding errors
+        del parts["other"]
+    pieces, rows = [], []
+    for name, seconds in parts.items():
+        label, share = TIME_PARTS[name], format_share(seconds / total_s)
+        if seconds:
+            pieces.append(tag("i", class_=f"t-{name}", style=f"flex-grow:{seconds / total_s:.5f}", title=label))
+        head = tag("th", tag("i", class_=f"t-{name}"), label, scope="row")
+        rows.append(tag("tr", head, tag("td", format_seconds(seconds)), tag("td", share)))
+    described = ", ".join(f"{TIME_PARTS[name]} {format_share(s / total_s)}" for name, s in parts.items())
+    bar = tag("div", *pieces, class_="stack", role="img", aria_label=f"Where the time went: {described}")
+    return join([bar, tag("table", tag("tbody", *rows), class_="legend")])
+
+
+def cluster(run: Run) -> Html:
+    """Render readers, other processes and object store, collapsed unless bytes were spilled."""
+    spilled = bool(run.figure("spilled_bytes") or run.figure("fallback_bytes"))
+    others = metric_chart(
+        run.metrics,
+        "other_process_share",
+        "Share of the CPUs used by other processes, readers included",
+        unit="share",
+        least_top=0.1,
+    )
+    body = tag("div", _counts(run), _stages(run), others, *_object_store(run), class_="inside")
+    return section("Cluster and CPUs", folded("Readers, other processes, object store", body, is_open=spilled))
+
+
+def _counts(run: Run) -> Html:
+    peak, readers = run.figure("peak_object_store_bytes"), run.figure("num_readers")
+    share = f" ({format_share(peak / run.capacity_bytes)} of the store)" if peak and run.capacity_bytes else ""
+    rows = [row("Readers", f"{readers:,}")] if readers is not None else []
+    rows += [row("Peak object store", format_bytes(peak) + share)] if peak is not None else []
+    return table(None, rows, kind="figures") if rows else Html("")
+
+
+def _stages(run: Run) -> Html:
+    """Draw the seconds of each data stage, and of computing for comparison."""
+    time_s = run.summary.time_s if run.summary else {}
+    rows = [(label, time_s[stage], "faded") for stage, label in STAGES.items() if time_s.get(stage)]
+    if not rows:
+        return Html("")
+    rows.append(("computing, in the training loop", time_s.get("compute", 0.0), "main"))
+    name = "Seconds of preparing data in parallel to training, all workers"
+    return bars(rows, name, format_value=format_seconds)
+
+
+def _object_store(run: Run) -> list[Html]:
+    spilled, fallback, capacity = run.figure("spilled_bytes"), run.figure("fallback_bytes"), run.capacity_bytes
     parts = []
     if spilled is not None:
         text = "Nothing was spilled to disk" if not spilled else f"{format_bytes(spilled)} were spilled to disk"
         if fallback is not None:
-            text += f", and {format_bytes(fallback) if fallback else 'nothing'} had to be allocated there"
+            text += f", and {format_bytes(fallback) if fallback else 'nothing'} was allocated on disk"
         parts.append(tag("p", text + "."))
-    if plots.has(run.metrics, "object_store_bytes"):
-        parts.append(plots.store_chart(run.metrics, run.capacity_bytes))
-    return section("Object store against its limit", *(parts or [missing("Not recorded.")]))
+    if has(run.metrics, "object_store_bytes"):
+        steps, used = column(run.metrics, "optimizer_step"), column(run.metrics, "object_store_bytes")
+        limit = None if capacity is None else (f"capacity {format_bytes(capacity)}", float(capacity))
+        scale = scale_of(used, [capacity or 0.0], from_zero=True)
+        lines = (Line("in the object store", steps, used),)
+        parts.append(draw(Chart("Object store", lines, scale, unit="bytes", limit=limit, height_px=180)))
+    return parts or [missing("The object store was not recorded.")]
 
 
 def time_line(run: Run) -> Html:
-    parts = [tag("p", f"{_starts(run)} {_kept_checkpoints(run.checkpoints)}")]
-    if len(run.events) > 1:
-        parts.append(plots.progress_chart(run.events))
-    return section("Starts and checkpoints", *parts)
+    text = tag("p", f"{_starts(run)} {_checkpoints(run.checkpoints)}")
+    return section("Starts and checkpoints", text, *([_progress(run.events)] if len(run.events) > 1 else []))
+
+
+def _progress(events: Sequence[Event]) -> Html:
+    """Plot optimizer steps over wall time, with starts and checkpoints."""
+    begin_s, total_s = events[0]["time_s"], events[-1]["time_s"] - events[0]["time_s"]
+    units = (("hours", 3600.0), ("minutes", 60.0))
+    unit, seconds = next(((word, size) for word, size in units if total_s >= 3 * size), ("seconds", 1.0))
+    at = (column(events, "time_s") - begin_s) / seconds
+    steps, kinds = column(events, "optimizer_step"), np.array([event["event"] for event in events])
+    saved = kinds == "checkpoint"
+    lines = [Line("optimizer step", at, steps)]
+    if saved.any():
+        lines.append(Line("checkpoint", at[saved], steps[saved], "run1", dots=True))
+    x_name, marks = f"{unit} since the first start", tuple(at[kinds == "start"][1:].tolist())
+    return draw(Chart("Progress", tuple(lines), x_name=x_name, height_px=180, marks=marks))
 
 
 def _starts(run: Run) -> str:
-    starts = [event for event in run.events if event["event"] == "start"]
-    if len(starts) < 2:
+    starts = sum(event["event"] == "start" for event in run.events)
+    if starts < 2:
         return "Started once." if starts else ""
-    steps = ", ".join(f"{step:,.0f}" for step in run.restart_steps)
-    lasted = format_seconds(max(0.0, run.events[-1]["time_s"] - run.events[0]["time_s"]))
-    return f"Started {plural(len(starts), 'time')} in {lasted}; started again after optimizer step {steps}."
+    steps = ", ".join(f"{step:,}" for step in run.restart_steps)
+    total_s = max(0.0, run.events[-1]["time_s"] - run.events[0]["time_s"])
+    return f"Started {starts} times in {format_seconds(total_s)}; restarted after optimizer step {steps}."
 
 
-def _kept_checkpoints(kept: Checkpoints) -> str:
-    place = f" in {shown_setting(kept.elsewhere)}" if kept.elsewhere else ""
-    if kept.steps is None:
-        return f"Checkpoints{place}: their place could not be asked when this page was written."
-    return f"Checkpoints kept{place}, by optimizer step: {', '.join(f'{step:,}' for step in kept.steps) or 'none'}."
+def _checkpoints(found: Checkpoints) -> str:
+    place = f" in {shown_setting(found.elsewhere)}" if found.elsewhere else ""
+    if found.steps is None:
+        return f"Checkpoints{place}: not reachable when this page was written."
+    return f"Checkpoints kept{place}, by optimizer step: {', '.join(f'{step:,}' for step in found.steps) or 'none'}."

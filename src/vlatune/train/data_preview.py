@@ -1,4 +1,4 @@
-"""What a run will train on, for people, before it starts: its datasets, its robots, and the first batch. No torch, no Ray."""
+"""Describe the training data before a run: datasets, robots, first batch. No torch, no Ray."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ import numpy as np
 
 from vlatune.batch import ACTION, SLOT, TASK, Columns
 from vlatune.console import redacted
-from vlatune.dataset.reader import ReadSpec, read_units
-from vlatune.pipeline.plan import Share, make_units, plan_steps
-from vlatune.report.kept_samples import TrainedSample
+from vlatune.data.reader import ReadSpec, read_units
+from vlatune.feed.plan import Share, make_units, plan_steps
+from vlatune.run.kept_samples import TrainedSample
 from vlatune.run_setup import Setup
 
 FIRST_SAMPLES = 4
-"""Of the first batch that the report shows."""
+"""Number of samples of the first batch in the report."""
 MAX_TASKS, MAX_TASK_CHARS = 100, 1000
-"""Of the sentences that the report lists."""
+"""Maximum number and length of the tasks in the report."""
 
 
 def describe_data(setup: Setup) -> dict[str, Any]:
-    """What the run is trained on, for the report: plain JSON values."""
+    """Return a description of the training data for the report, as plain JSON values."""
     datasets, shares = range(len(setup.metas)), _shares(setup)
     tasks = list(dict.fromkeys(task for meta in setup.metas for task in meta.tasks))
     return {
@@ -42,26 +42,26 @@ def describe_data(setup: Setup) -> dict[str, Any]:
 
 
 def _episodes_of(setup: Setup, tasks: Sequence[str]) -> list[int]:
-    """Training episodes of each sentence, where meta/ names one beside an episode."""
+    """Count the training episodes of each task, if meta/ lists the tasks of episodes."""
     found: Counter[str] = Counter()
     for number, meta in enumerate(setup.metas):
         if meta.episodes.task is not None:
-            told = meta.episodes.task[setup.training.position[setup.training.dataset == number]]
-            counts = np.bincount(told[told >= 0], minlength=len(meta.tasks))
+            tasks_E = meta.episodes.task[setup.training.position[setup.training.dataset == number]]
+            counts = np.bincount(tasks_E[tasks_E >= 0], minlength=len(meta.tasks))
             for task, count in zip(meta.tasks, counts.tolist(), strict=True):
                 found[task] += count
     return [found[task] for task in tasks]
 
 
 def _shares(setup: Setup) -> np.ndarray:
-    """Of the samples, that each dataset gives."""
+    """Return the share of samples from each dataset."""
     frames = np.bincount(setup.training.dataset, weights=setup.training.length, minlength=len(setup.metas))
     weights = np.asarray(setup.order.mixture.weights) if setup.order.mixture else frames
     return weights / weights.sum()
 
 
 def mixture_lines(setup: Setup) -> list[str]:
-    """What a person must know of a run on several robots: what each is, its share, and how long its chunks are."""
+    """Describe a run on several robots: features, share and chunk duration of each dataset."""
     if not setup.binding.parts:
         return []
     shares = _shares(setup)
@@ -77,7 +77,7 @@ def mixture_lines(setup: Setup) -> list[str]:
 
 
 def read_first_rows(setup: Setup, specs: Sequence[ReadSpec], share: Share, count: int) -> Columns:
-    """The first rows of a worker's first micro-batch, in the order of training; its transforms are left to the caller."""
+    """Read the first rows of a worker's first micro-batch, in training order, untransformed."""
     pieces = [
         replace(piece, frames=piece.frames[first], slots=piece.slots[first])
         for piece in plan_steps(setup.order, share, 0, 1)
@@ -89,7 +89,7 @@ def read_first_rows(setup: Setup, specs: Sequence[ReadSpec], share: Share, count
 
 
 def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSample]:
-    """Some samples of the run's first step, before and after the user's augmentation: what the report shows of it."""
+    """Read samples of the first step, before and after augmentation, for the report."""
     rows = read_first_rows(setup, setup.specs, Share(0, 1), count)
     plain = {name: _newest(rows[name]).copy() for name, _ in setup.binding.cameras}
     rows = setup.augment(rows) if setup.augment else rows
@@ -106,11 +106,11 @@ def read_first_batch(setup: Setup, count: int = FIRST_SAMPLES) -> list[TrainedSa
 
 
 def _cameras_of(setup: Setup, dataset: int) -> list[tuple[str, str]]:
-    """(column, policy's name) of those that a dataset has."""
+    """Return (column, policy's name) of the cameras of a dataset."""
     absent = {camera.column for camera in setup.specs[dataset].absent}
     return [(name, target) for name, target in setup.binding.cameras if name not in absent]
 
 
-def _newest(pictures: np.ndarray) -> np.ndarray:
-    """(N, 3, H, W), where a policy looks at several observations, too."""
-    return pictures[:, -1] if pictures.ndim == 5 else pictures
+def _newest(images: np.ndarray) -> np.ndarray:
+    """Return the newest images (N, 3, H, W) if there are several observation steps."""
+    return images[:, -1] if images.ndim == 5 else images

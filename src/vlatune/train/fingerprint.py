@@ -1,7 +1,7 @@
-"""What a run is made of, as short hashes in its checkpoints: dataset, base model, versions.
+"""Fingerprints of dataset, base model and versions as short hashes, stored in checkpoints.
 
-Cheap enough for every start: sizes instead of contents of videos, and the first bytes of every weight. They tell one
-thing from another; whether a file is intact is not their business.
+They are cheap to compute: file sizes for videos, and the first bytes of every weight. They identify
+inputs; they do not verify file integrity.
 """
 
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from vlatune.dataset.meta.dataset_meta import DatasetMeta
-from vlatune.dataset.storage.remote_retry import retried
-from vlatune.files import MAX_TOKENIZER_BYTES, read_file
+from vlatune.data.meta.dataset_meta import DatasetMeta
 from vlatune.policies.base_folder import base_weights, short_hash
 from vlatune.random_streams import MIXED_ORDER_VERSION, ORDER_VERSION
 from vlatune.run_setup import Setup
+from vlatune.storage.files import MAX_TOKENIZER_BYTES, read_file
+from vlatune.storage.remote_retry import retried
 
 PACKAGES = ("vlatune", "torch", "lerobot", "transformers", "tokenizers", "peft", "numpy", "av", "ray")
 VERSIONS = "versions."
@@ -41,12 +41,12 @@ def fingerprints(setup: Setup) -> dict[str, str]:
 
 
 def versions_in(found: Mapping[str, str]) -> dict[str, str]:
-    """Package -> version, out of the fingerprints."""
+    """Return package -> version from the fingerprints."""
     return {name.removeprefix(VERSIONS): one for name, one in found.items() if name.startswith(VERSIONS)}
 
 
 def _computed_stats(setup: Setup) -> Iterator[bytes]:
-    """Numbers that normalise and are not the dataset's own, which are part of its meta/."""
+    """Yield the normalisation statistics that are not part of the dataset's meta/."""
     meta = setup.metas[0]
     for key, stats in setup.stats.items():
         own = meta.stats.get(meta.own(key), {})
@@ -56,7 +56,7 @@ def _computed_stats(setup: Setup) -> Iterator[bytes]:
 
 
 def _meta_parts(meta: DatasetMeta) -> Iterator[bytes]:
-    """What decides which frames there are, and on which scale: not where the dataset lies."""
+    """Yield what determines frames and scales, independent of the dataset's location."""
     features = {name: [one.dtype, one.shape, one.names] for name, one in meta.features.items()}
     stats = {key: {name: values.tolist() for name, values in of.items()} for key, of in meta.stats.items()}
     plain = [meta.version, meta.fps, features, meta.tasks, stats, meta.templates]
@@ -66,7 +66,7 @@ def _meta_parts(meta: DatasetMeta) -> Iterator[bytes]:
 
 
 def _file_sizes(meta: DatasetMeta) -> Iterator[bytes]:
-    """Name and size of every data and video file."""
+    """Yield name and size of every data and video file."""
     for folder in ("data", "videos"):
         for name, size in sorted(_sizes_below(meta, folder).items()):
             yield f"{name} {size}\n".encode()

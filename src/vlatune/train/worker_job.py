@@ -1,28 +1,41 @@
-"""What the driver sends to every worker: plain values and frozen dataclasses. No Ray."""
+"""Values that the driver sends to every worker. No Ray."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from vlatune.config import RunConfig
-from vlatune.pipeline.memory import Budget
+from vlatune.config.settings import RunConfig
+from vlatune.feed.memory import Budget
 from vlatune.run_setup import Setup
 
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Of a worker with --deterministic=true. cuBLAS reads it when it starts: with memory set aside, its sums have one order."""
+"""Environment of workers with --deterministic=true; cuBLAS reads it at initialisation."""
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATOR_NAMES = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables of torch's device allocator; it prefers the first."""
+
+
+def missing_environment(given: Mapping[str, str], *, deterministic: bool, uses_gpu: bool) -> dict[str, str]:
+    """Return the variables that a worker adds to its environment before torch reads it."""
+    wanted = dict(DETERMINISTIC_ENVIRONMENT) if deterministic else {}
+    if uses_gpu and not any(name in given for name in ALLOCATOR_NAMES):
+        wanted[ALLOCATOR] = "expandable_segments:True"  # prompts of several lengths fragment fixed segments
+    return {name: value for name, value in wanted.items() if name not in given}
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What the driver knows about a run's checkpoints; plain values, sent to every worker."""
+    """Checkpoint settings of a run; plain values, sent to every worker."""
 
     run_dir: str
     storage_path: str | None
     resume_step: int | None
-    """The checkpoint to go on from."""
+    """Step of the checkpoint to resume from."""
     fingerprints: Mapping[str, str]
     policy_files: Mapping[str, bytes]
-    """The policy's config and processors with the dataset's statistics, by name: what an export needs."""
+    """Policy config and processors with dataset statistics, by file name, as needed for export."""
+    lease_id: str | None = None
+    """The driver's lease of `storage_path`, checked before checkpoints are published or removed."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +46,7 @@ class WorkerJob:
     run_dir: str
     checkpoints: CheckpointPlan
     restarts: int
-    """How many worker groups this run has lost before this one."""
-    torch_threads: int = 1
-    store_bytes: int | None = None
-    """Of the object store that the budget is a share of."""
-    coordinators: tuple[Any, ...] = ()
-    """Handles of the processes that read for each rank, where they were started ahead."""
-    monitor: Any = None
-    """Handle of the actor that hears how far the workers are."""
+    """Number of worker groups that have failed before this one."""
+    torch_threads: int
+    store_bytes: int
+    """Size of the object store that the budget is part of."""

@@ -1,7 +1,7 @@
-"""ACT, the side without torch: what its folder says and may hold, and what happens to samples on the CPU.
+"""ACT without torch: validation of its folder, and transforms of samples on the CPU.
 
-It takes pictures as they were recorded, has no prompt, and learns with a latent (a VAE's) whose noise is the sample's own.
-Reads LeRobot's `config.json` as plain JSON. The torch side is `act_module.py`.
+It takes images as recorded, has no prompt, and trains with a VAE latent whose noise comes with the
+sample. Reads LeRobot's `config.json` as plain JSON.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE
-from vlatune.files import whole_folder
-from vlatune.pipeline.transforms import Rename, Select, Transform
-from vlatune.policies.act.act_options import BACKBONES, OVERRIDES, PRETRAINED
-from vlatune.policies.act.act_spec import ActSpec, DrawLatent
+from vlatune.data.transforms import Rename, Select, Transform
+from vlatune.policies.act.act_options import BACKBONES, PRETRAINED, ActOptions
+from vlatune.policies.act.act_spec import ActSpec, LatentNoise
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
     Binding,
-    Draw,
     Fit,
     ModuleOptions,
+    NoiseSpec,
     PolicyAdapter,
     Stats,
     check_action_steps,
 )
-from vlatune.policies.base_folder import read_config, read_steps
+from vlatune.policies.base_folder import check_options, one_image_size, read_config, read_steps, with_defaults
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     Schema,
@@ -40,6 +39,7 @@ from vlatune.policies.processors import (
     plain_processors,
 )
 from vlatune.policies.weight_files import stored_shapes
+from vlatune.storage.files import atomic_folder
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ SCHEMA = Schema(
         **dict.fromkeys(("optimizer_lr", "optimizer_weight_decay", "optimizer_lr_backbone"), is_number),
     },
 )
-NORMALISATION = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")
+NORMALISATION: Mapping[str, str] = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")
 SMALL: Mapping[str, Any] = {
     "pretrained_backbone_weights": None,
     "dim_model": 64,
@@ -67,39 +67,40 @@ SMALL: Mapping[str, Any] = {
     "latent_dim": 8,
     "dropout": 0.0,
 }
-"""The twin of demo and tests, where it differs from LeRobot's defaults; the backbone is the smallest there is."""
+"""The tiny model of the demo and tests, where it differs from LeRobot's defaults."""
 USES_PER_POSITION = 3.3
-"""How often a weight of a ResNet is used per position of its last feature map, on average."""
+"""Average uses of a ResNet weight per position of the last feature map."""
 
 
 class ActAdapter(PolicyAdapter[ActSpec]):
     schema = SCHEMA
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> ActSpec:
-        """What the folder says, if its weights can be those of such a model."""
-        spec = _make_spec(folder, with_defaults(read_config(folder, SCHEMA, overrides)))
+        """Read and validate the folder, including the shapes of its weights."""
+        config = with_defaults(read_config(folder, SCHEMA, overrides), ActOptions(), NORMALISATION)
+        spec = _make_spec(folder, config)
         read_steps(folder, SCHEMA)
         _check_weights(folder, spec.config)
         return spec
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
-        """LeRobot's own class with random weights; at full size the backbone begins as torchvision's pretrained one."""
+        """Save LeRobot's class with random weights; a full-size backbone starts pretrained."""
         from vlatune.policies.act.act_module import save_new
 
         config = new_config(fit, small=small)
-        with whole_folder(folder) as aside:
+        with atomic_folder(folder) as temporary:
             for name, content in plain_processors().items():
-                (aside / name).write_text(json.dumps(content, indent=2))
+                (temporary / name).write_text(json.dumps(content, indent=2))
             fetch = fit.overrides.get("pretrained_backbone_weights") is not None
-            save_new(aside, config, fit.seed, small=small, fetch=fetch)
+            save_new(temporary, config, fit.seed, small=small, fetch=fetch)
 
-    def make_transforms(self, spec: ActSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
-        drawn = (DrawLatent(draw.seed, spec.latent_dim, draw.by_frame),) if spec.latent_dim else ()
-        kept = (*spec.cameras, STATE, ACTION, ACTION_IS_PAD, *([NOISE] if drawn else []), *IDS, SLOT)
-        return (Rename(dict(binding.cameras)), *make_normalisers(spec, stats), *drawn, Select(kept))
+    def make_transforms(self, spec: ActSpec, binding: Binding, stats: Stats, noise: NoiseSpec) -> tuple[Transform, ...]:
+        latent = (LatentNoise(noise.seed, spec.latent_dim, noise.by_frame),) if spec.latent_dim else ()
+        kept = (*spec.cameras, STATE, ACTION, ACTION_IS_PAD, *([NOISE] if latent else []), *IDS, SLOT)
+        return (Rename(dict(binding.cameras)), *make_normalisers(spec, stats), *latent, Select(kept))
 
     def step_flops(self, spec: ActSpec, binding: Binding, options: ModuleOptions) -> float:
-        """Six operations per weight and use: two forward, four backward."""
+        """Count six operations per weight and use: two forward, four backward."""
         config, positions = spec.config, math.prod(-(-side // 32) for side in spec.image_hw) * len(spec.cameras)
         backbone = {"resnet18": 11.2e6, "resnet34": 21.3e6, "resnet50": 23.5e6}[config["vision_backbone"]]
         width, inner = config["dim_model"], config["dim_feedforward"]
@@ -126,25 +127,12 @@ class ActAdapter(PolicyAdapter[ActSpec]):
         return load_act(spec, device, stats)
 
 
-def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A checked config.json with what LeRobot takes where it leaves a field out."""
-    defaults = {name: one.default for name, one in OVERRIDES.items()} | {"normalization_mapping": NORMALISATION}
-    return defaults | {name: value for name, value in config.items() if value is not None or name not in defaults}
-
-
 def new_config(fit: Fit, *, small: bool) -> dict[str, Any]:
-    """config.json of a model made for some datasets."""
-    sizes = set(fit.recorded_hw)
-    if len(sizes) != 1:
-        each = ", ".join(f"{name} {hw[0]} x {hw[1]}" for name, hw in zip(fit.cameras, fit.recorded_hw, strict=True))
-        raise ValueError(
-            f"ACT takes pictures as they were recorded, and all of one size; these cameras differ: {each}; re-encode the videos of "
-            f"one, or leave it out of the dataset"
-        )
+    """Return the config.json of a new model for the datasets."""
+    shape = [3, *one_image_size(fit, "ACT", "re-encode the videos of one, or remove it from the dataset")]
     chunk = {"chunk_size": fit.horizon, "n_action_steps": fit.horizon} if small else {}
     if "chunk_size" in fit.overrides and "n_action_steps" not in fit.overrides:
         chunk["n_action_steps"] = min(fit.overrides["chunk_size"], 100)
-    shape = [3, *sizes.pop()]
     own = {
         "type": "act",
         "device": "cpu",
@@ -155,23 +143,23 @@ def new_config(fit: Fit, *, small: bool) -> dict[str, Any]:
         },
         "output_features": {ACTION: {"type": "ACTION", "shape": [fit.action_dim]}},
     }
-    made = with_defaults({**(SMALL if small else {}), **chunk, **fit.overrides, **own})
-    made["pretrained_backbone_weights"] = _wanted_weights(fit, made["vision_backbone"], small=small)
-    _check_config(made, "--policy.type=act")
-    return made
+    config = with_defaults({**(SMALL if small else {}), **chunk, **fit.overrides, **own}, ActOptions(), NORMALISATION)
+    config["pretrained_backbone_weights"] = _initial_weights(fit, config["vision_backbone"], small=small)
+    _check_config(config, "--policy.type=act")
+    return config
 
 
-def _wanted_weights(fit: Fit, backbone: str, *, small: bool) -> str | None:
-    """What a new backbone begins with: what was asked for, else ImageNet's first version at full size, none for the twin."""
+def _initial_weights(fit: Fit, backbone: str, *, small: bool) -> str | None:
+    """Return the initial backbone weights: the run's, else ImageNet V1, or None if tiny."""
     name = "pretrained_backbone_weights"
-    usual = next(weights for weights, (whose, _) in PRETRAINED.items() if whose == backbone)
-    wanted = fit.overrides.get(name, None if small else usual)
-    if wanted is not None and PRETRAINED[wanted][0] != backbone:
+    default = next(weights for weights, (owner, _) in PRETRAINED.items() if owner == backbone)
+    given = fit.overrides.get(name, None if small else default)
+    if given is not None and PRETRAINED[given][0] != backbone:
         raise ValueError(
-            f"--policy.{name}={wanted}: these are weights of {PRETRAINED[wanted][0]}, and vision_backbone is {backbone}; give "
-            f"--policy.{name}={usual}, or null"
+            f"--policy.{name}={given}: are weights of {PRETRAINED[given][0]}, but vision_backbone is {backbone}; use "
+            f"--policy.{name}={default}, or null"
         )
-    return wanted
+    return given
 
 
 def _make_spec(folder: Path, config: Mapping[str, Any]) -> ActSpec:
@@ -181,19 +169,21 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> ActSpec:
     cameras = {name: one["shape"] for name, one in inputs.items() if one["type"] == "VISUAL"}
     odd = [name for name, one in inputs.items() if one["type"] != "VISUAL" and name != STATE]
     if odd or STATE not in inputs or not cameras:
-        what = f"'{odd[0]}' is not known here" if odd else f"there must be '{STATE}' and a camera"
+        what = f"'{odd[0]}' is not supported" if odd else f"expected '{STATE}' and a camera"
         raise ValueError(f"{where}: config.json: input_features: {what}; it has {', '.join(inputs) or 'none'}")
     if [*outputs] != [ACTION]:
         raise ValueError(
-            f"{where}: config.json: output_features must be '{ACTION}' alone, not {', '.join(outputs) or 'none'}"
+            f"{where}: config.json: output_features must be only '{ACTION}', not {', '.join(outputs) or 'none'}"
         )
     for name, shape in {**cameras, STATE: inputs[STATE]["shape"], ACTION: outputs[ACTION]["shape"]}.items():
         if not all(map(is_size, shape)) or len(shape) != (3 if name in cameras else 1):
-            raise ValueError(f"{where}: config.json: the feature '{name}' has shape {shape}; fetch the base model anew")
+            raise ValueError(
+                f"{where}: config.json: the feature '{name}' has the invalid shape {shape}; download the base model again"
+            )
     sizes = {tuple(shape) for shape in cameras.values()}
     if len(sizes) > 1 or next(iter(sizes))[0] != 3:
         raise ValueError(
-            f"{where}: its cameras must be colour pictures of one size, not {cameras}; fetch another base model"
+            f"{where}: its cameras must have colour images of one size, not {cameras}; use another base model"
         )
     _, height, width = next(iter(sizes))
     return ActSpec(
@@ -208,51 +198,44 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> ActSpec:
         latent_dim=int(config["latent_dim"]) if config["use_vae"] else 0,
         lr_backbone=float(config["optimizer_lr_backbone"]),
         config=config,
-        overrides={
-            "pretrained_backbone_weights": None
-        },  # the folder has them; LeRobot would fetch them to replace them
+        overrides={"pretrained_backbone_weights": None},  # the folder has them; LeRobot would download them
     )
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
-    """What LeRobot's classes would stumble over, or take where we do not."""
+    """Raise on values that LeRobot's classes reject or that are not supported here."""
     check_action_steps(config, where)
     backbone, width = config["vision_backbone"], config["dim_model"]
-    if backbone not in BACKBONES:
-        raise ValueError(f"{where}: vision_backbone is '{backbone[:80]}', expected one of {', '.join(BACKBONES)}")
+    check_options(config, ActOptions, where)
     if config["replace_final_stride_with_dilation"] and backbone != "resnet50":
         raise ValueError(
-            f"{where}: {backbone} cannot replace its final stride; leave --policy.replace_final_stride_with_dilation out"
+            f"{where}: {backbone} cannot replace its final stride; remove --policy.replace_final_stride_with_dilation"
         )
     if width % config["n_heads"] or width % 4:
         raise ValueError(
-            f"{where}: dim_model is {width}, which must be a multiple of n_heads={config['n_heads']} and of 4; give another "
-            f"--policy.dim_model or --policy.n_heads"
+            f"{where}: dim_model is {width}, must be a multiple of n_heads={config['n_heads']} and of 4; change --policy.dim_model "
+            f"or --policy.n_heads"
         )
     if config["temporal_ensemble_coeff"] is not None and config["n_action_steps"] != 1:
         raise ValueError(
-            f"{where}: temporal_ensemble_coeff is {config['temporal_ensemble_coeff']}, which asks at every step; give "
-            f"--policy.n_action_steps=1, it is {config['n_action_steps']}"
+            f"{where}: temporal_ensemble_coeff needs n_action_steps=1, not {config['n_action_steps']}; add "
+            f"--policy.n_action_steps=1"
         )
-    for name, override in OVERRIDES.items():
-        expected = override.check(config[name])
-        if expected is not None:
-            raise ValueError(f"{where}: {name} is {config[name]}: {expected}")
 
 
 def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """The tensors that the config's numbers decide; all of them are held to the model when they are loaded."""
+    """Check tensors whose shapes depend on the config; loading checks all of them."""
     shapes = stored_shapes(folder)
-    for name, shape in _telling_shapes(config).items():
+    for name, shape in _expected_shapes(config).items():
         if shapes.get(name) != shape:
             raise ValueError(
-                f"policy '{folder}': the weights do not fit config.json: '{name}' has shape {shapes.get(name)}, expected {shape}; "
-                f"fetch the base model anew"
+                f"policy '{folder}': the weights do not match config.json: '{name}' has shape {shapes.get(name)}, expected "
+                f"{shape}; download the base model again"
             )
 
 
-def _telling_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """Name -> shape; None for what must not be there."""
+def _expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Map tensor names to shapes; None for tensors that must not exist."""
     width, inner = config["dim_model"], config["dim_feedforward"]
     state, action = config["input_features"][STATE]["shape"][0], config["output_features"][ACTION]["shape"][0]
     layers = {"encoder": config["n_encoder_layers"], "decoder": config["n_decoder_layers"]}

@@ -1,64 +1,70 @@
-"""Fields of ACT's config that a run may set, and the closed lists of backbones and of weights that they may name."""
+"""Options of ACT, and the supported backbones and weights."""
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from vlatune.policies.registry import Override, at_least
+from vlatune.config.fields import setting
 
 BACKBONES = {"resnet18": 512, "resnet34": 512, "resnet50": 2048}
-"""Those that may be named -> channels of their last feature map. A closed list: LeRobot takes any name of torchvision's."""
-Backbone = Literal["resnet18", "resnet34", "resnet50"]
+"""Maps supported backbones to the channels of their last feature map."""
 PRETRAINED = {
     "ResNet18_Weights.IMAGENET1K_V1": ("resnet18", "timm/resnet18.tv_in1k"),
     "ResNet34_Weights.IMAGENET1K_V1": ("resnet34", "timm/resnet34.tv_in1k"),
     "ResNet50_Weights.IMAGENET1K_V1": ("resnet50", "timm/resnet50.tv_in1k"),
     "ResNet50_Weights.IMAGENET1K_V2": ("resnet50", "timm/resnet50.tv2_in1k"),
 }
-"""torchvision's weights that a new model may begin with -> whose they are, and the hub repository that has them as safetensors."""
-Pretrained = Literal[
-    "ResNet18_Weights.IMAGENET1K_V1",
-    "ResNet34_Weights.IMAGENET1K_V1",
-    "ResNet50_Weights.IMAGENET1K_V1",
-    "ResNet50_Weights.IMAGENET1K_V2",
-]
+"""Maps torchvision's weights to their backbone and the hub repository with safetensors."""
 
 
-def _share(value: Any) -> str | None:
-    return None if 0 <= value < 1 else "must be at least 0 and below 1"
+@dataclass(frozen=True)
+class ActOptions:
+    """Fields of LeRobot's `ACTConfig` that a run may set."""
 
-
-def _one(value: Any) -> str | None:
-    return None if value == 1 else "must be 1: ACT looks at one observation"
-
-
-OVERRIDES = {
-    "chunk_size": Override(int, "Actions in a chunk.", 100, at_least(1)),
-    "n_action_steps": Override(
-        int, "Actions of a chunk that a robot makes before it asks anew.", 100, at_least(1), with_base="any"
-    ),
-    "n_obs_steps": Override(int, "Observations that it looks at; 1 is the only one it knows.", 1, _one),
-    "vision_backbone": Override(Backbone, "The ResNet that looks at pictures.", "resnet18"),
-    "pretrained_backbone_weights": Override(
-        Pretrained | None,
-        "torchvision's weights that the backbone of a new model begins with, fetched from the hub if its cache lacks them; null "
-        "begins with random ones; when left out, they must be in the cache.",
-        "ResNet18_Weights.IMAGENET1K_V1",
-        with_base="unused",
-    ),
-    "replace_final_stride_with_dilation": Override(bool, "A finer last feature map (resnet50).", False),
-    "pre_norm": Override(bool, "Normalise before a layer's parts, not after them.", False),
-    "dim_model": Override(int, "Width of the transformers.", 512, at_least(1)),
-    "n_heads": Override(int, "Heads of their attention.", 8, at_least(1)),
-    "dim_feedforward": Override(int, "Width inside their layers.", 3200, at_least(1)),
-    "feedforward_activation": Override(Literal["relu", "gelu"], "Activation there.", "relu"),
-    "n_encoder_layers": Override(int, "Layers over pictures and state.", 4, at_least(1)),
-    "n_decoder_layers": Override(int, "Layers over actions.", 1, at_least(1)),
-    "use_vae": Override(bool, "Learn with a latent that sums up the actions.", True),
-    "latent_dim": Override(int, "Dims of the latent.", 32, at_least(1)),
-    "n_vae_encoder_layers": Override(int, "Layers of the latent's encoder.", 4, at_least(1)),
-    "dropout": Override(float, "Dropout of the transformers.", 0.1, _share, with_base="any"),
-    "kl_weight": Override(float, "Weight of the latent's part of the loss.", 10.0, at_least(0), with_base="any"),
-    "temporal_ensemble_coeff": Override(
-        float | None, "On a robot: average the chunks of all steps; needs n_action_steps=1.", with_base="any"
-    ),
-    "optimizer_lr_backbone": Override(float, "Peak learning rate of the backbone.", 1e-5, at_least(0), with_base="any"),
-}
+    chunk_size: int = setting(100, minimum=1)
+    """Number of actions in a chunk."""
+    n_action_steps: int = setting(100, minimum=1, with_base="any")
+    """Number of actions that a robot executes before it queries the policy again."""
+    n_obs_steps: Literal[1] = setting(1)
+    """Number of observations; ACT supports only 1."""
+    vision_backbone: Literal["resnet18", "resnet34", "resnet50"] = setting("resnet18")
+    """Image encoder."""
+    pretrained_backbone_weights: (
+        Literal[
+            "ResNet18_Weights.IMAGENET1K_V1",
+            "ResNet34_Weights.IMAGENET1K_V1",
+            "ResNet50_Weights.IMAGENET1K_V1",
+            "ResNet50_Weights.IMAGENET1K_V2",
+        ]
+        | None
+    ) = setting("ResNet18_Weights.IMAGENET1K_V1", with_base="unused")
+    """Initial weights of a new backbone, downloaded if given; null starts from random weights."""
+    replace_final_stride_with_dilation: bool = setting(False)
+    """Double the resolution of the last feature map (resnet50 only)."""
+    pre_norm: bool = setting(False)
+    """Normalise before, not after, attention and feed-forward layers."""
+    dim_model: int = setting(512, minimum=1)
+    """Width of the transformers."""
+    n_heads: int = setting(8, minimum=1)
+    """Number of attention heads."""
+    dim_feedforward: int = setting(3200, minimum=1)
+    """Width of the feed-forward layers."""
+    feedforward_activation: Literal["relu", "gelu"] = setting("relu")
+    """Activation of the feed-forward layers."""
+    n_encoder_layers: int = setting(4, minimum=1)
+    """Number of encoder layers."""
+    n_decoder_layers: int = setting(1, minimum=1)
+    """Number of decoder layers."""
+    use_vae: bool = setting(True)
+    """Train with a variational latent of the action chunk."""
+    latent_dim: int = setting(32, minimum=1)
+    """Number of dims of the latent."""
+    n_vae_encoder_layers: int = setting(4, minimum=1)
+    """Number of layers of the latent's encoder."""
+    dropout: float = setting(0.1, minimum=0, below=1, with_base="any")
+    """Dropout of the transformers."""
+    kl_weight: float = setting(10.0, minimum=0, with_base="any")
+    """Weight of the KL divergence in the loss."""
+    temporal_ensemble_coeff: float | None = setting(None, with_base="any")
+    """Average overlapping chunks on the robot with this decay; needs n_action_steps=1."""
+    optimizer_lr_backbone: float = setting(1e-5, minimum=0, with_base="any")
+    """Peak learning rate of the backbone."""

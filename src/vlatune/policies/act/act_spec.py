@@ -1,4 +1,4 @@
-"""What ACT's folder says, as both of its sides need it, and the noise of its latent. Without torch: read tasks draw it."""
+"""ACT's spec and the noise of its latent. Does not import torch, because read tasks use it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ WEIGHTS = "model.safetensors"
 class ActSpec(PolicySpec):
     fixed_inputs: bool = True
     latent_dim: int
-    """0 where it learns without a latent."""
+    """0 if trained without a latent."""
     lr_backbone: float
     config: Mapping[str, Any] = field(repr=False)
-    """All of config.json, LeRobot's defaults and a run's own values in place."""
+    """config.json with LeRobot's defaults and the run's overrides."""
 
 
 @dataclass(frozen=True)
-class DrawLatent:
-    """Noise of the latent: N(0, 1), in training a pure function of (seed, place in the run's order), else of (seed, frame)."""
+class LatentNoise:
+    """Sample N(0, 1) noise of the latent, by (seed, slot) in training, else by (seed, frame)."""
 
     seed: int
     dims: int
@@ -33,9 +33,8 @@ class DrawLatent:
 
     def __call__(self, columns: Columns) -> Columns:
         stream = Stream.EVAL_NOISE if self.by_frame else Stream.NOISE
-        keys = ("dataset_index", "index") if self.by_frame else (SLOT,)
-        numbers = np.stack([columns[key] for key in keys], axis=1).tolist()
+        numbers = columns["index" if self.by_frame else SLOT].tolist()
         noise_NL = np.empty((len(numbers), self.dims), dtype=np.float32)
-        for row, key in enumerate(numbers):
-            make_generator(stream, self.seed, *key).standard_normal(out=noise_NL[row], dtype=np.float32)
+        for row, number in enumerate(numbers):
+            make_generator(stream, self.seed, number).standard_normal(out=noise_NL[row], dtype=np.float32)
         return columns | {NOISE: noise_NL}

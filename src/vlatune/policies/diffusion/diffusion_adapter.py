@@ -1,9 +1,9 @@
-"""Diffusion Policy, the side without torch: what its folder says and may hold, and what happens to samples on the CPU.
+"""Diffusion Policy without torch: validation of its folder, and transforms of samples.
 
-Reads LeRobot's `config.json` as plain JSON. LeRobot's policy resizes and crops pictures on the device; here the reader
-resizes them and a transform crops them, so that only what the policy looks at travels. Where a training sample is cropped,
-its noise and its time step are functions of its place in the run's order; evaluation crops in the middle and draws by frame.
-The torch side is `diffusion_module.py`.
+Reads LeRobot's `config.json` as plain JSON. LeRobot resizes and crops images on the device; here
+the reader resizes and a transform crops, so that only used pixels are transferred. Crop, noise and
+time step of a training sample depend on its slot; evaluation crops the centre and samples noise by
+frame.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME
-from vlatune.pipeline.transforms import Rename, Select, Transform
-from vlatune.policies.base import NO_OVERRIDES, NO_STATS, Binding, Draw, Fit, ModuleOptions, PolicyAdapter, Stats
-from vlatune.policies.base_folder import read_config, read_steps
-from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, CentreCrop, DiffusionSpec, DrawDiffusion, RandomCrop
+from vlatune.data.transforms import Rename, Select, Transform
+from vlatune.policies.base import NO_OVERRIDES, NO_STATS, Binding, Fit, ModuleOptions, NoiseSpec, PolicyAdapter, Stats
+from vlatune.policies.base_folder import check_options, one_image_size, read_config, read_steps, with_defaults
+from vlatune.policies.diffusion.diffusion_options import DiffusionOptions
+from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, CentreCrop, DiffusionNoise, DiffusionSpec, RandomCrop
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     CONFIG,
@@ -30,9 +31,9 @@ from vlatune.policies.processors import (
     is_numbers,
     is_sides,
     is_size,
+    is_step_count,
     is_text,
 )
-from vlatune.policies.registry import get_policy
 from vlatune.policies.weight_files import stored_shapes
 
 if TYPE_CHECKING:
@@ -50,21 +51,23 @@ SMALL: Mapping[str, Any] = {
     "num_inference_steps": 10,
     "drop_n_last_frames": 0,
 }
-"""The twin of demo and tests, where it differs from LeRobot's defaults; the backbone is the smallest there is, and looks at
-small pictures. Guessing actions instead of noise is learnt in fewer steps, and sampled in fewer."""
+"""The tiny model of the demo and tests, where it differs from LeRobot's defaults. Predicting
+actions instead of noise needs fewer training and sampling steps."""
 CHOICES = ("vision_backbone", "noise_scheduler_type", "prediction_type", "beta_schedule")
-"""LeRobot hands these to getattr and to diffusers: here only what their overrides list goes through."""
+"""LeRobot passes these to getattr and diffusers; only values listed in the overrides are
+allowed."""
+MAX_STAGES = 8
 FINAL_GROUPS = 8
-"""Of the U-Net's last block, which LeRobot does not take from the config."""
+"""Groups of the U-Net's last block, which LeRobot hard-codes."""
 BACKBONE_STRIDE = {"0": 2, "4": 4, "5": 8, "6": 16, "7": 32}
-"""Child of the backbone -> pixels of the picture per pixel of what it makes."""
+"""Maps a child of the backbone to the stride of its output."""
 
 SCHEMA = Schema(
     type="diffusion",
     config={
         **dict.fromkeys(("horizon", "n_action_steps", "spatial_softmax_num_keypoints", "kernel_size"), is_size),
-        **dict.fromkeys(("n_groups", "diffusion_step_embed_dim", "num_train_timesteps"), is_size),
-        "num_inference_steps": is_size,
+        **dict.fromkeys(("n_groups", "diffusion_step_embed_dim"), is_size),
+        **dict.fromkeys(("num_train_timesteps", "num_inference_steps"), is_step_count),
         **dict.fromkeys(("drop_n_last_frames", "scheduler_warmup_steps"), is_count),
         **dict.fromkeys(CHOICES, is_text),
         **dict.fromkeys(("pretrained_backbone_weights", "compile_mode", "scheduler_name"), is_text),
@@ -83,8 +86,8 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
     schema = SCHEMA
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DiffusionSpec:
-        """What the folder says, if its weights can be those of such a policy."""
-        config = with_defaults(read_config(folder, SCHEMA, overrides))
+        """Read and validate the folder, including the shapes of its weights."""
+        config = with_defaults(read_config(folder, SCHEMA, overrides), DiffusionOptions(), NORMALISATION)
         read_steps(folder, SCHEMA)
         shapes = stored_shapes(folder)
         try:
@@ -92,8 +95,8 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
             spec = _make_spec(folder, config)
             _check_weights(spec, config, shapes)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
-            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ValueError(f"policy '{folder}': {said}") from error
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"policy '{folder}': {text}") from error
         return spec
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
@@ -101,33 +104,35 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
 
         save_random(folder, new_settings(fit, small=small), fit.seed, small=small)
 
-    def make_transforms(self, spec: DiffusionSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
-        """Rename, crop, normalise, draw; pictures are normalised on the device."""
+    def make_transforms(
+        self, spec: DiffusionSpec, binding: Binding, stats: Stats, noise: NoiseSpec
+    ) -> tuple[Transform, ...]:
+        """Rename, crop, normalise, sample noise; images are normalised on the device."""
         cropped = (CentreCrop(spec.cameras, spec.crop_hw),) if spec.crop_hw else ()
         return (
             Rename(dict(binding.cameras)),
             *cropped,
             *make_normalisers(spec, stats),
-            DrawDiffusion(draw.seed, spec.num_train_timesteps, draw.by_frame),
+            DiffusionNoise(noise.seed, spec.num_train_timesteps, noise.by_frame),
             Select((*spec.cameras, STATE, ACTION, ACTION_IS_PAD, NOISE, TIME, *IDS, SLOT)),
         )
 
-    def augment_rows(self, spec: DiffusionSpec, binding: Binding, draw: Draw) -> tuple[Transform, ...]:
+    def augment_rows(self, spec: DiffusionSpec, binding: Binding, noise: NoiseSpec) -> tuple[Transform, ...]:
         if spec.crop_hw is None or not spec.crop_is_random:
             return ()
         own = {target: name for name, target in binding.cameras}
-        return (RandomCrop(tuple(own[name] for name in spec.cameras), spec.crop_hw, draw.seed, spec.one_encoder),)
+        return (RandomCrop(tuple(own[name] for name in spec.cameras), spec.crop_hw, noise.seed, spec.one_encoder),)
 
     def step_flops(self, spec: DiffusionSpec, binding: Binding, options: ModuleOptions) -> float:
-        """Six per weight and place that it is used at: pixels of the backbone's maps, actions of the U-Net's."""
+        """Count six operations per weight and position: image pixels, or actions in the U-Net."""
         height, width = spec.crop_hw or spec.image_hw
-        looks = len(spec.observation_offsets or (0,)) * (len(spec.cameras) if spec.one_encoder else 1)
+        num_images = len(spec.observation_offsets or (0,)) * (len(spec.cameras) if spec.one_encoder else 1)
         total = 0.0
         for name, shape in stored_shapes(Path(spec.folder)).items():
             weights, layer = float(np.prod(shape)), re.search(r"\.backbone\.(\d)\.", name)
             if layer and len(shape) == 4:
                 stride = BACKBONE_STRIDE.get(layer[1], 32)
-                total += weights * looks * (height // stride + 1) * (width // stride + 1)
+                total += weights * num_images * (height // stride + 1) * (width // stride + 1)
             elif ".unet." in name and len(shape) == 3:
                 total += weights * spec.horizon / 2
             elif len(shape) == 2:
@@ -148,19 +153,11 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
         return load_diffusion(spec, options, device, stats)
 
 
-def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A checked config.json with what LeRobot takes where it leaves a field out; lists as tuples, as flags have them."""
-    settings = get_policy(SCHEMA.type).overrides
-    defaults = {name: one.default for name, one in settings.items()} | {"normalization_mapping": NORMALISATION}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
-    return defaults | {name: value for name, value in given.items() if value is not None or name not in defaults}
-
-
 def new_settings(fit: Fit, *, small: bool) -> dict[str, Any]:
-    """LeRobot's settings for a model with random weights, where they are not its defaults; a run's own in place.
+    """Return LeRobot's settings for a new model where they differ from its defaults.
 
-    LeRobot begins with a backbone that has seen ImageNet, which would have to be fetched, and keeps its BatchNorm. One that
-    begins with random weights has GroupNorm here, as in the paper: it does not depend on what else is in the batch.
+    LeRobot starts from an ImageNet backbone with BatchNorm, which has to be downloaded. Random
+    backbones use GroupNorm, as in the paper, which does not depend on the rest of the batch.
     """
     given, side = fit.overrides, fit.image_size
     made: dict[str, Any] = {"pretrained_backbone_weights": None, "use_group_norm": True}
@@ -168,22 +165,17 @@ def new_settings(fit: Fit, *, small: bool) -> dict[str, Any]:
         stages = given.get("down_dims", SMALL["down_dims"])
         made |= {**SMALL, "resize_shape": (side, side), "horizon": _round_up(fit.horizon, 2 ** len(stages))}
     made |= given
-    horizon, looks = made.get("horizon", 64), made.get("n_obs_steps", 2)
-    made.setdefault("n_action_steps", max(1, min(horizon - looks + 1, horizon if small else 32)))
-    sizes = set(fit.recorded_hw)
-    if len(sizes) > 1 and made.get("resize_shape") is None:
-        each = ", ".join(f"{name} {hw[0]} x {hw[1]}" for name, hw in zip(fit.cameras, fit.recorded_hw, strict=True))
-        raise ValueError(
-            f"Diffusion Policy takes pictures of one size, and these cameras have recorded several ({each}); give a size for all "
-            f"with --policy.resize_shape=[240,320]"
-        )
-    picture_hw = sizes.pop() if len(sizes) == 1 else made["resize_shape"]
-    features = {camera: {"type": "VISUAL", "shape": [3, *picture_hw]} for camera in fit.cameras}
+    horizon, num_obs = made.get("horizon", 64), made.get("n_obs_steps", 2)
+    made.setdefault("n_action_steps", max(1, min(horizon - num_obs + 1, horizon if small else 32)))
+    image_hw = made.get("resize_shape")
+    if image_hw is None or len(set(fit.recorded_hw)) == 1:
+        image_hw = one_image_size(fit, "Diffusion Policy", "resize all images with --policy.resize_shape=[240,320]")
+    features = {camera: {"type": "VISUAL", "shape": [3, *image_hw]} for camera in fit.cameras}
     own = {
         "input_features": features | {STATE: {"type": "STATE", "shape": [fit.state_dim]}},
         "output_features": {ACTION: {"type": "ACTION", "shape": [fit.action_dim]}},
     }
-    config = with_defaults(made | own)
+    config = with_defaults(made | own, DiffusionOptions(), NORMALISATION)
     check_config(config, "--policy.type=diffusion")
     _make_spec(Path(), config)
     return made | own
@@ -197,15 +189,13 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
     inputs, num_obs, horizon = config["input_features"], int(config["n_obs_steps"]), int(config["horizon"])
     cameras = {name: feature for name, feature in inputs.items() if feature["type"] == "VISUAL"}
     sizes = {tuple(int(side) for side in feature["shape"][1:]) for feature in cameras.values()}
-    _require(bool(cameras), f"{CONFIG}: input_features names no camera; use a base that has one")
-    _require(len(sizes) == 1, f"{CONFIG}: its cameras have the sizes {sorted(sizes)}; LeRobot takes one size for all")
+    _require(bool(cameras), f"{CONFIG}: input_features has no camera; use another base model")
+    _require(len(sizes) == 1, f"{CONFIG}: cameras have several image sizes ({sorted(sizes)}); use another base model")
     resize = config["resize_shape"]
     height, width = resize or next(iter(sizes))
     crop = _crop_of(config)
     if crop and (crop[0] > height or crop[1] > width):
-        raise ValueError(
-            f"crop_shape {list(crop)} does not fit into pictures of {height} x {width}; give a smaller one"
-        )
+        raise ValueError(f"crop_shape {list(crop)} is larger than the images ({height} x {width}); use a smaller one")
     return DiffusionSpec(
         type="diffusion",
         folder=str(folder),
@@ -223,14 +213,12 @@ def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
         crop_is_random=config["crop_is_random"],
         one_encoder=not config["use_separate_rgb_encoder_per_camera"],
         num_train_timesteps=int(config["num_train_timesteps"]),
-        overrides={
-            "pretrained_backbone_weights": None
-        },  # the folder has them; LeRobot would fetch them to replace them
+        overrides={"pretrained_backbone_weights": None},  # the folder has them; LeRobot would download them
     )
 
 
 def _crop_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """As LeRobot's config works it out: with a resize the ratio decides, and crop_shape is not looked at."""
+    """Return the crop size as in LeRobot: with a resize, crop_ratio replaces crop_shape."""
     if config["resize_shape"] is None:
         return None if config["crop_shape"] is None else (int(config["crop_shape"][0]), int(config["crop_shape"][1]))
     height, width = (int(side * config["crop_ratio"]) for side in config["resize_shape"])
@@ -238,19 +226,14 @@ def _crop_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
-    """Refuse what LeRobot could not build, or would build into something else than is trained here."""
-    settings = get_policy(SCHEMA.type).overrides
-    for name in CHOICES:
-        known = get_args(settings[name].kind)
-        _require(config[name] in known, f"{where}: {name} is '{config[name]}', expected {', '.join(known)}")
-    for name, override in settings.items():
-        expected = override.check(config[name])
-        _require(expected is None, f"{where}: {name} is {config[name]}: {expected}")
+    """Raise on values that LeRobot cannot build or would build differently."""
+    check_options(config, DiffusionOptions, where)
     stages, horizon = [int(width) for width in config["down_dims"]], config["horizon"]
+    _require(1 <= len(stages) <= MAX_STAGES, f"{where}: down_dims has {len(stages)} widths, expected 1 to {MAX_STAGES}")
     _require(
         horizon % 2 ** len(stages) == 0,
-        f"{where}: horizon is {horizon}, expected a multiple of {2 ** len(stages)}, as each of the {len(stages)} down_dims "
-        f"halves it; give another --policy.horizon",
+        f"{where}: horizon is {horizon}, expected a multiple of {2 ** len(stages)}, because each of the {len(stages)} down_dims "
+        f"halves it; change --policy.horizon",
     )
     _require(
         all(width % config["n_groups"] == 0 for width in stages) and stages[0] % FINAL_GROUPS == 0,
@@ -259,8 +242,8 @@ def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
     ahead = horizon - config["n_obs_steps"] + 1
     _require(
         config["n_action_steps"] <= ahead,
-        f"{where}: n_action_steps is {config['n_action_steps']}, and from the newest of {config['n_obs_steps']} observations on a "
-        f"chunk has {ahead} actions (horizon {horizon}); give --policy.n_action_steps={ahead} or less",
+        f"{where}: n_action_steps is {config['n_action_steps']}, but a chunk has only {ahead} actions from the newest of "
+        f"{config['n_obs_steps']} observations on; use --policy.n_action_steps={ahead} or less",
     )
     most, used = config["num_train_timesteps"], config["num_inference_steps"]
     _require(
@@ -268,32 +251,33 @@ def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
     )
     others = [name for name, one in config["input_features"].items() if one["type"] != "VISUAL" and name != STATE]
     _require(
-        not others, f"{where}: it looks at {others[:1]}, expected cameras and {STATE}; use a base that does without"
+        not others,
+        f"{where}: the input {others[:1]} is not supported, expected cameras and {STATE}; use another base model",
     )
     visual = config["normalization_mapping"].get("VISUAL", "IDENTITY")
     _require(
         visual in ("MEAN_STD", "IDENTITY"),
-        f"{where}: pictures are normalised with {visual}, expected MEAN_STD or IDENTITY",
+        f"{where}: images are normalised by {visual}, expected MEAN_STD or IDENTITY",
     )
 
 
 def _check_weights(spec: DiffusionSpec, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """What the header tells of another size; `load_diffusion` compares every tensor."""
+    """Check sizes in the header; `load_diffusion` compares every tensor."""
     encoders = {name.partition(".backbone.")[0] for name in shapes if ".backbone." in name}
     wanted = 1 if spec.one_encoder else len(spec.cameras)
-    _require(len(encoders) == wanted, f"{WEIGHTS} has {len(encoders)} picture encoders, {CONFIG} asks for {wanted}")
+    _require(len(encoders) == wanted, f"{WEIGHTS} has {len(encoders)} image encoders, {CONFIG} requires {wanted}")
     ends = {name: shape for name, shape in shapes.items() if name.endswith(".unet.final_conv.1.weight")}
     outputs = next(iter(ends.values()), (None,))[0]
     _require(
         outputs == spec.max_action_dim,
-        f"{WEIGHTS} makes actions of {outputs} dims, {CONFIG} says {spec.max_action_dim}",
+        f"{WEIGHTS} has {outputs} action dims, {CONFIG} has {spec.max_action_dim}",
     )
     height, width = spec.crop_hw or spec.image_hw
-    places = -(-height // 32) * -(-width // 32)
+    positions = -(-height // 32) * -(-width // 32)
     grids = {shape[0] for name, shape in shapes.items() if name.endswith(".pool.pos_grid")}
     _require(
-        grids == {places},
-        f"{WEIGHTS} is for pictures with {sorted(grids)} places in the last map, {height} x {width} pixels have {places}",
+        grids == {positions},
+        f"{WEIGHTS} has {sorted(grids)} positions in the last feature map, images of {height} x {width} have {positions}",
     )
 
 

@@ -1,50 +1,56 @@
-"""PI0: PI0.5's predecessor, made of the same parts. Its card is here; what differs is in `pi0_adapter.py` and `pi0_module.py`.
+"""PI0, PI0.5's predecessor: metadata here, differences in `adapter.py` and `model.py`.
 
-The state is a token of the action expert's instead of words in the prompt, and the flow time a part of the action tokens
-instead of a scale of the expert's norms. The numbers of the recipe are LeRobot's own training presets of PI0 (`PI0Config`).
+The state is a token of the action expert instead of text in the prompt, and the flow time is part
+of the action tokens instead of a scale of the expert's norms. The recipe uses LeRobot's training
+presets (`PI0Config`).
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlatune.config.fields import setting
+from vlatune.config.settings import PolicyConfig
 from vlatune.policies.pi05 import POLICY as PI05
-from vlatune.policies.pi05 import PRESETS
-from vlatune.policies.registry import Policy, Recipe
+from vlatune.policies.pi05 import Pi05Options, make_recipe, make_tiny_recipe
+from vlatune.registry import PolicyInfo
 
 if TYPE_CHECKING:
-    from vlatune.policies.pi0.pi0_adapter import Pi0Adapter
+    from vlatune.policies.pi0.adapter import Pi0Adapter
 
 HUB_BASE = "lerobot/pi0_base"
 
 
+@dataclass(frozen=True)
+class Pi0Options(Pi05Options):
+    """Fields of LeRobot's `PI0Config` that a run may set."""
+
+    tokenizer_max_length: int = setting(48, minimum=1, with_base="any")
+
+
 def _adapter() -> "Pi0Adapter":
-    from vlatune.policies.pi0.pi0_adapter import Pi0Adapter
+    from vlatune.policies.pi0.adapter import Pi0Adapter
 
     return Pi0Adapter()
 
 
-POLICY = Policy(
+POLICY = PolicyInfo(
     type="pi0",
     title="PI0",
     adapter=_adapter,
-    train_ways=PI05.train_ways,
+    train_modes=PI05.train_modes,
     recipes={
-        "pi0": Recipe(
-            "PI0, the action expert and its projections; the vision-language model stays as it is",
-            PRESETS
-            | {
-                "policy": {"type": "pi0", "path": HUB_BASE, "dtype": "bfloat16", "train": "expert"},
-                "batch_size": 8,
-            },
+        "pi0": make_recipe(
+            "PI0, the action expert and its projections; the vision-language model is frozen",
+            PolicyConfig(type="pi0", path=HUB_BASE, dtype="bfloat16", train="expert"),
+            batch_size=8,
         ),
-        "pi0-tiny": Recipe(
-            "a small PI0 on the CPU, in minutes; what `vlatune demo --policy=pi0` trains",
-            {**PI05.recipes["tiny"].values, "policy": {"type": "pi0", "train": "full", "dtype": "float32"}},
-            small=True,
+        "pi0-tiny": make_tiny_recipe(
+            "a tiny PI0 that trains on a CPU in minutes; used by `vlatune demo --policy=pi0`", "pi0"
         ),
     },
+    options=Pi0Options,
     settings=PI05.settings,
     hub_base=HUB_BASE,
     max_dims=PI05.max_dims,
     has_prompt=True,
-    overrides=PI05.overrides,
 )

@@ -1,22 +1,65 @@
-"""PI0.5, all of it: its card here, the side without torch in `adapter.py`, the torch side in `module.py`.
+"""PI0.5: metadata here, torch-free code in `adapter.py`, torch code in `model.py`.
 
-The numbers of the recipes are LeRobot's own training presets of PI0.5 (`PI05Config`).
+The recipes use LeRobot's training presets (`PI05Config`).
 """
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from vlatune.policies.registry import Override, Policy, Recipe, at_least
+from vlatune.config.fields import setting
+from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
+from vlatune.registry import PolicyInfo, Recipe
+from vlatune.storage.limits import limit
 
 if TYPE_CHECKING:
     from vlatune.policies.pi05.adapter import Pi05Adapter
 
 HUB_BASE = "lerobot/pi05_base"
-PRESETS = {
-    "policy": {"type": "pi05", "path": HUB_BASE, "dtype": "bfloat16"},
-    "optimizer": {"lr": 2.5e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0},
-    "scheduler": {"num_warmup_steps": 1000, "num_decay_steps": 30_000, "decay_lr": 2.5e-6},
-    "steps": 3000,
+BASE = PolicyConfig(type="pi05", path=HUB_BASE, dtype="bfloat16")
+OPTIMIZER = OptimizerConfig(lr=2.5e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
+SCHEDULER = SchedulerConfig(num_warmup_steps=1000, num_decay_steps=30_000, decay_lr=2.5e-6)
+TRAIN_MODES = {
+    "heads": "projections",
+    "expert": "action expert and heads",
+    "lora": "adapters and heads",
+    "full": "every weight",
 }
+
+
+@dataclass(frozen=True)
+class Pi05Options:
+    """Fields of LeRobot's `PI05Config` that a run may set."""
+
+    chunk_size: int = setting(50, minimum=1, with_base="any")
+    """Number of actions in a chunk."""
+    n_action_steps: int = setting(50, minimum=1, with_base="any")
+    """Number of actions that a robot executes before it queries the policy again."""
+    tokenizer_max_length: int = setting(200, minimum=1, with_base="any")
+    """Maximum number of prompt tokens; longer prompts are truncated."""
+    num_inference_steps: int = setting(10, minimum=1, maximum=limit("sampling_steps"), with_base="any")
+    """Number of sampling steps from noise to actions."""
+    use_relative_actions: bool = setting(False, with_base="any")
+    """Predict actions relative to the state at the start of the chunk."""
+    relative_exclude_joints: tuple[str, ...] = setting(("gripper",), with_base="any")
+    """Keep action dims absolute whose name contains one of these words."""
+
+
+def make_recipe(description: str, policy: PolicyConfig, batch_size: int) -> Recipe:
+    config = RunConfig(policy=policy, optimizer=OPTIMIZER, scheduler=SCHEDULER, steps=3000, batch_size=batch_size)
+    return Recipe(description, config)
+
+
+def make_tiny_recipe(description: str, type_name: str) -> Recipe:
+    config = RunConfig(
+        policy=PolicyConfig(type=type_name, train="full", dtype="float32"),
+        optimizer=OptimizerConfig(lr=3e-3),
+        scheduler=SchedulerConfig(num_warmup_steps=50, num_decay_steps=800, decay_lr=1.5e-4),
+        steps=800,
+        batch_size=32,
+        eval_freq=100,
+        eval_samples=64,
+    )
+    return Recipe(description, config, small=True)
 
 
 def _adapter() -> "Pi05Adapter":
@@ -25,75 +68,37 @@ def _adapter() -> "Pi05Adapter":
     return Pi05Adapter()
 
 
-def _recipe(description: str, train: str, *, gradient_checkpointing: bool = False, **values: Any) -> Recipe:
-    policy = PRESETS["policy"] | {"train": train, "gradient_checkpointing": gradient_checkpointing}
-    return Recipe(description, PRESETS | {"policy": policy} | values)
-
-
-POLICY = Policy(
+POLICY = PolicyInfo(
     type="pi05",
     title="PI0.5",
     adapter=_adapter,
-    train_ways={
-        "heads": "projections",
-        "expert": "action expert and heads",
-        "lora": "adapters and heads",
-        "full": "every weight",
-    },
+    train_modes=TRAIN_MODES,
     recipes={
-        "tiny": Recipe(
-            "a small PI0.5 on the CPU, in minutes; what `vlatune demo` trains",
-            {
-                "policy": {"type": "pi05", "train": "full", "dtype": "float32"},
-                "optimizer": {"lr": 3e-3},
-                "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 800, "decay_lr": 1.5e-4},
-                "steps": 800,
-                "batch_size": 32,
-                "eval_freq": 100,
-                "eval_samples": 64,
-            },
-            small=True,
+        "tiny": make_tiny_recipe("a tiny PI0.5 that trains on a CPU in minutes; used by `vlatune demo`", "pi05"),
+        "pi05-heads": make_recipe(
+            "PI0.5, only the projections around the action expert: least memory, fastest step",
+            replace(BASE, train="heads"),
+            batch_size=32,
         ),
-        "pi05-heads": _recipe(
-            "PI0.5, only the projections around the action expert: least memory, quickest step", "heads", batch_size=32
-        ),
-        "pi05-expert": _recipe(
-            "PI0.5, the action expert and its projections; the vision-language model stays as it is",
-            "expert",
+        "pi05-expert": make_recipe(
+            "PI0.5, the action expert and its projections; the vision-language model is frozen",
+            replace(BASE, train="expert"),
             batch_size=8,
         ),
-        "pi05-lora": _recipe(
-            "PI0.5, adapters on language model and action expert, and the projections: learns new scenes on one GPU",
-            "lora",
+        "pi05-lora": make_recipe(
+            "PI0.5, LoRA adapters on language model and action expert, and the projections: new scenes on one GPU",
+            replace(BASE, train="lora"),
             batch_size=4,
         ),
-        "pi05-full": _recipe(
-            "PI0.5, every weight: 80 GB of GPU memory; layers are computed again in the backward pass",
-            "full",
-            gradient_checkpointing=True,
+        "pi05-full": make_recipe(
+            "PI0.5, every weight with gradient checkpointing: 80 GB of GPU memory",
+            replace(BASE, train="full", gradient_checkpointing=True),
             batch_size=4,
         ),
     },
-    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha"),
+    options=Pi05Options,
+    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha", "keep_prefix"),
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,
-    overrides={
-        "chunk_size": Override(int, "Actions in a chunk.", 50, at_least(1), with_base="any"),
-        "n_action_steps": Override(
-            int, "Actions of a chunk that a robot makes before it asks anew.", 50, at_least(1), with_base="any"
-        ),
-        "num_inference_steps": Override(
-            int, "Steps from noise to actions when they are sampled.", 10, at_least(1), with_base="any"
-        ),
-        "use_relative_actions": Override(
-            bool, "Learn actions as the way from the state at the beginning of their chunk.", False, with_base="any"
-        ),
-        "relative_exclude_joints": Override(
-            tuple[str, ...],
-            "Words, as [gripper]: actions whose name holds one of them stay absolute.",
-            ("gripper",),
-            with_base="any",
-        ),
-    },
 )

@@ -1,7 +1,6 @@
-"""PI0.5, the side without torch: what its folder says and may hold, and what happens to samples on the CPU. PI0's is derived from it.
+"""PI0.5 without torch: its folder to a spec, and transforms of samples. PI0 derives from it.
 
-Reads LeRobot's `config.json` and processor files as plain JSON: no class that they name is imported.
-The torch side is `module.py`.
+Reads LeRobot's `config.json` and processor files as plain JSON: imports no class that they name.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, MIXTURE_KEYS, NOISE, SLOT, STATE, TIME, TOKEN_MASK, TOKENS
-from vlatune.pipeline.transforms import Rename, Select, Transform
+from vlatune.data.frames.prefix_store import PrefixLayout
+from vlatune.data.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
     Binding,
-    Draw,
     Fit,
     ModuleOptions,
+    NoiseSpec,
     PolicyAdapter,
     Stats,
     check_action_steps,
 )
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.binding import mixture_masks
-from vlatune.policies.flow_matching import FlowSpec, PadActions, camera_names, draw_flow
+from vlatune.policies.flow_matching import FlowSpec, PadActions, camera_names, make_flow_noise
 from vlatune.policies.model_size import SIZE_FILE
 from vlatune.policies.normalisation import make_normalisers, make_relative
-from vlatune.policies.pi05.prompt import StatePrompt
-from vlatune.policies.pi05.size import Pi05Size, read_size
-from vlatune.policies.pi05.weights import PI05, Kind, find_tensors, model_names
+from vlatune.policies.pi05.size import NUM_KV_HEADS, Pi05Size, loading_code, read_size
+from vlatune.policies.pi05.spec import EMBEDDING, PALIGEMMA, PI05, Kind, StatePrompt, model_names
 from vlatune.policies.processors import (
     ABSOLUTE_STEP,
     POSTPROCESSOR,
@@ -46,10 +45,12 @@ from vlatune.policies.processors import (
     is_plain_map,
     is_sides,
     is_size,
+    is_step_count,
     is_text,
     is_texts,
 )
-from vlatune.policies.tokenizer import Tokenise, find_pad_id, find_tokenizer, tokenizer_settings
+from vlatune.policies.tokenizer import Tokenise, find_tokenizer, load_tokenizer, tokenizer_settings
+from vlatune.policies.weight_files import check_shapes, stored_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,8 @@ if TYPE_CHECKING:
 CONFIG_FIELDS: Fields = {
     **dict.fromkeys(("paligemma_variant", "action_expert_variant", "dtype", "compile_mode"), is_text),
     **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_size),
-    **dict.fromkeys(("num_inference_steps", "tokenizer_max_length"), is_size),
+    "num_inference_steps": is_step_count,
+    "tokenizer_max_length": is_size,
     "empty_cameras": is_count,
     **dict.fromkeys(("time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale"), is_number),
     **dict.fromkeys(("time_sampling_offset", "min_period", "max_period"), is_number),
@@ -71,11 +73,12 @@ CONFIG_FIELDS: Fields = {
     "optimizer_betas": is_numbers,
     "rtc_config": is_plain_map,
 }
-"""Of PI05Config and of PI0Config, which have the same."""
+"""Fields of PI05Config and PI0Config."""
 SCHEMA = Schema(
     type="pi05",
     config=CONFIG_FIELDS,
     steps={"pi05_prepare_state_tokenizer_processor_step": {"max_state_dim": is_count, "task_key": is_text}},
+    newer={"memory_frames": 6, "memory_stride": 30, "memory_temporal_attention_every": 4},
 )
 
 
@@ -86,34 +89,68 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
     mixes_robots = True
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> FlowSpec:
-        """What the folder says, if its weights are all there: a base that cannot be loaded is refused at once."""
+        """Read and validate the folder; of the weights only some shapes, loading compares all."""
         stored, steps = read_config(folder, self.schema), read_steps(folder, self.schema)
         check_relative_steps(folder, steps, is_relative=bool(stored.get("use_relative_actions")))
-        config = read_config(folder, self.schema, overrides)
+        config = {**self.kind.defaults, **read_config(folder, self.schema, overrides)}
         if overrides:
             check_action_steps(config, f"policy '{folder}'")
-        step = tokenizer_settings(folder, steps[PREPROCESSOR])
+        size = _find_size(folder, config)
+        step = tokenizer_settings(folder, steps[PREPROCESSOR], overrides)
         tokenizer_file = find_tokenizer(folder, step["tokenizer_name"])
-        pad_id = find_pad_id(tokenizer_file)
+        tokenizer = load_tokenizer(tokenizer_file, size.vocab_size)
         try:
-            spec = _make_spec(self.kind, folder, config, step, tokenizer_file, pad_id)
+            action_dims, image_size = int(config["max_action_dim"]), int(config["image_resolution"][0])
+            spec = FlowSpec(
+                type=self.kind.type,
+                folder=str(folder),
+                cameras=camera_names(config),
+                image_hw=(image_size, int(config["image_resolution"][1])),
+                action_offsets=tuple(range(int(config["chunk_size"]))),
+                max_state_dim=int(config["max_state_dim"]),
+                max_action_dim=action_dims,
+                normalisation=dict(config["normalization_mapping"]),
+                relative_exclude=tuple(config["relative_exclude_joints"] or ())
+                if config["use_relative_actions"]
+                else None,
+                tokenizer_file=str(tokenizer_file),
+                tokenizer=tokenizer,
+                vocab_size=size.vocab_size,
+                max_tokens=int(step.get("max_length", config["tokenizer_max_length"])),
+                flow_time=(
+                    float(config["time_sampling_beta_alpha"]),
+                    float(config["time_sampling_beta_beta"]),
+                    float(config["time_sampling_scale"]),
+                    float(config["time_sampling_offset"]),
+                ),
+            )
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"policy '{folder}': config.json is not as LeRobot writes it for {self.kind.title} "
                 f"({type(error).__name__}: {error})"
             ) from error
-        find_tensors(folder, config)
+        found = {name: one for one in stored_tensors(folder) for name in model_names(one.key, self.kind)}
+        tower = f"{PALIGEMMA}model.vision_tower.vision_model."
+        expected = {
+            EMBEDDING: (size.vocab_size, size.width),
+            "model.action_in_proj.weight": (size.expert_width, action_dims),
+            f"{tower}embeddings.position_embedding.weight": ((image_size // size.patch_size) ** 2, size.vision_width),
+            f"{PALIGEMMA}model.language_model.layers.{size.depth - 1}.mlp.gate_proj.weight": (size.mlp_dim, size.width),
+        }
+        check_shapes(folder, expected, found, self.kind.title)
         return spec
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
-        """Only the small twin: the real one grew out of a vision-language model and is never trained from nothing."""
+        """Write the tiny model; the full-size one is never trained from scratch."""
         assert small
-        from vlatune.policies.pi05.small import make_small
+        from vlatune.policies.pi05.tiny import make_tiny
 
-        make_small(self.kind, folder, fit, place=place)
+        make_tiny(self.kind, folder, fit, place=place)
 
-    def make_transforms(self, spec: FlowSpec, binding: Binding, stats: Stats, draw: Draw) -> tuple[Transform, ...]:
-        """Rename, make actions relative where asked for, normalise, prompt, tokenise, pad, draw: as LeRobot's processors."""
+    def make_transforms(
+        self, spec: FlowSpec, binding: Binding, stats: Stats, noise: NoiseSpec
+    ) -> tuple[Transform, ...]:
+        """Return the equivalents of LeRobot's processors, in LeRobot's order."""
         cameras = tuple(target for _, target in binding.cameras)
         masks = mixture_masks(spec, binding)
         also = MIXTURE_KEYS if masks else ()
@@ -122,9 +159,9 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
             *make_relative(spec, binding),
             *make_normalisers(spec, stats),
             self.make_prompt(binding),
-            Tokenise(spec.tokenizer_file, spec.max_tokens, spec.pad_id),
+            Tokenise(spec.tokenizer, spec.max_tokens, spec.vocab_size),
             PadActions(spec.max_action_dim),
-            draw_flow(spec, draw),
+            make_flow_noise(spec, noise),
             *masks,
             Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT, *also)),
         )
@@ -143,6 +180,15 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
             + both * size.expert_weights * (spec.horizon + self.kind.has_state) * options.flow_samples
         )
 
+    def kept_prefix(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> PrefixLayout | None:
+        if options.train in ("lora", "full"):
+            return None
+        size = read_size(Path(spec.folder)) or Pi05Size()
+        patches = math.prod(side // size.patch_size for side in spec.image_hw) * len(binding.cameras)
+        width = size.depth * 2 * NUM_KV_HEADS * size.head_dim
+        dtype = options.dtype or read_config(Path(spec.folder), self.schema).get("dtype", "float32")
+        return PrefixLayout("prefix", patches, spec.max_tokens, width, str(dtype))
+
     def load_module(
         self,
         spec: FlowSpec,
@@ -155,55 +201,39 @@ class Pi05Adapter(PolicyAdapter[FlowSpec]):
         return self.loader()(spec, binding, options, device)
 
     def loader(self) -> Callable[..., torch.nn.Module]:
-        """The torch side's own: (spec, binding, options, device) -> module."""
-        from vlatune.policies.pi05.module import load_pi05
+        """Return the loader of the torch module: (spec, binding, options, device) -> module."""
+        from vlatune.policies.pi05.model import load_pi05
 
         return load_pi05
 
     def plan_module(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:
         return self.loader()(spec, binding, options, "meta")
 
+    def loading_code(self, folder: Path) -> str:
+        size = read_size(folder)
+        return loading_code(self.kind.type, size) if size else ""
+
     def stored_names(self, key: str) -> tuple[str, ...]:
         return model_names(key, self.kind)
 
 
 def check_relative_steps(folder: Path, steps: Mapping[str, list[dict[str, Any]]], *, is_relative: bool) -> None:
-    """Refuse processors that do the one where config.json says the other: LeRobot would train and act on different things."""
+    """Raise if the processors use relative actions and config.json does not."""
     for file, name in ((PREPROCESSOR, RELATIVE_STEP), (POSTPROCESSOR, ABSOLUTE_STEP)):
         for step in steps.get(file, []):
             if step["registry_name"] == name and bool(step["config"].get("enabled")) and not is_relative:
                 raise ValueError(
-                    f"policy '{folder}': {file} has the step {name} enabled, config.json says use_relative_actions false; "
-                    f"set both alike"
+                    f"policy '{folder}': {file} has the step {name} enabled, config.json has use_relative_actions false; "
+                    f"set both to the same value"
                 )
 
 
-def _make_spec(
-    kind: Kind,
-    folder: Path,
-    stored: Mapping[str, Any],
-    step: Mapping[str, Any],
-    tokenizer_file: Path,
-    pad_id: int,
-) -> FlowSpec:
-    config = {**kind.defaults, **stored}
-    return FlowSpec(
-        type=kind.type,
-        folder=str(folder),
-        cameras=camera_names(config),
-        image_hw=(int(config["image_resolution"][0]), int(config["image_resolution"][1])),
-        action_offsets=tuple(range(int(config["chunk_size"]))),
-        max_state_dim=int(config["max_state_dim"]),
-        max_action_dim=int(config["max_action_dim"]),
-        normalisation=dict(config["normalization_mapping"]),
-        relative_exclude=tuple(config["relative_exclude_joints"] or ()) if config["use_relative_actions"] else None,
-        tokenizer_file=str(tokenizer_file),
-        pad_id=pad_id,
-        max_tokens=int(step.get("max_length", config["tokenizer_max_length"])),
-        flow_time=(
-            float(config["time_sampling_beta_alpha"]),
-            float(config["time_sampling_beta_beta"]),
-            float(config["time_sampling_scale"]),
-            float(config["time_sampling_offset"]),
-        ),
-    )
+def _find_size(folder: Path, config: Mapping[str, Any]) -> Pi05Size:
+    """Return the size of the folder's size file, or the published one."""
+    variants = config["paligemma_variant"], config["action_expert_variant"]
+    size = read_size(folder)
+    if size is None and variants != ("gemma_2b", "gemma_300m"):
+        raise ValueError(
+            f"policy '{folder}': config.json has {variants[0]} with {variants[1]}, expected gemma_2b with gemma_300m"
+        )
+    return size or Pi05Size()

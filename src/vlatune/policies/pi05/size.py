@@ -1,11 +1,11 @@
-"""LeRobot's PI0.5 and PI0, which are made of the same parts, at other sizes than the two they know.
+"""Build LeRobot's PI0.5 and PI0, which share their parts, at other sizes than the published one.
 
-LeRobot's policies take their widths from two named variants and write the vocabulary and the vision tower's shape
-into their constructors. Inside `building_at(size)` the same, unchanged classes are built at `size`: only the configs that
-they are given differ (`model_size.py` has what is common to sizes, and the file that carries one).
+LeRobot takes widths from two named variants and hard-codes the vocabulary and the vision tower.
+Inside `building_at(size)`, the unchanged classes are built at `size`: only their configs differ
+(see `model_size.py`).
 
-Fixed by LeRobot's attention code and therefore no fields: 8 query heads, 1 key/value head, and one depth and one
-head_dim for language model and action expert. LeRobot is imported where a model is built: sizes alone are read without.
+LeRobot's attention code fixes 8 query heads, 1 key/value head, and one depth and head_dim for
+language model and action expert. LeRobot is only imported to build a model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,20 +22,20 @@ NUM_KV_HEADS = 1
 
 @dataclass(frozen=True)
 class Pi05Size(ModelSize):
-    """The defaults are the published PI0.5, and the published PI0."""
+    """Size of a PI0.5 or PI0; defaults to the published models."""
 
     title = "PI0.5"
     multiples: ClassVar[Mapping[str, str]] = {"vision_width": "vision_heads"}
     even = ("head_dim", "expert_width")
 
     width: int = 2048
-    """Hidden size of the language model, and what the vision tower is projected to."""
+    """Hidden size of the language model."""
     depth: int = 18
     """Layers of the language model and of the action expert."""
     mlp_dim: int = 16_384
     """Hidden size of the language model's MLP."""
     head_dim: int = 256
-    """Size of one attention head, in both."""
+    """Attention head size of language model and action expert."""
     expert_width: int = 1024
     """Hidden size of the action expert; even, for its time embedding."""
     expert_mlp_dim: int = 4096
@@ -49,23 +49,23 @@ class Pi05Size(ModelSize):
     vision_heads: int = 16
     """Attention heads of the vision tower."""
     patch_size: int = 14
-    """Pixels on a side of one image token."""
+    """Patch side in pixels; one patch is one image token."""
     vocab_size: int = 257_152
     """Rows of the token embedding."""
 
     @property
     def vision_weights(self) -> int:
-        """Of the vision tower's layers."""
+        """Number of weights in the vision tower's layers."""
         return self.vision_depth * (4 * self.vision_width**2 + 2 * self.vision_width * self.vision_mlp_dim)
 
     @property
     def language_weights(self) -> int:
-        """Of the language model's layers, without its embedding."""
+        """Number of weights in the language model's layers, without embedding."""
         return self._decoder_weights(self.width, self.mlp_dim)
 
     @property
     def expert_weights(self) -> int:
-        """Of the action expert's layers."""
+        """Number of weights in the action expert's layers."""
         return self._decoder_weights(self.expert_width, self.expert_mlp_dim)
 
     def _decoder_weights(self, width: int, mlp_dim: int) -> int:
@@ -75,9 +75,9 @@ class Pi05Size(ModelSize):
 
 @contextmanager
 def building_at(size: Pi05Size) -> Iterator[None]:
-    """While active, LeRobot's PI05Policy and PI0Policy are constructed at this size, by from_pretrained too.
+    """Construct LeRobot's PI05Policy and PI0Policy at this size, also by from_pretrained.
 
-    Other threads that want a size wait; one that constructs such a policy outside `building_at` meanwhile would get it.
+    Other threads that enter wait; threads that build outside of it are affected.
     """
     from lerobot.policies.pi0 import modeling_pi0
     from lerobot.policies.pi05 import modeling_pi05
@@ -96,12 +96,45 @@ def building_at(size: Pi05Size) -> Iterator[None]:
 
 
 def read_size(folder: Path) -> Pi05Size | None:
-    """The size that lies in a pretrained_model folder, or None: then the model is of standard size."""
+    """Read the size of a pretrained_model folder; None means the published size."""
     return read_size_file(folder, Pi05Size)
 
 
+def loading_code(kind: str, size: Pi05Size) -> str:
+    """Return Python code that applies `building_at` to LeRobot; for a model card."""
+    heads = f"{NUM_HEADS}, {NUM_KV_HEADS}, {size.head_dim}"
+    vision = {
+        "projection_dim": size.width,
+        "hidden_size": size.vision_width,
+        "num_hidden_layers": size.vision_depth,
+        "num_attention_heads": size.vision_heads,
+        "intermediate_size": size.vision_mlp_dim,
+        "patch_size": size.patch_size,
+    }
+    names = {"_vocab_size": size.vocab_size, "image_token_index": size.vocab_size}
+    names |= dict.fromkeys(("hidden_size", "projection_dim"), size.width)
+    return f"""\
+from lerobot.policies.{kind} import modeling_{kind} as lerobot
+
+def make_vlm(config, make=lerobot.PaliGemmaForConditionalGenerationWithPiGemma):
+    config.update({names})
+    config.text_config.vocab_size = {size.vocab_size}
+    config.vision_config.update({vision})
+    return make(config=config)
+
+def make_expert(config, make=lerobot.PiGemmaForCausalLM):
+    config.vocab_size = {size.vocab_size}
+    return make(config=config)
+
+lerobot.get_gemma_config = {{
+    "gemma_2b": lerobot.GemmaConfig({size.width}, {size.depth}, {size.mlp_dim}, {heads}),
+    "gemma_300m": lerobot.GemmaConfig({size.expert_width}, {size.depth}, {size.expert_mlp_dim}, {heads}),
+}}.get
+lerobot.PaliGemmaForConditionalGenerationWithPiGemma, lerobot.PiGemmaForCausalLM = make_vlm, make_expert"""
+
+
 def _gemma_config_at(modeling: Any, size: Pi05Size):
-    # The two variant names of LeRobot's configs stay what they are by default and serve as the names of the two roles.
+    # LeRobot's default variant names identify the language model and the expert.
     by_variant = {
         "gemma_2b": (size.width, size.mlp_dim),
         "gemma_300m": (size.expert_width, size.expert_mlp_dim),

@@ -1,29 +1,50 @@
-"""SmolVLA, all of it: its card here, the side without torch in `smolvla_adapter.py`, the torch side in `smolvla_module.py`.
+"""SmolVLA: metadata here, torch-free code in `adapter.py`, torch code in `model.py`.
 
-The numbers of the recipe are LeRobot's own training presets of SmolVLA (`SmolVLAConfig`) and the batch of its documentation.
+The recipe uses LeRobot's training presets (`SmolVLAConfig`) and its documented batch size.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlatune.policies.registry import Override, Policy, Recipe, at_least
+from vlatune.config.fields import setting
+from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
+from vlatune.policies.pi05 import make_tiny_recipe
+from vlatune.registry import PolicyInfo, Recipe
+from vlatune.storage.limits import limit
 
 if TYPE_CHECKING:
-    from vlatune.policies.smolvla.smolvla_adapter import SmolVLAAdapter
+    from vlatune.policies.smolvla.adapter import SmolVLAAdapter
 
 HUB_BASE = "lerobot/smolvla_base"
 
 
+@dataclass(frozen=True)
+class SmolVLAOptions:
+    """Fields of LeRobot's `SmolVLAConfig` that a run may set."""
+
+    chunk_size: int = setting(50, minimum=1, with_base="any")
+    """Number of actions in a chunk."""
+    n_action_steps: int = setting(50, minimum=1, with_base="any")
+    """Number of actions that a robot executes before it queries the policy again."""
+    tokenizer_max_length: int = setting(48, minimum=1, with_base="any")
+    """Maximum number of prompt tokens; longer prompts are truncated."""
+    num_steps: int = setting(10, minimum=1, maximum=limit("sampling_steps"), with_base="any")
+    """Number of sampling steps from noise to actions."""
+    train_state_proj: bool = setting(True, with_base="any")
+    """Train the projection of the state."""
+
+
 def _adapter() -> "SmolVLAAdapter":
-    from vlatune.policies.smolvla.smolvla_adapter import SmolVLAAdapter
+    from vlatune.policies.smolvla.adapter import SmolVLAAdapter
 
     return SmolVLAAdapter()
 
 
-POLICY = Policy(
+POLICY = PolicyInfo(
     type="smolvla",
     title="SmolVLA",
     adapter=_adapter,
-    train_ways={
+    train_modes={
         "expert": "action expert and heads",
         "heads": "projections",
         "lora": "adapters and heads",
@@ -32,50 +53,23 @@ POLICY = Policy(
     },
     recipes={
         "smolvla": Recipe(
-            "SmolVLA, the action expert and its projections; the vision-language model stays as it is",
-            {
-                "policy": {"type": "smolvla", "path": HUB_BASE, "train": "expert", "dtype": "bfloat16"},
-                "optimizer": {
-                    "lr": 1e-4,
-                    "betas": [0.9, 0.95],
-                    "eps": 1e-8,
-                    "weight_decay": 1e-10,
-                    "grad_clip_norm": 10.0,
-                },
-                "scheduler": {"num_warmup_steps": 1000, "num_decay_steps": 30_000, "decay_lr": 2.5e-6},
-                "steps": 20_000,
-                "batch_size": 64,
-            },
+            "SmolVLA, the action expert and its projections; the vision-language model is frozen",
+            RunConfig(
+                policy=PolicyConfig(type="smolvla", path=HUB_BASE, train="expert", dtype="bfloat16"),
+                optimizer=OptimizerConfig(lr=1e-4, betas=(0.9, 0.95), weight_decay=1e-10, grad_clip_norm=10.0),
+                scheduler=SchedulerConfig(num_warmup_steps=1000, num_decay_steps=30_000, decay_lr=2.5e-6),
+                steps=20_000,
+                batch_size=64,
+            ),
         ),
-        "smolvla-tiny": Recipe(
-            "a small SmolVLA on the CPU, in minutes; what `vlatune demo --policy=smolvla` trains",
-            {
-                "policy": {"type": "smolvla", "train": "full", "dtype": "float32"},
-                "optimizer": {"lr": 3e-3},
-                "scheduler": {"num_warmup_steps": 50, "num_decay_steps": 800, "decay_lr": 1.5e-4},
-                "steps": 800,
-                "batch_size": 32,
-                "eval_freq": 100,
-                "eval_samples": 64,
-            },
-            small=True,
+        "smolvla-tiny": make_tiny_recipe(
+            "a tiny SmolVLA that trains on a CPU in minutes; used by `vlatune demo --policy=smolvla`", "smolvla"
         ),
     },
-    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha", "keep_features"),
+    options=SmolVLAOptions,
+    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha", "keep_prefix"),
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,
-    overrides={
-        "chunk_size": Override(int, "Actions in a chunk.", 50, at_least(1), with_base="any"),
-        "n_action_steps": Override(
-            int, "Actions of a chunk that a robot makes before it asks anew.", 50, at_least(1), with_base="any"
-        ),
-        "num_steps": Override(
-            int, "Steps from noise to actions when they are sampled.", 10, at_least(1), with_base="any"
-        ),
-        "train_state_proj": Override(
-            bool, "Train the state's projection, too; false keeps the base's.", True, with_base="any"
-        ),
-    },
-    frozen_fields={"train_expert_only": True, "freeze_vision_encoder": True},
+    frozen_fields=("train_expert_only", "freeze_vision_encoder"),
 )

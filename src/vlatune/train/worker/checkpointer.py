@@ -1,12 +1,12 @@
-"""A rank's side of checkpoints: goes on from one, hands over the next. No Ray.
+"""Save and restore checkpoints on a worker. No Ray.
 
-Rank 0 writes; the others give it their random states and losses. On the hot path are one gather of a few KB and the
-copy of the tensors to the host, through a bounded buffer (`checkpoint/snapshot.py`); everything else is
-`checkpoint/snapshot.py`'s thread.
+Rank 0 writes; the other ranks send their random states and losses. The training loop only gathers a
+few KB and copies the tensors to the host through a bounded buffer; a thread of
+`checkpoint/snapshot.py` does the rest.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
 
 from vlatune.checkpoint.local_store import OnPhase, Score, no_phase
-from vlatune.checkpoint.policy_files import POLICY_FOLDER
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep, Snapshot, Staging, TorchHost
 from vlatune.checkpoint.state import (
     LOSS_SUMS,
@@ -36,21 +35,26 @@ from vlatune.checkpoint.state import (
 )
 from vlatune.checkpoint.state_file import STATE, TrainState, read_state, state_bytes
 from vlatune.checkpoint.store import WriteFile, open_store
-from vlatune.config import RunConfig, to_json
-from vlatune.dataset.order.sample_order import OrderSpec, cursor_at
+from vlatune.config.settings import RunConfig, to_json
+from vlatune.data.order.sample_order import OrderSpec, cursor_at
+from vlatune.export.policy_files import POLICY_FOLDER
 from vlatune.policies.base import Binding
+from vlatune.storage.lease import check_lease, lease_file
 from vlatune.train.worker_job import CheckpointPlan
+
+BEFORE_WRITES = ("synced", "uploaded", "committed")
+"""Phases directly before a checkpoint is published, and before older ones are removed."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """What of a worker is saved; the tensors themselves."""
+    """The tensors of a worker that are saved."""
 
     trainable: Tensors
     optimizer: torch.optim.Optimizer
     ema: Tensors | None = None
     loss_sums: Tensor | None = None
-    """This rank's table of losses by group, as the next log line will read it."""
+    """This rank's losses by group since the last log line."""
 
 
 class Checkpointer:
@@ -66,7 +70,7 @@ class Checkpointer:
         device: torch.device,
         on_phase: OnPhase = no_phase,
     ) -> None:
-        self._on_phase = on_phase
+        self._report_phase = on_phase
         self._plan, self._config, self._order, self._binding = plan, config, order, binding
         self._learning, self._rank, self._device = learning, rank, device
         self._store = open_store(Path(plan.run_dir), plan.storage_path)
@@ -76,12 +80,13 @@ class Checkpointer:
         self._loss_sum, self._loss_count = torch.zeros((), device=device), 0
 
     def restore(self) -> tuple[int, Tensor, int]:
-        """Load the checkpoint; returns its step, this rank's losses since the last log line, and their number."""
+        """Load the checkpoint; return its step, this rank's loss sum since the last log line, and
+        its count."""
         zero = torch.zeros((), device=self._device)
         if self._plan.resume_step is None:
             return 0, zero, 0
         with self._store.opened(self._plan.resume_step) as folder:
-            state = read_state(folder)
+            state = read_state(self._store, self._plan.resume_step)
             load_trainable(folder, self._learning.trainable)
             load_optimizer(folder, self._learning.trainable, self._learning.optimizer)
             if self._learning.ema is not None:
@@ -92,23 +97,24 @@ class Checkpointer:
         return state.optimizer_step, zero + state.loss_sum(self._rank, self._config.num_workers), state.loss_count
 
     def begin(self) -> None:
-        """The loop begins: random states are as they were, and rank 0 may write."""
+        """Restore the random states and start the writer of rank 0."""
         if self._rng is not None:
             set_rng(self._rng, self._device)
         if self._rank == 0:
-            keep = Keep(self._config.keep_checkpoints, self._config.keep_best)
+            self._check_lease()  # before the writer removes what an interrupted save has left
+            keep = Keep(self._config.keep_checkpoints, self._config.kept_best)
             self._writer = BackgroundWriter(
                 self._store, keep, every_s=self._config.save_every_s, on_phase=self._on_phase
             )
 
     def stepped(self, loss: Tensor) -> None:
-        """An optimizer step is done; raises here if a save in the background has failed."""
+        """Record a step's loss; raises if a save in the background has failed."""
         self._loss_sum, self._loss_count = self._loss_sum + loss, self._loss_count + 1
         if self._writer:
             self._writer.check()
 
     def is_due(self) -> bool:
-        """By rank 0's clock; the others learn of it as of any request."""
+        """True if rank 0's timer requires a save; other ranks are informed by `Consensus`."""
         return self._writer is not None and self._writer.is_due()
 
     def save(
@@ -120,12 +126,15 @@ class Checkpointer:
         *,
         val_error: float | None = None,
     ) -> None:
-        """Copy now, write meanwhile and later; all ranks call it at the same step. `val_error` is the newest validation's."""
+        """Copy the state now and write it in the background; all ranks call it at the same step.
+
+        `val_error` is the validation error of these weights, or None if they were not validated.
+        """
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
-        table = None if self._learning.loss_sums is None else self._learning.loss_sums.cpu().numpy().copy()  # the same
+        table = None if self._learning.loss_sums is None else self._learning.loss_sums.cpu().numpy().copy()  # as above
         everyone = gather((*sums, get_rng(self._device), table))
         if self._writer:
-            self._writer.wait()  # the buffer is for one save at a time
+            self._writer.wait()  # the buffer holds one save at a time
             tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
             snapshot = self._staging.begin(tensors)
             state = self._state(done, tuple(one[0] for one in everyone), loss_count)
@@ -133,20 +142,29 @@ class Checkpointer:
             files = self._files(snapshot, state, stack_rng([one[2] for one in everyone]))
             if table is not None:
                 files[LOSSES] = partial(save_arrays, {LOSS_SUMS: np.stack([one[3] for one in everyone])})
-            self._writer.save(done, files, score=Score(mean_loss, val_error), on_failure=snapshot.break_off)
+            self._writer.save(done, files, score=Score(mean_loss, val_error), on_failure=snapshot.abort)
             snapshot.copy()
             self._writer.check()
         self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0
 
     def finish(self) -> None:
-        """Until the last checkpoint is committed; raises when it could not be."""
+        """Wait until the last checkpoint is committed; raises if that failed."""
         if self._writer:
             self._writer.wait()
 
     def close(self) -> None:
-        """However the loop ended: a save under way may end, too."""
+        """Wait for a save in progress, however the loop ended."""
         if self._writer:
             self._writer.join()
+
+    def _on_phase(self, phase: str) -> None:
+        if phase in BEFORE_WRITES:
+            self._check_lease()
+        self._report_phase(phase)
+
+    def _check_lease(self) -> None:
+        if self._plan.lease_id and self._plan.storage_path:
+            check_lease(lease_file(Path(self._plan.run_dir), self._plan.storage_path), self._plan.lease_id)
 
     def _state(self, done: int, loss_sums: tuple[float, ...], loss_count: int) -> TrainState:
         cursor = cursor_at(self._order, done)
@@ -159,12 +177,12 @@ class Checkpointer:
             loss_sums=loss_sums,
             loss_count=loss_count,
             config=to_json(self._config),
-            fingerprints=self._plan.fingerprints,
-            binding=asdict(self._binding),
+            fingerprints=dict(self._plan.fingerprints),
+            binding=self._binding,
         )
 
     def _files(self, snapshot: Snapshot, state: TrainState, rng: Mapping[str, Any]) -> dict[str, WriteFile]:
-        """Name -> what writes it, on the writer's thread; tensors first, in the order in which they are copied."""
+        """Return name -> function that writes the file; tensors first, in the order of copying."""
         files: dict[str, WriteFile] = {name: partial(snapshot.write, name) for name in snapshot.layouts}
         files[RNG] = partial(save_arrays, dict(rng))
         files[STATE] = partial(_write_bytes, state_bytes(state))

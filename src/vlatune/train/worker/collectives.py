@@ -1,10 +1,9 @@
-"""What workers tell each other, and what all of them do after the same step: save a checkpoint, or save one and stop.
+"""Communication between workers, and consensus on saving or stopping after the same step.
 
-A request may arise on any worker at any moment: a clock, a signal, a node that is about to go. To act on it takes all
-workers, after one and the same step. So every worker puts its request into a small exchange after every step and acts on
-the exchange of the step before, which is the same for all of them and has long arrived: nothing waits for it. It runs
-on the host, over gloo, beside the exchanges of the device. Gloo asks nobody who he is, so what comes from there is values
-and never a pickle, as torch's own exchange of objects has it.
+A request may arise on any worker at any time (timer, signal, node removal), but all workers must
+act on it after the same step. So every worker contributes its request to an asynchronous all-reduce
+after every step, and acts on the result of the previous step, without waiting. It runs on the host,
+over gloo. Gloo does not authenticate peers, so only plain values are exchanged, never pickles.
 """
 
 import base64
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlatune.pipeline.plan import Share
+from vlatune.feed.plan import Share
 from vlatune.train.heartbeat import Request
 
 
@@ -29,20 +28,20 @@ class Consensus:
         self._exchange: Any = None
 
     def take(self) -> Request:
-        """What all workers do now: the largest request that was given after the step before."""
+        """Return the largest request that was given after the previous step."""
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
         return Request(int(self._largest))
 
     def give(self, request: Request) -> None:
-        """Begin the exchange whose result the next `take` returns; call both on all workers after every step."""
+        """Start the exchange for the next `take`; call both on all workers after every step."""
         self._largest = torch.tensor(int(request))
         if self._group is not None:
             self._exchange = dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every worker's value, by rank; this one does wait. Values are those of `packed`."""
+        """Return every worker's value by rank; blocks. `packed` lists the supported types."""
         if self._group is None:
             return [mine]
         data = torch.frombuffer(bytearray(packed(mine)), dtype=torch.uint8)
@@ -52,11 +51,15 @@ class Consensus:
         mine_padded = torch.zeros_like(parts[0])
         mine_padded[: len(data)] = data
         dist.all_gather(parts, mine_padded, group=self._group)
+        # No device sync: the gloo group gathers tensors in host memory.
         return [unpacked(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
 def packed(value: Any) -> bytes:
-    """Numbers, text, None, arrays of numbers, and lists and mappings of these, to the last bit; a tuple becomes a list."""
+    """Serialise numbers, text, None, numeric arrays, lists and mappings without loss.
+
+    Tuples become lists.
+    """
     return json.dumps(_plain(value)).encode()
 
 
@@ -73,15 +76,15 @@ def _plain(value: Any) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case np.generic():
-            return value.item()
+            return value.item()  # a NumPy number, on the host
         case np.ndarray() if value.dtype.kind in NUMBER_KINDS:
-            whole = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-            return {NUMBERS: [value.dtype.str, value.shape, whole]}
+            data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+            return {NUMBERS: [value.dtype.str, value.shape, data]}
         case list() | tuple():
             return [_plain(one) for one in value]
         case Mapping():
             return {MAP: [[_plain(key), _plain(one)] for key, one in value.items()]}
-    raise TypeError(f"{type(value).__name__}: only plain values and arrays of numbers go to other workers")
+    raise TypeError(f"{type(value).__name__}: only plain values and numeric arrays are sent to other workers")
 
 
 def _restored(value: Any) -> Any:
@@ -94,18 +97,19 @@ def _restored(value: Any) -> Any:
         return {_restored(key): _restored(one) for key, one in content}
     dtype = np.dtype(content[0])
     if kind != NUMBERS or dtype.kind not in NUMBER_KINDS:
-        raise ValueError(f"another worker sent {kind} of {dtype}, expected numbers; somebody else has joined the run")
+        raise ValueError(
+            f"another worker sent {kind} of {dtype}, expected numbers; another program may have joined the process group"
+        )
     return np.frombuffer(bytearray(base64.b64decode(content[2])), dtype=dtype).reshape(content[1])
 
 
 def mean_and_each(
     means: Tensor, mine: Sequence[float], share: Share, add_over_workers: Callable[[Tensor], object]
 ) -> tuple[list[float], list[list[float]]]:
-    """`means` averaged over the workers, and every worker's `mine`, by rank. `add_over_workers` sums in place.
+    """Return `means` averaged over the workers, and every worker's `mine` by rank.
 
-    What workers tell each other at a log step: one collective, one transfer to the host. Each worker's own numbers, e.g.
-    to find the slowest, travel in the same sum, in a table with a row for every worker in which all rows but its own are
-    zero.
+    Uses one collective and one transfer to the host per log step: the values of each worker travel
+    in the same sum, in a table whose other rows are zero. `add_over_workers` sums in place.
     """
     table_WM = means.new_zeros(share.num_workers, len(mine))
     table_WM[share.rank] = means.new_tensor(mine)  # device sync

@@ -1,4 +1,4 @@
-"""The device's side of training: performance flags, and the batches that arrive there, some ahead of need."""
+"""Device settings: performance flags, deterministic kernels, and transfer of batches."""
 
 import ctypes
 import os
@@ -10,29 +10,16 @@ import torch
 import torch.utils.deterministic
 
 from vlatune.batch import Columns
-from vlatune.report.cpu_clocks import find_team
-from vlatune.train.worker.transfer import DeviceBatch, HostTransfer, Prefetcher, StreamTransfer, TorchMachine, Transfer
+from vlatune.train.worker.transfer import Accelerator, HostTransfer, Prefetcher, StreamTransfer, Transfer
 from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
 
-__all__ = [
-    "DeviceBatch",
-    "deterministic_kernels",
-    "device_batches",
-    "find_compute_threads",
-    "make_transfer",
-    "set_performance_flags",
-]
-
-
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""glibc's numbers of what `mallopt` sets: from how many free bytes on memory goes back to the system, and from what size on a tensor
-gets pages of its own, which go back when it is freed."""
-LARGEST_KEPT_BYTES = (1 << 30, 32 << 20)
-"""Of a tensor; the second where glibc takes no more."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""glibc's `mallopt` parameters: free bytes above which memory is returned to the system, and size
+above which an allocation is mapped separately."""
 
 
 def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, bool | int | str]:
-    """Flags for speed, set in the process that trains; returned as torch reports them, so that the run can say so."""
+    """Set performance flags of this process; return them as reported by torch."""
     torch.set_num_threads(num_threads)
     flags: dict[str, bool | int | str] = {"device": device.type, "threads": torch.get_num_threads()}
     flags["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -43,7 +30,7 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, b
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
         torch.backends.cudnn.allow_tf32 = True
-        # Pictures are all of one size; but what is fastest may be another kernel each time.
+        # Images have one size, but benchmarking may choose different kernels each time.
         torch.backends.cudnn.benchmark = not flags["deterministic"]
         flags["cudnn_deterministic"] = torch.backends.cudnn.deterministic
         flags["cudnn_benchmark"] = torch.backends.cudnn.benchmark
@@ -52,48 +39,33 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, b
 
 
 def _keep_freed_memory() -> bool:
-    """What a step frees, the next one gets again. Left to itself, glibc gives it back to the system after every step, which then
-    clears each page anew: 665 faults a sample and a sixth of the step of a model of width 128 with a frozen prefix. False where the C library is
-    another one.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return (
-        mallopt is not None
-        and bool(mallopt(TRIM_THRESHOLD, -1))  # never
-        and any(mallopt(MMAP_THRESHOLD, size) for size in LARGEST_KEPT_BYTES)
-    )
-
-
-def find_compute_threads(device: torch.device) -> list[int] | None:
-    """Native ids of the threads that share the operators of the calling one; call it after the flags are set."""
-    others = torch.get_num_threads() - 1 if device.type == "cpu" else 0
-    if not others:
-        return []
-    work = torch.ones(1 << 20)  # about 1 ms an operator: long enough to stand out
-    return find_team(lambda: [work.exp() for _ in range(8)], others)
+    """Make glibc keep freed memory, which avoids page faults in every step; False if it does not."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    sizes = (1 << 30, 32 << 20)  # glibc may reject the first
+    return bool(mallopt(M_TRIM_THRESHOLD, -1)) and any(mallopt(M_MMAP_THRESHOLD, size) for size in sizes)
 
 
 def make_transfer(device: torch.device) -> Transfer:
-    return HostTransfer() if device.type == "cpu" else StreamTransfer(TorchMachine(device))
+    return HostTransfer() if device.type == "cpu" else StreamTransfer(Accelerator(device))
 
 
 def device_batches(batches: Iterator[Columns], device: torch.device, *, depth: int = 1) -> Prefetcher:
-    """Batches on the device, `depth` of them ready or under way while one is used."""
+    """Return an iterator over batches on the device that prefetches `depth` of them."""
     return Prefetcher(batches, make_transfer(device), depth=depth)
 
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Operations give the same bits each time, or raise; afterwards all is as it was."""
+    """Make operations deterministic or raise; restores the settings afterwards."""
     missing = {name: value for name, value in DETERMINISTIC_ENVIRONMENT.items() if name not in os.environ}
     kept = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     cudnn, fills = torch.backends.cudnn.deterministic, memory.fill_uninitialized_memory
-    os.environ |= missing  # of a worker of a group it is there already, since before CUDA started
+    os.environ |= missing  # workers have it since before CUDA started
     try:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
-        # Nothing here reads memory before it was written, and a model is built in memory that is never touched.
+        # No uninitialised memory is read, and filling it would touch all pages of a new model.
         memory.fill_uninitialized_memory = False
         yield
     finally:

@@ -1,49 +1,63 @@
-"""What rank 0 writes into the run folder: metrics, samples, summary; and its watch over the object store."""
+"""Files that rank 0 writes to the run folder: metrics, samples, summary. Also detects spilling."""
 
 import fcntl
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
-from vlatune.checkpoint.store import open_store, place_of
-from vlatune.config import to_json
-from vlatune.dataset.order.shuffle_meter import measure_shuffle
+from vlatune.checkpoint.store import best_first, open_store
+from vlatune.config.settings import to_json
 from vlatune.errors import RunStoppedError
-from vlatune.files import make_folder, open_to_append
-from vlatune.pipeline.memory import SpillMeter
-from vlatune.report.run_folder import WRITER_LOCK, RunFolder, read_validation_errors
-from vlatune.report.sinks import MetricsFile, read_jsonl
-from vlatune.report.summary import Scalar, Summary, write_summary
-from vlatune.report.verdict import verdict
+from vlatune.feed.memory import StoreCounters
+from vlatune.run.run_folder import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    VALIDATIONS_FILE,
+    WRITER_LOCK,
+    read_validation_errors,
+)
+from vlatune.run.sinks import MetricsFile, read_jsonl
+from vlatune.run.summary import Scalar, Summary, write_summary
+from vlatune.run.verdict import judge
+from vlatune.storage.files import make_folder, open_to_append
 from vlatune.train.fingerprint import versions_in
 from vlatune.train.worker_job import WorkerJob
 
 LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 
 
+class Spill(Protocol):
+    """Meter of the object store."""
+
+    peak_bytes: int
+
+    def latest(self) -> StoreCounters: ...
+    def close(self) -> StoreCounters: ...
+
+
 class MetricsLogger:
-    def __init__(self, job: WorkerJob, first_step: int, performance_flags: Mapping[str, Scalar]) -> None:
+    def __init__(self, job: WorkerJob, first_step: int, performance_flags: Mapping[str, Scalar], spill: Spill) -> None:
         self.job = job
         self.performance_flags = performance_flags
         self.run_dir = Path(job.run_dir)
-        folder = RunFolder(self.run_dir)
         self.writer_lock = hold_writer_lock(self.run_dir)
-        self.spill = SpillMeter()
-        self.metrics, self.validations = MetricsFile(folder.metrics), MetricsFile(folder.validations)
-        self.samples = MetricsFile(folder.samples) if job.config.log_samples else None
+        self.spill = spill
+        self.metrics, self.validations = (MetricsFile(self.run_dir / name) for name in (METRICS_FILE, VALIDATIONS_FILE))
+        self.samples = MetricsFile(self.run_dir / SAMPLES_FILE) if job.config.log_samples else None
         for file in self._files():
             file.keep_until(first_step)
-        self.events = MetricsFile(folder.events)  # never cut back: a start that was in vain has happened, too
+        self.events = MetricsFile(self.run_dir / EVENTS_FILE)  # never truncated: failed starts are recorded, too
         self.log_event("start", first_step)
         with open_to_append(make_folder(self.run_dir, "logs") / "worker.log") as file:
             file.write(
                 f"performance flags: {', '.join(f'{name} {value}' for name, value in performance_flags.items())}\n"
             )
-        recorded = read_jsonl(folder.metrics)
+        recorded = read_jsonl(self.run_dir / METRICS_FILE)
         self.last_loss = recorded[-1]["loss"] if recorded else float("nan")
 
     def log(self, done: int, loss: float, grad_norm: float, rate: float, rates: dict[str, Any]) -> None:
@@ -73,11 +87,11 @@ class MetricsLogger:
         self.validations.append({"optimizer_step": done, "val_loss": loss, "val_action_error": action_error})
 
     def log_event(self, event: str, done: int) -> None:
-        """A point of the run's time line: a start, a checkpoint, the end."""
+        """Record an event of the run's timeline: a start, a checkpoint, the end."""
         self.events.append({"event": event, "optimizer_step": done, "time_s": time.time()})
 
     def validation_errors(self) -> dict[int, float]:
-        """Optimizer step -> action error, of all validations that count: those up to the checkpoint of this start."""
+        """Return optimizer step -> action error of the validations up to this start."""
         return read_validation_errors(self.run_dir)
 
     def log_samples(self, records: list[dict[str, object]]) -> None:
@@ -86,7 +100,7 @@ class MetricsLogger:
                 self.samples.append(record)
 
     def finish(self, totals: dict, steps: int, first_batch_s: float | None, by_episode_2E: np.ndarray) -> None:
-        """The summary; `by_episode_2E` are all workers' sums and counts of losses."""
+        """Write the summary; `by_episode_2E` are loss sums and counts of all workers."""
         self.log_event("end", steps)
         store = self.spill.close()
         summary = Summary(
@@ -99,23 +113,21 @@ class MetricsLogger:
             fallback_bytes=store.fallback_bytes,
             peak_object_store_bytes=self.spill.peak_bytes,
             restarts=self.job.restarts,
-            reader_restarts=totals["reader_restarts"],
             object_store_capacity_bytes=self.job.store_bytes,
             num_readers=self.job.budget.readers * self.job.config.num_workers,
-            wait_s_by_worker=tuple(totals["wait_s_by_worker"]),
             time_s=totals["time_s"],
-            cpu=totals["cpu"],
-            kept_by=totals["kept_by"],
+            other_process_share=totals["other_process_share"],
+            kept_prefix_samples=totals.get("kept_prefix_samples"),
+            kept_prefix_share=totals.get("kept_prefix_share"),
             performance_flags=dict(self.performance_flags),
             best_validation=self._best_validation(),
             loss_by_episode=self.job.setup.loss_groups.worst_episodes(by_episode_2E),
-            shuffle=measure_shuffle(self.job.setup.order).to_json(),
             versions=versions_in(self.job.checkpoints.fingerprints),
             **self._checkpoints(),
             num_skipped_episodes=len(self.job.setup.skipped),
-            skipped_episodes=tuple(bad.to_json() for bad in self.job.setup.skipped),
+            skipped_episodes=tuple(asdict(bad) for bad in self.job.setup.skipped),
         )
-        write_summary(self.run_dir, replace(summary, verdict=verdict(summary, to_json(self.job.config))))
+        write_summary(self.run_dir, replace(summary, verdict=judge(summary, to_json(self.job.config)).line))
 
     def _best_validation(self) -> dict[str, int | float] | None:
         errors = self.validation_errors()
@@ -123,13 +135,14 @@ class MetricsLogger:
         return None if best is None else {"optimizer_step": best, "action_error": errors[best]}
 
     def _checkpoints(self) -> dict[str, Any]:
-        """Where they lie and of which steps; a store that does not answer now must not cost the run its summary."""
+        """Return location, steps and best of the checkpoints; tolerates an unavailable store."""
         store = open_store(self.run_dir, self.job.checkpoints.storage_path)
         try:
             steps = tuple(store.steps())
+            best = next(iter(best_first(store, steps)), None)
         except (OSError, RuntimeError):
-            steps = None
-        return {"checkpoint_place": place_of(store), "checkpoints": steps}
+            steps = best = None
+        return {"checkpoint_place": store.root.url, "checkpoints": steps, "best_checkpoint": best}
 
     def close(self) -> None:
         for file in (*self._files(), self.events):
@@ -141,9 +154,9 @@ class MetricsLogger:
 
 
 def hold_writer_lock(run_dir: Path, *, wait_s: float = LOCK_WAIT_S) -> IO[str]:
-    """Only one process writes to a run folder: the lock of rank 0, which falls with it.
+    """Acquire the writer lock of a run folder, released when the process ends.
 
-    After the driver died the old rank 0 may live for some seconds more; the new one waits for it to be gone.
+    After the driver died, the previous rank 0 may live for some seconds; wait for it to exit.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     file = open_to_append(run_dir / WRITER_LOCK)

@@ -1,9 +1,9 @@
-"""Losses and gradients that are not finite: no update is made with them, and the run stops with the samples' names.
+"""Skip updates with non-finite losses or gradients, and stop the run with the samples' ids.
 
-The device decides, so that no step waits for the host. After the exchange all workers hold the same gradient, so its
-norm is finite on all of them or on none. From the first norm that is not, a flag on the device makes every optimizer
-step empty: weights, moments and step counts stay as the last good update left them. The host looks at the flag where
-it waits for the device anyway, with the numbers of a log line and before a checkpoint; all workers stop there together.
+The decision is made on the device, so that no step waits for the host. After the all-reduce, all
+workers have the same gradient norm. From the first non-finite norm, a flag on the device disables
+the optimizer, so the state of the last good update is preserved. The host checks the flag at log
+steps and before checkpoints, where all workers stop together.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,96 +16,74 @@ from torch import Tensor
 
 from vlatune.errors import RunStoppedError
 
-MOST_SAMPLES_NAMED = 256
+MAX_SAMPLES_NAMED = 256
 
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""One worker's dict -> all workers' dicts, by rank."""
+"""One worker's dict -> all workers' dicts by rank."""
 
 
 class NonFiniteGuard:
-    """The device's side: switches the optimizer off from the first gradient on that is not finite."""
+    """Device side: disables the optimizer from the first non-finite gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         if not all(group.get("fused") for group in optimizer.param_groups):
-            raise ValueError(f"{type(optimizer).__name__}: only a fused optimizer can be switched off by the device")
+            raise ValueError(f"{type(optimizer).__name__}: only a fused optimizer can be disabled by the device")
         self.skipped = torch.zeros((), device=device)
-        """How many updates were not made; a float, so that it travels with the other numbers of a log line."""
+        """Number of skipped updates; a float, to be reduced with the other numbers to log."""
         self._stopped = torch.zeros((), device=device)
-        # The way in that torch keeps for its GradScaler: a fused step does nothing where this tensor is 1.
+        # Same mechanism as GradScaler: a fused step does nothing if this tensor is 1.
         optimizer.found_inf = self._stopped  # pyright: ignore[reportAttributeAccessIssue]
 
     def watch(self, grad_norm: Tensor) -> None:
-        """Between clipping and the optimizer's step."""
+        """Check the gradient norm; call between clipping and the optimizer step."""
         self._stopped.logical_or_(grad_norm.isfinite().logical_not_())
         self.skipped.add_(self._stopped)
 
 
 @dataclass(frozen=True)
-class _Made:
-    losses: Tensor
-    grad_norm: Tensor
-    samples: Sequence[np.ndarray]
-
-
-@dataclass(frozen=True)
 class Part:
-    """One worker's part of an update that was not finite, in plain values."""
+    """One worker's part of an update, as plain values."""
 
     losses: list[float]
     grad_norm: float
     samples: list[list[list[int]]]
     """[dataset_index, index] of every row of every micro-batch."""
 
-    def finite(self, micro_step: int) -> bool:
-        return bool(np.isfinite(self.losses[micro_step]))
-
 
 class NonFiniteWatch:
-    """The host's side: remembers the updates since the last look, to name the samples of the first bad one."""
+    """Host side: records updates since the last check, to name the samples of the first bad one."""
 
     def __init__(self) -> None:
-        self._since_look: list[_Made] = []
+        self._updates: list[tuple[Tensor, Tensor, Sequence[np.ndarray]]] = []
 
-    def remember(self, losses: Tensor, grad_norm: Tensor, samples: Sequence[np.ndarray]) -> None:
-        """One update: device tensors, and the (B, 2) ids of each micro-batch; nothing is transferred."""
-        self._since_look.append(_Made(losses, grad_norm, samples))
+    def record(self, losses: Tensor, grad_norm: Tensor, samples: Sequence[np.ndarray]) -> None:
+        """Record one update: device tensors and the (B, 2) ids of each micro-batch; no transfer."""
+        self._updates.append((losses, grad_norm, samples))
 
-    def look(self, skipped: float, optimizer_steps: int, gather: Gather) -> None:
-        """Stop the run if updates were skipped; call it on all workers, with the numbers of the same step."""
-        since, self._since_look = self._since_look, []
+    def check(self, skipped: float, optimizer_steps: int, gather: Gather) -> None:
+        """Stop the run if updates were skipped; call on all workers at the same step."""
+        updates, self._updates = self._updates, []
         if not skipped:
             return
-        bad = since[-int(skipped)]
-        # Device syncs, twice: the run ends here.
-        mine = Part(bad.losses.tolist(), float(bad.grad_norm), [ids.tolist() for ids in bad.samples])
+        losses, grad_norm, samples = updates[-int(skipped)]
+        mine = Part(losses.tolist(), float(grad_norm), [ids.tolist() for ids in samples])  # device sync: the run ends
         parts = [Part(**one) for one in gather(asdict(mine))]
         raise RunStoppedError(explain(optimizer_steps - int(skipped) + 1, parts))
 
 
 def explain(optimizer_step: int, parts: Sequence[Part]) -> str:
-    """What was not finite, where, and in which samples; `parts` by rank."""
-    culprits = [
-        (rank, micro_step)
-        for rank, part in enumerate(parts)
-        for micro_step in range(len(part.losses))
-        if not part.finite(micro_step)
-    ]
+    """Describe what was not finite and in which samples; `parts` are ordered by rank."""
+    steps = [(rank, micro_step) for rank, part in enumerate(parts) for micro_step in range(len(part.losses))]
+    culprits = [(rank, micro_step) for rank, micro_step in steps if not np.isfinite(parts[rank].losses[micro_step])]
     if culprits:
-        what = "the loss is " + ", ".join(
-            f"{parts[rank].losses[micro_step]} (rank {rank}, micro-step {micro_step})" for rank, micro_step in culprits
-        )
+        losses = [f"{parts[rank].losses[step]} (rank {rank}, micro-step {step})" for rank, step in culprits]
+        what = f"the loss is {', '.join(losses)}"
     else:
-        what = f"the gradient's norm is {parts[0].grad_norm} though every loss is finite"
-        culprits = [(rank, micro_step) for rank, part in enumerate(parts) for micro_step in range(len(part.losses))]
-    ids = [tuple(sample) for rank, micro_step in culprits for sample in parts[rank].samples[micro_step]]
+        what = f"the gradient norm is {parts[0].grad_norm}, although every loss is finite"
+    ids = [tuple(sample) for rank, step in culprits or steps for sample in parts[rank].samples[step]]
+    more = f" and {len(ids) - MAX_SAMPLES_NAMED} more" if len(ids) > MAX_SAMPLES_NAMED else ""
     return (
-        f"optimizer step {optimizer_step}: {what}; this update was not made, and no checkpoint holds anything of it; "
-        f"samples (dataset_index, index): {_listed(ids)}; "
-        f"look at these samples, lower --optimizer.lr, or leave their episodes out with --dataset.episodes"
+        f"optimizer step {optimizer_step}: {what}; the update was skipped, and no checkpoint contains it; samples "
+        f"(dataset_index, index): {', '.join(map(str, ids[:MAX_SAMPLES_NAMED]))}{more}; check these samples, lower "
+        f"--optimizer.lr, or exclude their episodes with --dataset.episodes"
     )
-
-
-def _listed(ids: Sequence[tuple[int, ...]]) -> str:
-    named = ", ".join(str(one) for one in ids[:MOST_SAMPLES_NAMED])
-    more = len(ids) - MOST_SAMPLES_NAMED
-    return f"{named} and {more} more" if more > 0 else named

@@ -1,10 +1,7 @@
-"""What is optimised, how, at which rate, and its moving average. The rate is a pure function of the optimizer step.
+"""Optimizer, learning rate schedule, EMA, and the update over micro-batches. No Ray, no host sync.
 
-`Updater` makes one optimizer update over micro-batches. No Ray, no host sync: loss, gradient norm and the table of losses by group
-stay on the device.
-
-An update whose loss or gradient is not finite is not made, on no worker, and neither is any after it; `non_finite_guard.py` says
-how, and how the host learns of it.
+Loss, gradient norm and losses by group stay on the device. Updates with a non-finite loss or
+gradient are skipped on all workers, and so are all later ones; see `non_finite_guard.py`.
 """
 
 import math
@@ -19,19 +16,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vlatune.batch import LOSS_GROUPS
-from vlatune.config import OptimizerConfig, SchedulerConfig
-from vlatune.pipeline.loss_groups import LossGroups
-from vlatune.policies.base import LossParts
+from vlatune.config.settings import OptimizerConfig, SchedulerConfig
+from vlatune.data.loss_groups import LossGroups
+from vlatune.policies.base import PolicyOutput
 from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
 RATE_FACTOR = "rate_factor"
-"""Of a group of parameters: its share of the run's learning rate."""
+"""Key of a parameter group: its factor on the learning rate."""
 
 
 def make_optimizer(
     parameters: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Fused AdamW or Adam over the trainable parameters, or groups of them: one kernel for all of a rate."""
+    """Return fused AdamW or Adam over the trainable parameters or parameter groups."""
     kind = torch.optim.AdamW if config.type == "adamw" else torch.optim.Adam
     return kind(
         parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
@@ -39,9 +36,9 @@ def make_optimizer(
 
 
 def make_groups(parameters: Mapping[str, Tensor], lr: float, rate_factors: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A group for what has the run's own rate and one for each beginning of a name in `rate_factors`; none is empty.
+    """Return parameter groups: one per name prefix in `rate_factors`, and one for all others.
 
-    The factors are those of `PolicyAdapter.rate_factors`.
+    The factors come from `PolicyAdapter.rate_factors`. Empty groups are omitted.
     """
     by_start: dict[str, list[Tensor]] = {start: [] for start in ("", *rate_factors)}
     for name, parameter in parameters.items():
@@ -54,10 +51,11 @@ def make_groups(parameters: Mapping[str, Tensor], lr: float, rate_factors: Mappi
 
 
 def learning_rate(optimizer_step: int, total_steps: int, peak_lr: float, config: SchedulerConfig) -> float:
-    """Rate of optimizer step 0, 1, ..., as LeRobot's schedulers of the same names give it.
+    """Return the learning rate of an optimizer step (from 0), as in LeRobot's schedulers.
 
-    The usual one warms up linearly from above 0, falls to `decay_lr` by a cosine and stays there; a run shorter than the
-    decay shrinks both phases. `diffuser` begins at 0 and ends at 0 with the run. Its first update therefore changes nothing.
+    The default warms up linearly from above 0 and decays to `decay_lr` by a cosine; runs shorter
+    than the decay scale both phases. `diffuser` starts and ends at 0, so its first update has no
+    effect.
     """
     if config.type == "cosine_decay_with_warmup":
         return _cosine_decay(optimizer_step, total_steps, peak_lr, config)
@@ -85,27 +83,28 @@ def _cosine_decay(optimizer_step: int, total_steps: int, peak_lr: float, config:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Of the run; groups with a factor of their own have that part of it."""
+    """Set the learning rate, times the factor of each parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
 
 
 class Ema:
-    """An exponential moving average of the trained weights, kept on the device beside them.
+    """Exponential moving average (EMA) of the trained weights, on the device.
 
-    `average <- decay * average + (1 - decay) * weight` after every optimizer step, beginning with the base's weights.
-    Evaluation and export take the average where there is one; training goes on with the weights themselves.
+    `average <- decay * average + (1 - decay) * weight` after every optimizer step, starting with
+    the base model's weights. Evaluation and export use the average; training continues with the
+    weights.
     """
 
     def __init__(self, trainable: Mapping[str, Tensor], decay: float) -> None:
         self._weights = dict(trainable)
-        # float32 whatever the weights are: with a decay of 0.999 a bfloat16 average would never move.
+        # Always float32: with a decay of 0.999, a bfloat16 average would never change.
         self._averages = {name: weight.detach().to(torch.float32, copy=True) for name, weight in trainable.items()}
         self._new_share = 1.0 - decay
 
     @torch.no_grad()
     def update(self) -> None:
-        """One kernel for all weights; no host sync."""
+        """Update all averages with one kernel, without host sync."""
         weights = [weight.float() for weight in self._weights.values()]
         averages = list(self._averages.values())
         torch._foreach_lerp_(averages, weights, self._new_share)  # pyright: ignore[reportPrivateImportUsage]
@@ -113,7 +112,7 @@ class Ema:
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """The averages as the weights, for a look at them; afterwards all is as it was, to the bit: both are float32."""
+        """Temporarily swap the averages into the model; float32 makes this exact."""
         self._swap()
         try:
             yield
@@ -121,13 +120,13 @@ class Ema:
             self._swap()
 
     def _swap(self) -> None:
-        for name, weight in self._weights.items():  # one by one: the device holds a copy of one of them more
+        for name, weight in self._weights.items():  # one by one, to limit extra device memory
             kept = weight.detach().clone()
             weight.copy_(self._averages[name])
             self._averages[name].copy_(kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages under the weights' names: the tensors themselves, so that what is copied into them counts."""
+        """Return the averages by weight name; the tensors are not copied."""
         return dict(self._averages)
 
 
@@ -135,57 +134,58 @@ Batch = Mapping[str, Tensor]
 
 
 class LossTable:
-    """Losses by robot, task, action dim and episode, added up on the device; `pipeline/loss_groups.py` says where each is."""
+    """Losses by robot, task, action dim and episode, summed on the device.
+
+    `pipeline/loss_groups.py` defines the columns.
+    """
 
     def __init__(self, groups: LossGroups, device: torch.device) -> None:
         self.sums_2G = torch.zeros(2, groups.columns, device=device)
-        """Sums of losses, and how many they are: a part of the run's state."""
+        """Sums and counts of losses; part of the checkpoint."""
         self.interval_2I, self.episodes_2E = self.sums_2G.tensor_split([groups.interval], dim=1)
-        """What a log line reads and sets to zero, and the rest: views."""
+        """Views: columns that are reset at each log line, and columns of episodes."""
         self._dims_2A = self.sums_2G[:, groups.dim_columns]
 
     @torch.no_grad()
-    def add(self, loss: Tensor, parts: LossParts | None, groups_BR: Tensor) -> None:
-        """A micro-batch: its loss, what it is the mean of where the policy tells, and its rows' columns. No host sync."""
-        if parts is not None:
-            sums_2BA = self._by_sample_and_dim(parts, len(groups_BR))
+    def add(self, output: PolicyOutput, groups_BR: Tensor) -> None:
+        """Add a micro-batch without host sync, as far as `output` has losses per sample and dim."""
+        loss_B = output.loss_B
+        if output.errors_MTA is not None:
+            errors_MTA = output.errors_MTA.float()
+            counted = torch.ones_like(errors_MTA)
+            if output.counted is not None:
+                counted = output.counted.expand_as(errors_MTA).float()
+            both = torch.stack([errors_MTA * counted, counted])
+            sums_2BA = both.unflatten(1, (len(groups_BR), -1)).sum(dim=(2, 3))
             self._dims_2A += sums_2BA.sum(dim=1)
             sums_B, counts_B = sums_2BA.sum(dim=2)
-            loss = (
-                loss if loss.ndim else sums_B / counts_B.clamp_min(1)
-            )  # of several robots it is each sample's already
-        if loss.ndim:
-            each_2B = torch.stack([loss.float(), torch.ones_like(loss, dtype=torch.float32)])
+            loss_B = sums_B / counts_B.clamp_min(1) if loss_B is None else loss_B
+        if loss_B is not None:
+            each_2B = torch.stack([loss_B.float(), torch.ones_like(loss_B, dtype=torch.float32)])
             each_2BR = each_2B[:, :, None].expand(-1, -1, groups_BR.shape[1])
             self.sums_2G.index_add_(1, groups_BR.flatten(), each_2BR.flatten(1))
-
-    def _by_sample_and_dim(self, parts: LossParts, samples: int) -> Tensor:
-        errors_MTA = parts.errors_MTA.float()
-        counted = torch.ones_like(errors_MTA) if parts.counted is None else parts.counted.expand_as(errors_MTA).float()
-        both = torch.stack([errors_MTA * counted, counted])
-        return both.unflatten(1, (samples, -1)).sum(dim=(2, 3))
 
 
 @dataclass(frozen=True)
 class StepResult:
     losses: Tensor
-    """Of every micro-step of this worker, in order, on the device."""
+    """Losses of this worker's micro-steps, on the device."""
     loss: Tensor
-    """Their mean, 0-d."""
+    """Mean of `losses`, 0-d."""
     grad_norm: Tensor
-    """Before clipping, of all workers' mean gradient: the same on every worker."""
+    """Norm of the gradient averaged over all workers, before clipping."""
 
 
 def make_parallel(module: nn.Module) -> DistributedDataParallel:
-    """The module as one of several workers': gradients are averaged over all of them, in the memory they are kept in.
+    """Wrap the module in DDP; gradients are averaged in place.
 
-    Buffers that a step changes are no worker's business but its own, and rank 0's are saved: none are sent round.
+    Buffers are not broadcast: they are local to each worker, and rank 0's are saved.
     """
     return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 class Updater:
-    """Owns what an update touches: the module, its trainable parameters (listed once) and the optimizer."""
+    """Updates the trainable parameters of a module."""
 
     def __init__(
         self,
@@ -196,7 +196,8 @@ class Updater:
         clip_norm: float,
         losses: LossTable | None = None,
     ) -> None:
-        """`clip_norm` 0 leaves gradients as they are. `losses` gets those of every group, where batches have LOSS_GROUPS."""
+        """Create an updater; a `clip_norm` of 0 disables clipping, and `losses` needs LOSS_GROUPS
+        in batches."""
         self.losses = losses
         self.guard = NonFiniteGuard(optimizer, parameters[0].device)
         self._module = module
@@ -205,10 +206,9 @@ class Updater:
         self._clip_norm = clip_norm or math.inf
 
     def update(self, batches: Iterable[Batch], micro_steps: int) -> StepResult:
-        """Accumulate over the next `micro_steps` of `batches`, all of one size, then clip and step.
+        """Accumulate over `micro_steps` batches of equal size, then clip and step.
 
-        The gradient is the mean over what there is: where the data end inside an accumulation, the caller gives the
-        smaller number, which it knows by arithmetic, the same on all workers. Gradients are exchanged with the last.
+        The gradient is the mean over the micro-batches. Gradients are exchanged with the last one.
         """
         losses = []
         for batch in islice(batches, micro_steps):
@@ -224,19 +224,18 @@ class Updater:
         return StepResult(stacked, stacked.mean(), self.apply())
 
     def forward(self, batch: Batch) -> Tensor:
-        """The first of an update's three parts; all are public, so that each can be timed."""
-        loss = self._module(batch)
+        """Return the loss of a micro-batch; public, like `backward` and `apply`, for timing."""
+        output: PolicyOutput = self._module(batch)
         if self.losses is not None:
-            policy = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
-            self.losses.add(loss, getattr(policy, "loss_parts", None), batch[LOSS_GROUPS])
-        return loss.mean() if loss.ndim else loss
+            self.losses.add(output, batch[LOSS_GROUPS])
+        return output.loss
 
     def backward(self, loss: Tensor, share: float) -> None:
-        """A loss that is not finite becomes NaN in every gradient, so that the exchange tells all workers."""
+        """Backpropagate; a non-finite loss makes all gradients NaN, so that all workers notice."""
         loss.backward(loss.detach() * 0.0 + share)
 
     def apply(self) -> Tensor:
-        """Clip, step, and let the gradients go; their norm before clipping."""
+        """Clip, step and free the gradients; return their norm before clipping."""
         grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self.guard.watch(grad_norm)
         self._optimizer.step()

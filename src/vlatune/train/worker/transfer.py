@@ -1,21 +1,20 @@
-"""Host columns -> batches on the device, the next ones prepared on a thread while one computes: the only thread between
-the object store and the device.
+"""Collate batches and copy them to the device on a prefetching thread.
 
-Collate: ids are set apart, the prompt's padding is cut. Everything that decides a tensor's shape is decided here, on the
-host, before a byte goes to the device: asking the device for the longest prompt would make the host wait for it.
+Collating removes ids and trims prompt padding. All tensor shapes are determined on the host,
+because asking the device would synchronise.
 
-Accelerators: the feed puts a batch together in page-locked memory that `empty` gives; from there it goes to the device on
-a stream of its own. The memory is held until the copy out of it is done, then given out again. The compute stream waits
-on the device for the copy's event; the host waits for nothing but, on the prefetcher's thread, for the oldest copy where
-MOST_UNDER_WAY of them are not done. Only what does not lie in page-locked memory in one piece is copied once more: prompts
-that were cut, and batches that come from elsewhere than the feed.
+Accelerators: the feed assembles batches in pinned memory from `empty`, which is copied to the
+device on a separate stream and reused when the copy is done. The compute stream waits for the
+copy's event on the device. Only the prefetching thread may block, on the oldest copy if
+MAX_PENDING are pending. Columns that are not contiguous pinned memory are copied first: trimmed
+prompts, and batches that are not from the feed.
 
-    prefetcher's thread   fill N+1 | send N+1 ............ | fill N+2 | ...
+    prefetching thread    fill N+1 | send N+1 ............ | fill N+2 | ...
     copy stream                      [ copy N+1, event ]
     compute stream        [ N computes ............ ] wait for event [ N+1 computes
 
-The CPU: tensors over the feed's memory, nothing is copied but what was cut. The prefetcher takes host columns from the
-feed, waits for room, collates and sends them; so `depth` batches lie ready on the device and one more on the host.
+CPU: tensors share the feed's memory; only trimmed columns are copied. `depth` batches are ready on
+the device, and one more on the host.
 """
 
 import math
@@ -25,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,8 +32,10 @@ from torch import Tensor
 
 from vlatune.batch import IDS, SLOT, TOKEN_MASK, Columns
 from vlatune.bounded_queue import ReadAhead
-from vlatune.pipeline.reorder_buffer import Empty
-from vlatune.pipeline.transforms import cut_prompts
+from vlatune.data.transforms import cut_prompts
+
+MAX_PENDING = 2
+"""Maximum pending copies; together with the batch being assembled, three batches are pinned."""
 
 
 @dataclass(frozen=True)
@@ -47,77 +48,38 @@ class DeviceBatch:
 @dataclass(frozen=True)
 class HostBatch:
     columns: Columns
-    """What goes to the device, key by key; views of the feed's arrays."""
+    """Columns to copy to the device; views of the feed's arrays."""
     samples: np.ndarray
 
-    def wrapped(self) -> DeviceBatch:
-        """Tensors over the same memory; only a column that was cut is copied, to be in one piece again."""
-        whole = {key: np.ascontiguousarray(values) for key, values in self.columns.items()}
-        return DeviceBatch({key: torch.from_numpy(values) for key, values in whole.items()}, self.samples)
+    def to_tensors(self) -> DeviceBatch:
+        """Return tensors that share memory; only non-contiguous columns are copied."""
+        columns = {key: np.ascontiguousarray(values) for key, values in self.columns.items()}
+        return DeviceBatch({key: torch.from_numpy(values) for key, values in columns.items()}, self.samples)
 
 
 def collate(columns: Columns) -> HostBatch:
-    """A batch of the feed as the policy takes it."""
+    """Convert a batch of the feed to the policy's input."""
     samples = np.stack([columns["dataset_index"], columns["index"]], axis=1)
     if TOKEN_MASK in columns:
         columns = cut_prompts(columns)
     return HostBatch({key: values for key, values in columns.items() if key not in (*IDS, SLOT)}, samples)
 
 
-MOST_UNDER_WAY = 2
-"""Copies to the device: with the batch that is put together meanwhile, three batches lie in page-locked memory."""
-
-
-class Event(Protocol):
-    def record(self, stream: Any, /) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds; both events must be done."""
-        ...
-
-
-class Machine(Protocol):
-    """What is asked of an accelerator; tests write down the calls, and their order."""
-
-    copy_stream: Any
-
-    def enter_thread(self) -> None:
-        """Called once on the thread that stages and sends."""
-        ...
-
-    def compute_stream(self) -> Any: ...
-    def event(self) -> Event: ...
-    def page_locked(self, num_bytes: int) -> Tensor:
-        """Flat uint8 host memory that the device can copy from by itself."""
-        ...
-
-    def is_page_locked(self, host: Tensor) -> bool: ...
-
-    def on_copy_stream(self) -> AbstractContextManager[Any]: ...
-    def to_device(self, host: Tensor) -> Tensor:
-        """Begin a copy on the current stream; the host does not wait for it."""
-        ...
-
-    def record_stream(self, tensor: Tensor, stream: Any) -> None: ...
-
-
 class Lease:
-    """Stands for memory that is given out; NumPy and torch hold it as long as an array or a tensor over it lives."""
+    """Owns memory of the pool while an array or a tensor over it is alive."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.__array_interface__ = memory.__array_interface__
 
 
 class HostMemory:
-    """Memory for arrays, given out again when nobody holds them any more. For one thread; any may let go.
+    """Pool of memory for arrays, reused when they are freed. For one thread; any thread may free.
 
-    Fresh memory can cost more than the copy that fills it: 32 rows of three pictures took 1.5 to 5 ms of CPU, and 1.4 ms
-    in memory that was used before; the rest are page faults. To page-lock it costs more still.
+    Avoids page faults and repeated pinning, which can cost more than filling the memory.
     """
 
     def __init__(self, make: Callable[[int], np.ndarray]) -> None:
-        """`make` gives flat uint8 memory."""
+        """Create a pool; `make` returns flat uint8 memory."""
         self._make = make
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
@@ -130,7 +92,7 @@ class HostMemory:
         return np.asarray(lease).view(dtype).reshape(shape)
 
 
-class TorchMachine:
+class Accelerator:
     """PyTorch's device-neutral streams and events."""
 
     def __init__(self, device: torch.device) -> None:
@@ -139,18 +101,18 @@ class TorchMachine:
         self.copy_stream = torch.Stream(self._device)
 
     def enter_thread(self) -> None:
-        torch.accelerator.set_device_index(self._device.index)  # the current device is each thread's own
+        torch.accelerator.set_device_index(self._device.index)  # the current device is thread-local
 
     def compute_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
 
-    def event(self) -> Event:
+    def event(self) -> torch.Event:
         return torch.Event(self._device, enable_timing=True)
 
-    def page_locked(self, num_bytes: int) -> Tensor:
+    def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def is_page_locked(self, host: Tensor) -> bool:
+    def is_pinned(self, host: Tensor) -> bool:
         return host.is_pinned()
 
     def on_copy_stream(self) -> AbstractContextManager[Any]:
@@ -164,90 +126,91 @@ class TorchMachine:
 
 
 @dataclass(frozen=True)
-class UnderWay:
-    """A copy to the device that may not be done, and the memory that it reads."""
+class Copy:
+    """A copy to the device that may be pending."""
 
-    begun: Event
-    copied: Event
+    begun: torch.Event
+    copied: torch.Event
     host: DeviceBatch
-
-
-@dataclass(frozen=True)
-class Sent:
+    """Its source, kept until the copy is done."""
     batch: DeviceBatch
-    copied: Event
 
 
 class StreamTransfer:
-    """To an accelerator. `empty`, `stage` and `send` on the prefetcher's thread, `ask` and `receive` on the trainer's."""
+    """Transfer to an accelerator.
 
-    def __init__(self, machine: Machine) -> None:
+    The prefetching thread calls `empty`, `stage` and `send`; the trainer calls `request` and
+    `receive`.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
         self.collate_s, self.copy_s = 0.0, 0.0
         self.copied_bytes = 0
-        """Copied on the host, to be page-locked or in one piece."""
-        self.enter_thread = machine.enter_thread
-        self.empty = HostMemory(lambda num_bytes: machine.page_locked(num_bytes).numpy()).empty
-        self._machine = machine
-        self._under_way: deque[UnderWay] = deque()
-        self._waits: deque[tuple[Event, Event]] = deque()
+        """Bytes copied on the host to be pinned or contiguous."""
+        self.enter_thread = accelerator.enter_thread
+        self.empty = HostMemory(lambda num_bytes: accelerator.pinned(num_bytes).numpy()).empty
+        self._accelerator = accelerator
+        self._pending: deque[Copy] = deque()
+        self._waits: deque[tuple[torch.Event, torch.Event]] = deque()
         self._waited_s = 0.0
 
     def stage(self, batch: HostBatch) -> DeviceBatch:
-        """The batch in page-locked memory, where it lies already but for what was cut."""
-        self._let_go()
+        """Return the batch in pinned memory; columns that already are pinned are not copied."""
+        self._release_finished()
         begin = time.perf_counter()
-        tensors = {key: self._page_locked(values) for key, values in batch.columns.items()}
+        tensors = {key: self._pin(values) for key, values in batch.columns.items()}
         self.collate_s += time.perf_counter() - begin
         return DeviceBatch(tensors, batch.samples)
 
-    def send(self, staged: DeviceBatch) -> Sent:
-        begun, copied = self._machine.event(), self._machine.event()
-        with self._machine.on_copy_stream():
-            begun.record(self._machine.copy_stream)
-            tensors = {key: self._machine.to_device(host) for key, host in staged.tensors.items()}
-            copied.record(self._machine.copy_stream)
-        self._under_way.append(UnderWay(begun, copied, staged))
-        return Sent(DeviceBatch(tensors, staged.samples), copied)
+    def send(self, staged: DeviceBatch) -> Copy:
+        begun, copied = self._accelerator.event(), self._accelerator.event()
+        with self._accelerator.on_copy_stream():
+            begun.record(self._accelerator.copy_stream)
+            tensors = {key: self._accelerator.to_device(host) for key, host in staged.tensors.items()}
+            copied.record(self._accelerator.copy_stream)
+        copy = Copy(begun, copied, staged, DeviceBatch(tensors, staged.samples))
+        self._pending.append(copy)
+        return copy
 
-    def _let_go(self) -> None:
-        """Of the memory of copies that are done; waits for the oldest where too many are not."""
-        while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0].copied.query()):
-            oldest = self._under_way.popleft()
-            oldest.copied.synchronize()  # device sync, for the copy alone: the prefetcher's thread alone may stand here
+    def _release_finished(self) -> None:
+        """Release the memory of finished copies; blocks on the oldest if too many are pending."""
+        while self._pending and (len(self._pending) >= MAX_PENDING or self._pending[0].copied.query()):
+            oldest = self._pending.popleft()
+            oldest.copied.synchronize()  # device sync of one copy, on the prefetching thread
             self.copy_s += oldest.begun.elapsed_time(oldest.copied) / 1000
 
-    def _page_locked(self, values: np.ndarray) -> Tensor:
-        if values.flags.c_contiguous and self._machine.is_page_locked(there := torch.from_numpy(values)):
-            return there
+    def _pin(self, values: np.ndarray) -> Tensor:
+        if values.flags.c_contiguous and self._accelerator.is_pinned(tensor := torch.from_numpy(values)):
+            return tensor
         out = self.empty(values.shape, values.dtype)
-        np.copyto(out, values)  # by NumPy: torch's would start threads of its own, which computing needs
+        np.copyto(out, values)  # torch's copy would start threads that compete with training
         self.copied_bytes += values.nbytes
         return torch.from_numpy(out)
 
-    def ask(self) -> Event:
-        """A mark on the compute stream behind all work so far: from here on the device waits for data."""
-        asked = self._machine.event()
-        asked.record(self._machine.compute_stream())
-        return asked
+    def request(self) -> torch.Event:
+        """Mark the compute stream after all work so far: from here, the device waits for data."""
+        requested = self._accelerator.event()
+        requested.record(self._accelerator.compute_stream())
+        return requested
 
-    def receive(self, sent: Sent, asked: Event | None) -> DeviceBatch:
-        """The batch, for work on the current stream; without `asked` the wait is not counted."""
-        stream = self._machine.compute_stream()
+    def receive(self, sent: Copy, requested: torch.Event | None) -> DeviceBatch:
+        """Return the batch for the current stream; without `requested` the wait is not counted."""
+        stream = self._accelerator.compute_stream()
         stream.wait_event(sent.copied)
         for tensor in sent.batch.tensors.values():
-            # Allocated for the copy stream: without this its memory could be written again while computing reads it.
-            self._machine.record_stream(tensor, stream)
-        if asked is not None:
-            arrived = self._machine.event()
+            # Allocated on the copy stream: prevents reuse of its memory while in use.
+            self._accelerator.record_stream(tensor, stream)
+        if requested is not None:
+            arrived = self._accelerator.event()
             arrived.record(stream)
-            self._waits.append((asked, arrived))
+            self._waits.append((requested, arrived))
         self._count_waits()
         return sent.batch
 
     def take_waited_s(self) -> float:
-        """Seconds since the last call for which the device had nothing to do but wait for data; never waits itself.
+        """Return the seconds since the last call that the device waited for data; does not block.
 
-        A wait that the device has not come to yet is counted by a later call.
+        Waits that the device has not reached yet are counted by a later call.
         """
         self._count_waits()
         waited_s, self._waited_s = self._waited_s, 0.0
@@ -255,12 +218,12 @@ class StreamTransfer:
 
     def _count_waits(self) -> None:
         while self._waits and self._waits[0][1].query():
-            asked, arrived = self._waits.popleft()
-            self._waited_s += asked.elapsed_time(arrived) / 1000
+            requested, arrived = self._waits.popleft()
+            self._waited_s += requested.elapsed_time(arrived) / 1000
 
 
 class HostTransfer:
-    """To the CPU: nothing moves."""
+    """Transfer to the CPU: no copies."""
 
     copy_s = 0.0
 
@@ -273,19 +236,19 @@ class HostTransfer:
 
     def stage(self, batch: HostBatch) -> DeviceBatch:
         begin = time.perf_counter()
-        wrapped = batch.wrapped()
+        staged = batch.to_tensors()
         self.collate_s += time.perf_counter() - begin
-        return wrapped
+        return staged
 
     def send(self, staged: DeviceBatch) -> DeviceBatch:
         return staged
 
-    def ask(self) -> float:
+    def request(self) -> float:
         return time.perf_counter()
 
-    def receive(self, sent: DeviceBatch, asked: float | None) -> DeviceBatch:
-        if asked is not None:
-            self._waited_s += time.perf_counter() - asked
+    def receive(self, sent: DeviceBatch, requested: float | None) -> DeviceBatch:
+        if requested is not None:
+            self._waited_s += time.perf_counter() - requested
         return sent
 
     def take_waited_s(self) -> float:
@@ -293,32 +256,20 @@ class HostTransfer:
         return waited_s
 
 
-class Transfer(Protocol):
-    """See transfer.py: what is staged and sent is its own business."""
-
-    collate_s: float
-    copy_s: float
-
-    empty: Empty
-    """Memory that batches are best put together in; for the thread that stages and sends."""
-
-    def enter_thread(self) -> None: ...
-    def stage(self, batch: HostBatch, /) -> Any: ...
-    def send(self, staged: Any, /) -> Any: ...
-    def ask(self) -> Any: ...
-    def receive(self, sent: Any, asked: Any, /) -> DeviceBatch: ...
-    def take_waited_s(self) -> float: ...
+Transfer = StreamTransfer | HostTransfer
 
 
 class Prefetcher:
-    """An iterator of batches on the device; for one consuming thread."""
+    """Iterator over batches on the device, for one consumer thread."""
 
     def __init__(self, source: Iterator[Columns], transfer: Transfer, *, depth: int) -> None:
-        self._transfer = transfer
+        self._transfer = untyped = cast(Any, transfer)
         self._is_first = True
 
         def send(columns: Columns) -> Any:
-            return transfer.send(transfer.stage(collate(columns)))
+            return untyped.send(
+                untyped.stage(collate(columns))
+            )  # no reference to `self`: a dropped prefetcher ends its thread
 
         self._ahead = ReadAhead(_on_thread(source, transfer), depth=depth, name="prefetch", prepare=send)
 
@@ -326,26 +277,27 @@ class Prefetcher:
         return self
 
     def __next__(self) -> DeviceBatch:
-        # Before the first batch everything waits for the run to start: that is no wait of the loop.
-        asked = None if self._is_first else self._transfer.ask()
+        # Waiting for the first batch is startup time.
+        requested = None if self._is_first else self._transfer.request()
         sent = next(self._ahead)
         self._is_first = False
-        return self._transfer.receive(sent, asked)
+        return self._transfer.receive(sent, requested)
 
     def take_waited_s(self) -> float:
-        """Seconds since the last call in which the trainer stood still for data; the first batch does not count."""
+        """Return the seconds since the last call that training waited for data, after startup."""
         return self._transfer.take_waited_s()
 
     def stage_s(self) -> dict[str, float]:
-        """Seconds so far that collating and copying took, beside the loop."""
+        """Return the seconds so far spent on collating and copying."""
         return {"collate": self._transfer.collate_s, "copy": self._transfer.copy_s}
 
     def close(self) -> None:
-        """At any moment. A source whose `next` can block must be closed first: the thread may be waiting in it."""
+        """Stop the thread. Close a source with a blocking `next` first: the thread may be waiting
+        in it."""
         self._ahead.close()
 
 
 def _on_thread(source: Iterator[Columns], transfer: Transfer) -> Iterator[Columns]:
-    """The source, on the thread that has taken its first item."""
+    """Iterate over the source on the prefetching thread."""
     transfer.enter_thread()
     yield from source

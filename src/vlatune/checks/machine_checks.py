@@ -1,0 +1,297 @@
+"""Checks of the machine or cluster: run folder, memory, reading, storage, resources."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from vlatune.checkpoint.local_store import LocalStore
+from vlatune.checkpoint.store import open_store
+from vlatune.checks import device_memory
+from vlatune.checks.case import Case
+from vlatune.config.settings import RunConfig
+from vlatune.data.reader import read_unit
+from vlatune.data.transforms import apply_all
+from vlatune.feed.plan import Share, make_units, plan_steps
+from vlatune.feed.sizing import CORE_FLOPS, Sizing, plan_on_nodes, usable_ram_bytes
+from vlatune.findings import Finding, finding_of
+from vlatune.formatting import format_bytes, format_number, format_seconds, format_share, plural
+from vlatune.gpu_driver import find_problem, read_gpu
+from vlatune.policies.base import ModuleOptions
+from vlatune.ray_internals import count_gpus
+from vlatune.train.driver.launch import run_shape
+from vlatune.train.driver.ray_cluster import connected, read_nodes, size_for_this_host, worker_resources
+from vlatune.train.driver.resume_rules import check_run
+from vlatune.train.prefix_choice import GPU_FLOPS, cache_folder, run_figures
+
+CPU_SHARE = 0.8
+"""Share of free memory for all workers without GPUs; readers and the object store need the rest."""
+READER_MARGIN = 1.25
+"""Factor on the minimum number of readers, because steps and decoding are uneven."""
+READ_ROWS, PLAN_STEPS = 96, 64
+"""Rows that are read to measure the cost of a row, and optimizer steps they are taken from."""
+FREE_SHARE = 0.9
+"""Usable share of free disk space."""
+
+
+def check_run_folder(case: Case) -> Iterator[Finding]:
+    """Check that the run may start or resume in its folder; else continue with a free one."""
+    folder = case.config.run_dir
+    try:
+        check_run(case.config)
+    except ValueError as error:
+        free = next(one for n in range(2, 1000) if not (one := folder.with_name(f"{folder.name}-{n}")).exists())
+        flags = (f"--output_dir={free}",)
+        case.apply(flags)
+        yield replace(finding_of(error, "run"), flags=flags)
+        return
+    yield Finding("pass", "run", f"'{folder}' is free, or holds this run")
+
+
+def check_memory(case: Case) -> Iterator[Finding]:
+    """Compare the memory that a worker needs with its device and with other GPU sizes."""
+    import torch
+
+    assert case.batch is not None
+    assert case.setup is not None
+    config, columns = case.config, case.batch.inputs
+    if case.module is not None:
+        footprint = device_memory.measure(case.module, columns, str(next(case.module.parameters()).device))
+    else:
+        options = replace(ModuleOptions.of(config.policy), compile=False)
+        footprint = device_memory.plan_footprint(case.adapter, case.setup, options, columns)
+    if footprint is None:
+        yield Finding("skipped", "memory", "the weights are too large to load, and the policy has no `plan_module`")
+        return
+    case.footprint = footprint
+    modes = device_memory.fit_modes(config, case.setup, columns)
+    ema, cuda = config.optimizer.ema_decay > 0, torch.cuda.is_available()
+    if cuda:
+        device_bytes, device = int(torch.cuda.mem_get_info()[1]), "the GPU"
+    else:
+        device_bytes, device = int(CPU_SHARE * usable_ram_bytes() / config.num_workers), "a worker without a GPU"
+    shared = {"ema": ema, "num_workers": config.num_workers, "grad_accum": config.grad_accum}
+    needed = footprint.needed(config.batch_size, cuda=cuda, **shared)
+    state = footprint.state_bytes(ema=ema) + footprint.saved
+    figures = {
+        "needed_bytes": needed,
+        "device_bytes": device_bytes,
+        "state_bytes": footprint.state_bytes(ema=ema),
+        "bytes_per_sample": footprint.saved_per_sample,
+        "largest_batch": footprint.largest_batch(device_bytes, cuda=cuda, **shared),
+        "fits": {
+            f"{one.train}{'+checkpointing' if one.gradient_checkpointing else ''}": dict(one.batches) for one in modes
+        },
+        "table": device_memory.table_rows(modes),
+    }
+    text = (
+        f"{format_bytes(needed)} per worker at batch size {config.batch_size}: {format_bytes(state)} for weights and "
+        f"optimizer, {format_bytes(footprint.saved_per_sample)} per sample; {device} has {format_bytes(device_bytes)}"
+    )
+    if needed <= device_memory.USABLE * device_bytes:
+        yield Finding("pass", "memory", text, figures=figures)
+    elif cuda:
+        flags = device_memory.flags_that_fit(config, modes, footprint, device_bytes)
+        remedy = "keep the global batch with" if flags else "no fine-tuning mode of this policy fits the GPU"
+        yield Finding("fail", "memory", text, remedy=remedy, flags=flags, figures=figures)
+    else:  # the run may be intended for another machine
+        on_gpu = footprint.needed(config.batch_size, **shared)
+        fits = [size for size in device_memory.GPU_SIZES if on_gpu <= device_memory.USABLE * size * device_memory.GB]
+        largest = device_memory.GPU_SIZES[-1]
+        flags = () if fits else device_memory.flags_that_fit(config, modes, footprint, largest * device_memory.GB)
+        remedy = f"use a GPU of {fits[0]} GB" if fits else f"use a GPU of more than {largest} GB, or what fits one"
+        yield Finding("warn", "memory", text, remedy=remedy, flags=flags, figures=figures)
+
+
+def check_reading(case: Case) -> Iterator[Finding]:
+    """Compare the CPU time to read a row with the step time, and derive the number of readers."""
+    assert case.batch is not None
+    assert case.setup is not None
+    config, (row_s, rows) = case.config, read_cost(case)
+    sizing = plan_sizing(case)
+    if case.step_s is not None:
+        step_s, source = case.step_s / len(case.batch.rows["index"]), "measured"
+    else:
+        flops = case.adapter.step_flops(case.policy, case.binding, ModuleOptions.of(config.policy))
+        step_s = max(flops, CORE_FLOPS * 1e-6) / GPU_FLOPS
+        source = f"estimated for a GPU with {GPU_FLOPS / 1e12:.0f} TFLOP/s"
+    on_cpu = not any(node.gpus for node in sizing.nodes)
+    needed, readers = int(np.ceil(READER_MARGIN * row_s / step_s)), sizing.budget.readers
+    figures = {
+        "row_cpu_s": row_s,
+        "step_s_per_sample": step_s,
+        "readers_needed": needed,
+        "readers": readers,
+        "rows": rows,
+    }
+    text = f"a sample costs {_short(row_s)} of a core to read and {_short(step_s)} of a step ({source})"
+    if on_cpu and case.step_s is not None:
+        core_s, cores = row_s + step_s * sizing.torch_threads, sum(node.cpus for node in sizing.nodes)
+        case.sample_s = max(step_s, core_s * config.num_workers / cores)
+        text = f"{text}; reading takes {format_share(row_s / core_s)} of the CPU time on {cores} cores"
+        yield Finding("pass", "reading", text, figures=figures)
+        return
+    case.sample_s = step_s if on_cpu else max(step_s, row_s / max(1, readers))
+    text = f"{text}: {plural(needed, 'reader')} per worker needed, {readers} available"
+    if needed <= readers or on_cpu:
+        yield Finding("pass", "reading", text, figures=figures)
+        return
+    length = 2 * case.setup.order.run_length
+    window_rows = max(length, case.setup.order.window_rows)
+    flags = (f"--dataset.run_length={length}", f"--dataset.window_rows={window_rows}")
+    remedy = "give each GPU more CPUs, or decode longer runs of frames"
+    yield Finding("warn", "reading", text, remedy=remedy, flags=flags, figures=figures)
+
+
+def check_duration(case: Case) -> Iterator[Finding]:
+    """Estimate the duration of the run from the cost of a sample."""
+    config = case.config
+    assert case.sample_s is not None  # set by `check_reading`
+    step_s = case.sample_s * config.batch_size * config.grad_accum
+    basis = "measured here" if case.step_s is not None else f"on a GPU with {GPU_FLOPS / 1e12:.0f} TFLOP/s"
+    total = f"about {format_seconds(config.steps * step_s)} for {plural(config.steps, 'optimizer step')}"
+    text = f"{total} of {_short(step_s)} ({basis}), without start-up, validation and checkpoints"
+    yield Finding("pass", "duration", text, figures={"seconds": config.steps * step_s, "step_s": step_s})
+
+
+def _short(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 0.01 else f"{format_number(1000 * seconds, digits=2)} ms"
+
+
+def read_cost(case: Case) -> tuple[float, int]:
+    """Return the CPU seconds to read and transform a row with images, and the rows read."""
+    assert case.setup is not None
+    plan, share = case.setup.data_plan, Share(0, case.config.num_workers)
+    last = min(PLAN_STEPS, case.config.steps, plan.order.batches_per_epoch)
+    chosen, rows = [], 0
+    for piece in sorted(plan_steps(plan.order, share, 0, last), key=lambda piece: -len(piece.frames)):
+        chosen.append(piece)
+        rows += len(piece.frames)
+        if rows >= READ_ROWS:
+            break
+    begin = time.process_time()
+    for unit in make_units(plan, share, chosen):
+        apply_all(plan.transforms, read_unit(plan.specs[unit.dataset_index], unit))
+    return (time.process_time() - begin) / rows, rows
+
+
+def plan_sizing(case: Case) -> Sizing:
+    """Return cores, readers and object store as the run would get them."""
+    assert case.setup is not None
+    run = run_shape(case.run_config(), case.setup)
+    if not os.environ.get("RAY_ADDRESS"):
+        return size_for_this_host(case.config, run)
+    with connected():
+        return plan_on_nodes(read_nodes(), run)
+
+
+def check_storage(case: Case) -> Iterator[Finding]:
+    """Check that checkpoints and a kept prefix can be written and fit on the disk."""
+    store = open_store(case.config.run_dir, case.config.storage_path)
+    if isinstance(store, LocalStore):
+        yield _check_disk(case, _existing(store.staging))
+    else:
+        store.check_writable()
+        yield Finding("pass", "storage", "a test file was written and removed", place=str(case.config.storage_path))
+    yield from _check_prefix(case)
+
+
+def _check_disk(case: Case, folder: Path) -> Finding:
+    config = case.config
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"vlatune")
+    except OSError as error:
+        text, flags = f"'{folder}' is not writable ({error.strerror})", _other_disk(config, 0)
+        return Finding("fail", "storage", text, remedy="choose another --output_dir", flags=flags)
+    free = shutil.disk_usage(folder).free
+    if case.footprint is None:
+        text = f"'{folder}' is writable and has {format_bytes(free)} free"
+        return Finding("pass", "storage", text, figures={"free_bytes": free})
+    each = case.footprint.checkpoint_bytes(ema=config.optimizer.ema_decay > 0)
+    kept = config.keep_checkpoints + config.kept_best
+    needed = (kept + 1) * each
+    figures = {"free_bytes": free, "checkpoint_bytes": each, "needed_bytes": needed}
+    text = f"{kept:,} checkpoints of {format_bytes(each)} and one being written take {format_bytes(needed)}"
+    text = f"{text}; '{folder}' has {format_bytes(free)} free"
+    if needed <= FREE_SHARE * free:
+        return Finding("pass", "storage", text, figures=figures)
+    most = int(FREE_SHARE * FREE_SHARE * free // max(1, each)) - 1 - config.kept_best  # with a margin for others
+    if most >= 1:
+        flags: tuple[str, ...] = (f"--keep_checkpoints={most}",)
+    elif config.keep_best and int(FREE_SHARE * free // max(1, each)) >= 2 + (config.early_stop > 0):
+        flags = ("--keep_checkpoints=1", "--keep_best=0")
+    else:
+        flags = _other_disk(config, needed)
+    remedy = "keep fewer checkpoints" if most >= 1 else "choose a disk with more space"
+    return Finding("fail", "storage", text, remedy=remedy, flags=flags, figures=figures)
+
+
+def _check_prefix(case: Case) -> Iterator[Finding]:
+    """Check the space for the kept prefix; a run keeps as much as fits."""
+    if case.setup is None or case.config.policy.keep_prefix == "false":
+        return
+    try:
+        _, figures = run_figures(case.config, case.setup, on_gpu=count_gpus() > 0)
+    except ValueError:  # with `auto`, nothing is kept
+        return
+    free = shutil.disk_usage(_existing(cache_folder(case.config))).free
+    budget = case.config.dataset.cache_bytes or free
+    values = {"prefix_bytes": figures.total_bytes, "free_bytes": free, "read_bytes_per_s": figures.read_bytes_per_s}
+    text = f"the kept prefix takes {format_bytes(figures.total_bytes)}, {format_bytes(min(budget, free))} are available"
+    if figures.total_bytes <= FREE_SHARE * min(budget, free):
+        yield Finding("pass", "storage", text, figures=values)
+        return
+    flags, remedy = (
+        ("--policy.keep_prefix=false",),
+        "name a larger disk with --dataset.cache, or compute it in each epoch",
+    )
+    yield Finding("warn", "storage", text, remedy=remedy, flags=flags, figures=values)
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder or its nearest existing parent."""
+    folder = folder.absolute()
+    return next(one for one in (folder, *folder.parents) if one.is_dir())
+
+
+def _other_disk(config: RunConfig, needed: int) -> tuple[str, ...]:
+    """Suggest a run folder on a disk with enough space."""
+    for folder in (Path.cwd() / "runs", Path.home() / "runs", Path(tempfile.gettempdir()) / "runs"):
+        there = _existing(folder)
+        if os.access(there, os.W_OK) and FREE_SHARE * shutil.disk_usage(there).free > needed:
+            return (f"--output_dir={folder / config.run_dir.name}",)
+    return ()
+
+
+def check_cluster(case: Case) -> Iterator[Finding]:
+    """Check workers, readers and object store on this machine or the cluster at RAY_ADDRESS."""
+    sizing, workers = plan_sizing(case), case.config.num_workers
+    for text in sizing.warnings:
+        found, _, remedy = text.partition("; ")
+        yield Finding("warn", "cluster", found, remedy=remedy)
+    cpus, gpus = sum(node.cpus for node in sizing.nodes), sum(node.gpus for node in sizing.nodes)
+    machine = "the cluster at RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "this machine"
+    figures = {"cpus": cpus, "gpus": gpus, "readers": sizing.budget.readers, "store_bytes": sizing.store_bytes}
+    if 0 < gpus < workers:
+        text, flags = f"{machine} has {gpus} GPUs for {workers} workers", (f"--num_workers={gpus}",)
+        remedy = "use one worker per GPU"
+        yield Finding("fail", "cluster", text, expected="one GPU per worker", remedy=remedy, flags=flags)
+        return
+    if gpus and not os.environ.get("RAY_ADDRESS") and (problem := find_problem(read_gpu())):
+        found, _, remedy = problem.partition("; ")
+        yield Finding("fail", "cluster", found, remedy=remedy)
+        return
+    if os.environ.get("RAY_ADDRESS") and case.setup is not None:
+        from vlatune.train.driver.ray_nodes import check_nodes
+
+        with connected():
+            yield from check_nodes(case.config, case.setup, worker_resources(sizing))
+    each = f"{plural(sizing.budget.readers, 'reader')} and {plural(sizing.torch_threads, 'torch thread')} per worker"
+    text = f"{machine}: {plural(cpus, 'CPU')}, {plural(gpus, 'GPU')}; {plural(workers, 'worker')}, {each}, "
+    yield Finding("pass", "cluster", f"{text}object store of {format_bytes(sizing.store_bytes)}", figures=figures)

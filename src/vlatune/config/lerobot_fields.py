@@ -1,0 +1,196 @@
+"""Tables for `--from_lerobot`: all fields of LeRobot's training config and of its launchers.
+
+A name that ends with a dot stands for all fields below it that have no row. Options of policies are
+flags of the same name and not listed. `docs/from_lerobot.md` shows the table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+REQUIRED: Any = object()
+"""Marks fields without a default."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Translation of a LeRobot field: to a flag, ignored, or rejected unless it has its default."""
+
+    default: Any = REQUIRED
+    """LeRobot's default."""
+    flag: str | None = None
+    """Our equivalent flag."""
+    reason: str = ""
+    """Why the field, or its value, is ignored or rejected."""
+    is_ignored: bool = False
+    values: Mapping[str, str] | None = None
+    """LeRobot's values -> ours, if they differ; other values are rejected."""
+
+
+SAME_NAME = {
+    **dict.fromkeys(("dataset.repo_id", "dataset.image_transforms.tfs", "policy.type", "policy.path"), REQUIRED),
+    **dict.fromkeys(("dataset.root", "dataset.episodes", "dataset.revision", "dataset.exclude_episodes"), None),
+    "dataset.eval_split": 0.0,
+    "dataset.use_imagenet_stats": True,
+    "dataset.image_transforms.enable": False,
+    "dataset.image_transforms.max_num_transforms": 3,
+    "dataset.image_transforms.random_order": False,
+    "output_dir": None,
+    "job_name": None,
+    "seed": 1000,
+    "batch_size": 8,
+    "steps": 100_000,
+    "log_freq": 200,
+    "save_freq": 20_000,
+    "rename_map": {},
+    "wandb.enable": False,
+    "wandb.project": "lerobot",
+    **dict.fromkeys(("wandb.entity", "wandb.notes", "wandb.run_id", "wandb.mode"), None),
+    **dict.fromkeys(("policy.dtype", "policy.gradient_checkpointing", "optimizer.lr", "optimizer.betas"), REQUIRED),
+    **dict.fromkeys(("optimizer.eps", "optimizer.weight_decay", "optimizer.grad_clip_norm"), REQUIRED),
+    **dict.fromkeys(("scheduler.num_warmup_steps", "scheduler.num_decay_steps", "scheduler.decay_lr"), REQUIRED),
+}
+"""Fields with a flag of the same name -> default."""
+
+OTHER_NAME = {
+    "cudnn_deterministic": ("deterministic", False),
+    "eval_steps": ("eval_freq", 0),
+    "max_eval_samples": ("eval_samples", 0),
+    "tolerance_s": ("dataset.tolerance_s", 1e-4),
+    "ema.decay": ("optimizer.ema_decay", None),
+    "parallelism.dp_replicate": ("num_workers", 1),
+    "peft.r": ("policy.lora_rank", 16),
+    "peft.lora_alpha": ("policy.lora_alpha", None),
+    "policy.pretrained_path": ("policy.path", REQUIRED),
+    "policy.pretrained_revision": ("policy.revision", REQUIRED),
+    "policy.compile_model": ("policy.compile", REQUIRED),
+    **{f"policy.optimizer_{name}": (f"optimizer.{name}", REQUIRED) for name in ("lr", "betas", "eps")},
+    **{f"policy.optimizer_{name}": (f"optimizer.{name}", REQUIRED) for name in ("weight_decay", "grad_clip_norm")},
+    "policy.scheduler_warmup_steps": ("scheduler.num_warmup_steps", REQUIRED),
+    "policy.scheduler_decay_steps": ("scheduler.num_decay_steps", REQUIRED),
+    "policy.scheduler_decay_lr": ("scheduler.decay_lr", REQUIRED),
+}
+"""Fields with a flag of another name -> (flag, default)."""
+
+DIFFUSERS = Row(
+    flag="scheduler.type",
+    values={"cosine": "diffuser", "constant_with_warmup": "constant_with_warmup", "constant": "none"},
+    reason="supported diffusers schedules are cosine, constant_with_warmup and constant",
+)
+OTHER_VALUES = {
+    "optimizer.type": Row(
+        flag="optimizer.type",
+        values={"adamw": "adamw", "adam": "adam"},
+        reason="supported optimizers are adamw and adam",
+    ),
+    "scheduler.type": Row(
+        flag="scheduler.type",
+        values={
+            "cosine_decay_with_warmup": "cosine_decay_with_warmup",
+            "cosine_annealing_with_warmup": "diffuser",
+            "constant_with_warmup": "constant_with_warmup",
+            "diffuser": "diffuser",
+        },
+        reason="supported schedules are cosine and constant, each after a warm-up",
+    ),
+    "scheduler.name": DIFFUSERS,
+    "policy.scheduler_name": DIFFUSERS,
+}
+
+READING = "readers are sized for the machine (docs/hardware.md)"
+IGNORED = {
+    "dataset.streaming": "datasets are always read on demand",
+    "dataset.video_backend": "PyAV decodes the same frames",
+    "dataset.return_uint8": "images are always uint8 up to the device",
+    "dataset.depth_output_unit": "depth is not read",
+    "env.": "see env",
+    "reward_model.": "see reward_model",
+    "sample_weighting.": "see sample_weighting",
+    "checkpoint_path": "LeRobot runs cannot be resumed",
+    "num_workers": f"{READING}; our --num_workers is the number of training workers",
+    **dict.fromkeys(("prefetch_factor", "persistent_workers", "dataloader_multiprocessing_context"), READING),
+    "env_eval_freq": "training runs no simulation",
+    "use_policy_training_preset": "selects the source of optimizer and scheduler",
+    "eval.": "training runs no simulation",
+    "job.": "see job.target",
+    "wandb.": "see wandb.enable",
+    "trackio.": "see trackio.enable",
+    "checkpoint_format": "`vlatune export` writes safetensors",
+    "ema.": "see ema.enable",
+    "ema.enable": "see --optimizer.ema_decay",
+    "accelerator.": "Ray Train starts and connects the workers",
+    "accelerator.mixed_precision": "see --policy.dtype",
+    "optimizer": "see optimizer.type",
+    "scheduler": "see scheduler.type",
+    "scheduler.peak_lr": "the peak is optimizer.lr; decay_lr is scaled if they differ",
+    "peft": "see peft.method_type",
+    "policy.compile_mode": "layers are compiled one by one",
+    "policy.device": "a worker uses the available GPU",
+    "policy.use_peft": "see peft",
+    **dict.fromkeys(("policy.train_expert_only", "policy.freeze_vision_encoder"), "see --policy.train"),
+    **dict.fromkeys(("policy.memory_frames", "policy.memory_stride"), "see policy.use_visual_memory"),
+    "policy.memory_temporal_attention_every": "see policy.use_visual_memory",
+    **dict.fromkeys(
+        (f"policy.{name}" for name in ("push_to_hub", "repo_id", "private", "tags", "license")), "no effect on training"
+    ),
+}
+"""Fields that do not affect the trained model -> reason."""
+
+ALL_WEIGHTS = "sharding is not supported: every worker holds all weights"
+MEMORY = "observation memory is not supported"
+REJECTED = {
+    "dataset.repo_type": ("dataset", "storage buckets are not supported; download the dataset and give its folder"),
+    "env": (None, "training runs no simulation; use `vlatune eval RUN --env.type=...` afterwards"),
+    "reward_model": (None, "reward models are not supported"),
+    "sample_weighting": (None, "samples are weighted by dataset only (--dataset.weight)"),
+    "resume": (False, "LeRobot runs cannot be resumed; start from the weights with --policy.path"),
+    "save_checkpoint": (True, "checkpoints are always saved; see --save_freq and --keep_checkpoints"),
+    "save_checkpoint_to_hub": (False, "use `vlatune export RUN DIR --push_to_hub=NAME` afterwards"),
+    "job.target": (None, "HF Jobs are not supported; set RAY_ADDRESS to run on a cluster"),
+    "trackio.enable": (False, "Trackio is not supported; use --wandb.enable=true or --mlflow.enable=true"),
+    "ema.update_after_step": (0, "the moving average starts with the first step"),
+    "parallelism.": (1, f"{ALL_WEIGHTS}; use --num_workers"),
+    "accelerator.gradient_accumulation.steps": (
+        1,
+        "LeRobot counts micro-batches as steps; remove it, use --grad_accum, and divide the steps by it",
+    ),
+    "accelerator.compile.enabled": (False, "use --policy.compile=true"),
+    "accelerator.activation_checkpointing.mode": ("none", "use --policy.gradient_checkpointing=true"),
+    "peft.method_type": ("LORA", "only LoRA adapters are supported"),
+    "peft.target_modules": (None, "--policy.train=lora adapts the language model and the expert"),
+    "peft.full_training_modules": (None, "--policy.train=lora also trains the projections"),
+    "peft.init_type": (None, "adapters have PEFT's default initialisation"),
+    "policy.use_amp": (False, "use --policy.dtype=bfloat16; trained weights stay float32"),
+    "policy.rtc_training_max_delay": (0, "training for real-time chunking is not supported"),
+    **dict.fromkeys(("policy.use_visual_memory", "policy.use_proprioceptive_memory"), (False, MEMORY)),
+    "policy.": (REQUIRED, "set by the config.json of the base model"),
+}
+"""Fields without an equivalent -> (default, reason). `policy.` applies to all other policy fields."""
+
+ROWS: Mapping[str, Row] = {
+    **{name: Row(default, name) for name, default in SAME_NAME.items()},
+    **{name: Row(default, flag) for name, (flag, default) in OTHER_NAME.items()},
+    **OTHER_VALUES,
+    **{name: Row(reason=reason, is_ignored=True) for name, reason in IGNORED.items()},
+    **{name: Row(default, reason=reason) for name, (default, reason) in REJECTED.items()},
+}
+
+LAUNCHER: Mapping[str, Row] = {
+    "--config_file": Row(reason="launcher files are not read; give its num_processes and mixed_precision as flags"),
+    "--gradient_accumulation_steps": Row(1, reason="LeRobot ignores it; use --grad_accum"),
+    **dict.fromkeys(("--use_fsdp", "--use_deepspeed", "--use_megatron_lm"), Row(False, reason=ALL_WEIGHTS)),
+    "--use_parallelism_config": Row(False, reason=ALL_WEIGHTS),
+    "--dynamo_backend": Row("no", reason="use --policy.compile=true"),
+    "--": Row(reason="Ray places and connects the workers", is_ignored=True),
+    "": Row(reason="set it for `vlatune train`", is_ignored=True),
+}
+"""Flags before the command (`accelerate launch`, `torchrun`): `--` is any other flag, "" is an
+environment variable. Numbers of processes and mixed precision are translated."""
+
+PRESETS = tuple(name for name in ROWS if name.startswith(("policy.optimizer_", "policy.scheduler_")))
+FROZEN = ("policy.train_expert_only", "policy.freeze_vision_encoder")
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "grad_clip_norm": 10.0},
+    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 10.0},
+}
+"""LeRobot's defaults by `--optimizer.type`, used without the policy's preset."""

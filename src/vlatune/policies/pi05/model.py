@@ -1,0 +1,311 @@
+"""PI0.5 in torch: LeRobot's modules and weights behind `forward(batch) -> PolicyOutput`.
+
+LeRobot runs images, prompt and actions through joint attention, so that a frozen prefix still runs
+backward, and syncs with the device several times a step. Prefix tokens (images and prompt) do not
+attend to actions, so here their keys and values are computed once per observation, without
+gradients if nothing in the prefix trains, up to the last layer's keys and values. The action expert
+then attends to [prefix, own] for any number of noise samples. Cameras without data are skipped,
+which LeRobot encodes and then masks; positions count valid tokens only.
+
+Operations keep LeRobot's order and dtype, except for PyTorch's fused attention. Nothing syncs with
+the device, and no shape depends on values. Sampling is LeRobot's. PI0 derives from this module and
+differs only in the expert's tokens (`Suffix`).
+
+Shapes: B batch, N tokens of this part, S tokens attended to, D width, H query heads, E head size.
+There is one key/value head, so query heads are folded into tokens instead of repeating keys. The
+mask is (B, S), or (B, H * N, S) with PI0's state token, which does not attend to actions.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.gemma.modeling_gemma import rotate_half
+
+from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, NOISE, PREFIX, TIME, TOKEN_MASK, TOKENS
+from vlatune.policies.base import Binding, ModuleOptions, PolicyOutput, PolicySpec
+from vlatune.policies.flow_matching import mean_over_own_dims
+from vlatune.policies.modeling import (
+    KeyValue,
+    LayerModule,
+    check_noise_samples,
+    encode_time,
+    gated_mlp,
+    make_time_scale,
+    merge_adapters,
+    noisy_and_target,
+    pack_layers,
+    project,
+    repeat_each,
+    to_pixels,
+    unpack_layers,
+    valid_tokens,
+)
+from vlatune.policies.pi05.size import NUM_HEADS
+from vlatune.policies.pi05.weights import (
+    TRAIN_PREFIX,
+    PiPolicy,
+    add_adapters,
+    load_policy,
+    plan_policy,
+    restore_unused,
+    set_trainable,
+    trains_tower,
+)
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of rotary embeddings, (B, 1, N, E) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Prefix(NamedTuple):
+    """Keys and values of images and prompt by layer."""
+
+    layers: Sequence[KeyValue]
+    valid_BS: Tensor
+    """False for padding tokens, and for cameras that a sample's robot lacks."""
+
+
+class Suffix(NamedTuple):
+    """Tokens of the expert, ending with the actions."""
+
+    hidden_BND: Tensor
+    time_BD: Tensor | None
+    """Scales the expert's norms (PI0.5 only)."""
+    num_blind: int = 0
+    """Number of leading tokens that do not attend to the ones after them."""
+
+
+class Pi05Module(nn.Module):
+    """A `PI05Policy` that takes batches as `batch.py` describes them."""
+
+    time_scale: Tensor
+
+    def __init__(self, policy: PiPolicy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
+        super().__init__()
+        self.policy = policy
+        self.base = Path(spec.folder)
+        delivered = {target for _, target in binding.cameras}
+        self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
+        self.missing_cameras = len(binding.missing_cameras)
+        self.action_dim = binding.action_dim
+        self.flow_samples = options.flow_samples
+        self.dtype = torch.bfloat16 if policy.config.dtype == "bfloat16" else torch.float32
+        self.train_prefix = options.train in TRAIN_PREFIX
+        self.register_buffer(
+            "time_scale", make_time_scale(policy.config, policy.model.action_in_proj), persistent=False
+        )
+        joint: Any = policy.model.paligemma_with_expert
+        *prefix, last = joint.paligemma.model.language_model.layers
+        self.head_dim: int = last.self_attn.head_dim
+        self.prefix_layers = nn.ModuleList(LayerModule(layer, prefix_layer, options) for layer in prefix)
+        self.last_prefix_layer = LayerModule(last, prefix_key_value)
+        self.expert_layers = nn.ModuleList(
+            LayerModule(layer, expert_layer, options) for layer in joint.gemma_expert.model.layers
+        )
+
+    def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
+        """Return the mean loss over noise samples, time steps and the robot's action dims."""
+        if self.training:  # evaluation always uses one sample
+            check_noise_samples(batch[NOISE], batch[TIME], self.flow_samples)
+        if PREFIX in batch:
+            prefix = self._kept_prefix(batch)
+        else:
+            with torch.set_grad_enabled(self.train_prefix and torch.is_grad_enabled()):
+                prefix = self.compute_prefix(batch)
+        noisy, target = noisy_and_target(batch[ACTION], batch[NOISE], batch[TIME])
+        suffix = self.embed_suffix(batch, noisy, encode_time(batch[TIME].flatten(), self.time_scale))
+        losses_BTP = functional.mse_loss(target, self.velocity(prefix, suffix), reduction="none")
+        losses_BTA, own_BP = losses_BTP[:, :, : self.action_dim], batch.get(ACTION_DIM_MASK)
+        if own_BP is None:
+            return PolicyOutput(losses_BTA.mean(), losses_BTA.detach())
+        own_BA = repeat_each(own_BP[:, : self.action_dim], batch[TIME].shape[1])
+        loss_B = mean_over_own_dims(losses_BTP, own_BP)
+        return PolicyOutput(loss_B.mean(), losses_BTA.detach(), own_BA[:, None], loss_B)
+
+    @torch.no_grad()
+    def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
+        actions_BTP = self.policy.model.sample_actions(*self.observation(batch), noise=noise_BTP)
+        return actions_BTP[:, :, : self.action_dim]
+
+    def as_lerobot(self) -> PiPolicy:
+        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
+
+        Weights that no step uses are read from the base model again.
+        """
+        merge_adapters(self.policy)
+        restore_unused(self.policy, self.base)
+        # LeRobot's loader copies the head over the embedding if it comes later in the file. With the
+        # embedding's dtype it comes first: safetensors sorts by dtype, then by name.
+        paligemma = self.policy.model.paligemma_with_expert.paligemma
+        paligemma.lm_head.to(paligemma.model.language_model.embed_tokens.weight.dtype)
+        return self.policy
+
+    @torch.no_grad()
+    def compute_kept(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return pack_layers(self.compute_prefix(batch).layers)
+
+    def _kept_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        kept_BSW, mask_BL = batch[PREFIX], batch[TOKEN_MASK]
+        valid_BS = valid_tokens(mask_BL, batch.get(CAMERA_MASK), kept_BSW.shape[1] - mask_BL.shape[1])
+        return Prefix(unpack_layers(kept_BSW, len(self.expert_layers), self.head_dim), valid_BS)
+
+    def compute_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        """Encode the images of all cameras in one pass, and compute the prefix with the prompt."""
+        joint: Any = self.policy.model.paligemma_with_expert
+        language = joint.paligemma.model.language_model
+        pixels = to_pixels(torch.cat([batch[camera] for camera in self.cameras]))
+        images = joint.embed_image(pixels).to(self.dtype).chunk(len(self.cameras))
+        hidden_BND = torch.cat([*images, embed_words(language.embed_tokens, batch[TOKENS], self.dtype)], dim=1)
+        num_image_tokens = hidden_BND.shape[1] - batch[TOKENS].shape[1]
+        valid_BN = valid_tokens(batch[TOKEN_MASK], batch.get(CAMERA_MASK), num_image_tokens)
+        rope = make_rope(language.rotary_emb, torch.cumsum(valid_BN, dim=1) - 1, self.dtype)
+        layers = []
+        for layer in self.prefix_layers:
+            hidden_BND, key_value = layer(hidden_BND, rope, valid_BN)
+            layers.append(key_value)
+        return Prefix([*layers, self.last_prefix_layer(hidden_BND, rope)], valid_BN)
+
+    def embed_suffix(self, batch: Mapping[str, Tensor], noisy_BTP: Tensor, time_code_BD: Tensor) -> Suffix:
+        """Return the expert's tokens: one per action, and the time embedding."""
+        model: Any = self.policy.model
+        time_BD = functional.silu(model.time_mlp_out(functional.silu(model.time_mlp_in(time_code_BD))))
+        return Suffix(model.action_in_proj(noisy_BTP), time_BD)
+
+    def velocity(self, prefix: Prefix, suffix: Suffix) -> Tensor:
+        """Predict noise - action in float32, (B * noise samples, T, P)."""
+        model: Any = self.policy.model
+        joint, dtype = model.paligemma_with_expert, prefix.layers[0].keys.dtype
+        samples = len(suffix.hidden_BND) // len(prefix.valid_BS)
+        prefix_valid_BS = repeat_each(prefix.valid_BS, samples)
+        hidden_BND = suffix.hidden_BND.to(dtype)
+        index_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device)
+        positions_BN = prefix_valid_BS.sum(dim=1, keepdim=True) + index_N
+        rope = make_rope(joint.paligemma.model.language_model.rotary_emb, positions_BN, dtype)
+        valid_BS = torch.cat([prefix_valid_BS, prefix_valid_BS.new_ones(positions_BN.shape)], dim=1)
+        if suffix.num_blind:
+            valid_BS = _mask_blind(valid_BS, index_N, suffix.num_blind)
+        for layer, key_value in zip(self.expert_layers, prefix.layers, strict=True):
+            hidden_BND = layer(hidden_BND, suffix.time_BD, rope, key_value.repeated(samples), valid_BS)
+        expert = joint.gemma_expert.model
+        normed_BTD, _ = expert.norm(hidden_BND[:, suffix.num_blind :], cond=suffix.time_BD)
+        return model.action_out_proj(normed_BTD.to(torch.float32))
+
+    def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Return the arguments of LeRobot's `sample_actions`; cameras without data are masked."""
+        images = [to_pixels(batch[camera]) for camera in self.cameras]
+        present = torch.ones(images[0].shape[0], dtype=torch.bool, device=images[0].device)
+        masks = list(batch[CAMERA_MASK].unbind(dim=1)) if CAMERA_MASK in batch else [present] * len(images)
+        images += [torch.full_like(images[0], -1.0)] * self.missing_cameras
+        masks += [torch.zeros_like(present)] * self.missing_cameras
+        return images, masks, batch[TOKENS], batch[TOKEN_MASK]
+
+
+def load_pi05(
+    spec: PolicySpec,
+    binding: Binding,
+    options: ModuleOptions,
+    device: torch.device | str = "cpu",
+    *,
+    module: type[Pi05Module] = Pi05Module,
+) -> Pi05Module:
+    """Load a pretrained_model folder on `device`; only `options.train` is trainable.
+
+    On the meta device, no weight is read.
+    """
+    folder, is_planned = Path(spec.folder), torch.device(device).type == "meta"
+    if is_planned:
+        policy = plan_policy(folder, train=options.train, dtype=options.dtype)
+    else:
+        policy = load_policy(folder, train=options.train, dtype=options.dtype, device=device)
+    for name, value in spec.overrides.items():  # none of them changes a weight
+        setattr(policy.config, name, value)
+    if options.train == "lora":
+        add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
+        set_trainable(policy, options.train)
+    if options.gradient_checkpointing and trains_tower(options.train):
+        tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower
+        # Nothing here is random, and saving the RNG state would sync with the device.
+        tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    made = module(policy, spec, binding, options)
+    return made.to("meta") if is_planned else made
+
+
+def make_rope(rotary: Any, positions_BN: Tensor, dtype: torch.dtype) -> Rope:
+    """Compute rotary embeddings once for all layers."""
+    cos_BNE, sin_BNE = rotary(positions_BN.new_empty(0, dtype=dtype), positions_BN)
+    return Rope(cos_BNE[:, None], sin_BNE[:, None])
+
+
+def embed_words(embedding: Any, tokens_BL: Tensor, dtype: torch.dtype) -> Tensor:
+    """Embed tokens, rounded to `dtype` before scaling, as in a model stored in `dtype`."""
+    return nn.Embedding.forward(embedding, tokens_BL).to(dtype) * embedding.embed_scale.to(dtype)
+
+
+def _mask_blind(valid_BS: Tensor, index_N: Tensor, num_blind: int) -> Tensor:
+    """Return the attention mask (B, H * N, S), with heads folded into tokens, for all layers."""
+    own_NN = (index_N[:, None] >= num_blind) | (index_N[None, :] < num_blind)
+    num_prefix = valid_BS.shape[1] - len(index_N)
+    all_NS = torch.cat([own_NN.new_ones(len(index_N), num_prefix), own_NN], dim=1)
+    return (valid_BS[:, None] & all_NS).repeat(1, NUM_HEADS, 1)
+
+
+# One layer, on LeRobot's layer modules
+
+
+def prefix_key_value(layer: Any, hidden_BND: Tensor, rope: Rope) -> KeyValue:
+    """Return only keys and values, for the last layer, whose output is unused."""
+    normed_BND, _ = layer.input_layernorm(hidden_BND)
+    return _key_value(layer.self_attn, normed_BND, rope)
+
+
+def prefix_layer(layer: Any, hidden_BND: Tensor, rope: Rope, valid_BS: Tensor) -> tuple[Tensor, KeyValue]:
+    normed_BND, _ = layer.input_layernorm(hidden_BND)
+    own = _key_value(layer.self_attn, normed_BND, rope)
+    hidden_BND = hidden_BND + _attend(layer.self_attn, normed_BND, rope, own, valid_BS)
+    normed_BND, _ = layer.post_attention_layernorm(hidden_BND)
+    return hidden_BND + gated_mlp(layer.mlp, normed_BND), own
+
+
+def expert_layer(
+    layer: Any, hidden_BND: Tensor, time_BD: Tensor | None, rope: Rope, prefix: KeyValue, valid_BS: Tensor
+) -> Tensor:
+    """Apply a layer of the expert; `time_BD` scales PI0.5's norms, PI0's have no gate."""
+    normed_BND, gate_B1D = layer.input_layernorm(hidden_BND, cond=time_BD)
+    both = prefix.followed_by(_key_value(layer.self_attn, normed_BND, rope))
+    hidden_BND = hidden_BND + _gated(_attend(layer.self_attn, normed_BND, rope, both, valid_BS), gate_B1D)
+    normed_BND, gate_B1D = layer.post_attention_layernorm(hidden_BND, cond=time_BD)
+    return hidden_BND + _gated(gated_mlp(layer.mlp, normed_BND), gate_B1D)
+
+
+def _key_value(attention: Any, normed_BND: Tensor, rope: Rope) -> KeyValue:
+    keys_B1NE = project(attention.k_proj, normed_BND)[:, None]
+    values_B1NE = project(attention.v_proj, normed_BND)[:, None]
+    return KeyValue(_rotate(keys_B1NE, rope), values_B1NE)
+
+
+def _attend(attention: Any, normed_BND: Tensor, rope: Rope, seen: KeyValue, valid_BS: Tensor) -> Tensor:
+    batch, tokens, _ = normed_BND.shape
+    head = attention.head_dim
+    queries_BHNE = project(attention.q_proj, normed_BND).view(batch, tokens, -1, head).transpose(1, 2)
+    folded_B1QE = _rotate(queries_BHNE, rope).reshape(batch, 1, -1, head)
+    mask = valid_BS[:, None, None, :] if valid_BS.ndim == 2 else valid_BS[:, None]
+    out_B1QE = functional.scaled_dot_product_attention(
+        folded_B1QE, seen.keys, seen.values, attn_mask=mask, scale=attention.scaling
+    )
+    out_BNHE = out_B1QE.view(batch, -1, tokens, head).transpose(1, 2)
+    return project(attention.o_proj, out_BNHE.reshape(batch, tokens, -1))
+
+
+def _gated(x_BND: Tensor, gate_B1D: Tensor | None) -> Tensor:
+    return x_BND if gate_B1D is None else x_BND * gate_B1D
+
+
+def _rotate(x_BHNE: Tensor, rope: Rope) -> Tensor:
+    return x_BHNE * rope.cos + rotate_half(x_BHNE) * rope.sin

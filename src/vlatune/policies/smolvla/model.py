@@ -1,0 +1,393 @@
+"""SmolVLA in torch: LeRobot's modules and weights behind `forward(batch) -> PolicyOutput`.
+
+LeRobot runs images, prompt, state and actions through each layer together, which runs backward
+through a frozen vision-language model, and syncs with the device several times a step. Image and
+prompt tokens do not attend to the state, and none of these attends to actions, so here
+
+- images and prompt are computed once per observation, without gradients if nothing in them trains;
+- the state token runs through the same layers on top of their keys and values. Only it needs
+  gradients if the vision-language model is frozen and the state projection trains (the default);
+- the expert runs for any number of noise samples. Its self-attention layers attend to all of that
+  and to earlier actions, the others only to the prefix, whose keys and values they project once.
+
+Nothing after the last keys and values that the expert uses is computed. Cameras without data are
+skipped, which LeRobot encodes and then masks. Loss and gradients equal `VLAFlowMatching.forward`:
+operations keep LeRobot's order and dtype, except for PyTorch's fused attention. Nothing syncs with
+the device, and no shape depends on values. Sampling is LeRobot's.
+
+Shapes: B observations, K noise samples, N tokens of a part, S tokens attended to, D width, H query
+heads, E head size.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lerobot.policies.smolvla import SmolVLAPolicy
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlatune.batch import (
+    ACTION,
+    ACTION_DIM_MASK,
+    ACTION_IS_PAD,
+    CAMERA_MASK,
+    NOISE,
+    PREFIX,
+    STATE,
+    STEP_ACTIONS,
+    TIME,
+    TOKEN_MASK,
+    TOKENS,
+)
+from vlatune.policies.base import Binding, ModuleOptions, PolicyOutput
+from vlatune.policies.flow_matching import mean_over_own_dims
+from vlatune.policies.modeling import (
+    KeyValue,
+    LayerModule,
+    check_noise_samples,
+    encode_time,
+    gated_mlp,
+    make_time_scale,
+    merge_adapters,
+    noisy_and_target,
+    num_valid,
+    pack_layers,
+    project,
+    repeat_each,
+    to_pixels,
+    unpack_layers,
+    valid_tokens,
+)
+from vlatune.policies.smolvla.size import KEPT_PART, PREFIX_PART, TOWER_PART, SmolVLASize, SmolVLASpec
+from vlatune.policies.smolvla.weights import TRAIN_PREFIX, load_policy, restore_unused
+
+MAX_WAVELENGTH = 10_000
+SMALLEST_SHARE = 1e-6
+"""Lower bound of a chunk's valid share, to avoid a division by zero; the loss is 0 then."""
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of rotary embeddings, (B, 1, N, E / 2) each, in float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Prefix(NamedTuple):
+    """Keys and values that the expert attends to, by layer of the vision-language model."""
+
+    layers: Sequence[KeyValue]
+    valid_BS: Tensor
+    """False for padding tokens, and for cameras that a sample's robot lacks."""
+
+
+class SmolVLAModule(nn.Module):
+    """A `SmolVLAPolicy` that takes batches as `batch.py` describes them."""
+
+    time_scale: Tensor
+    wavelengths: Tensor
+    patch_positions: Tensor
+
+    def __init__(self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> None:
+        super().__init__()
+        self.policy, self.base = policy, Path(spec.folder)
+        size = self.size = spec.size
+        delivered = {target for _, target in binding.cameras}
+        self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
+        self.action_dim = binding.action_dim
+        self.flow_samples = options.flow_samples
+        self.dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+        self.train_prefix, self.kept_part = options.train in TRAIN_PREFIX, KEPT_PART.get(options.train)
+        action_in, device = policy.model.action_in_proj, policy.model.action_in_proj.weight.device
+        self.register_buffer("time_scale", make_time_scale(policy.config, action_in), persistent=False)
+        self.register_buffer("wavelengths", make_wavelengths(size.vlm.head_dim).to(device), persistent=False)
+        self.register_buffer("patch_positions", make_patch_positions(spec).to(device), persistent=False)
+        joint: Any = policy.model.vlm_with_expert
+        layers = joint.get_vlm_model().text_model.layers
+        self.prefix_layers = nn.ModuleList(
+            LayerModule(layer, self_attention_layer, options) for layer in layers[: size.last_used]
+        )
+        self.last_prefix_layer = LayerModule(layers[size.last_used], layer_key_value)
+        self.expert_layers = nn.ModuleList(
+            LayerModule(layer, self_attention_layer if self._attends_to_itself(number) else cross_layer, options)
+            for number, layer in enumerate(joint.lm_expert.layers)
+        )
+
+    def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
+        """Return the mean over valid time steps, the robot's action dims and noise samples.
+
+        In evaluation it is the mean of each sample's mean, which does not depend on the batch size.
+        """
+        if self.training:  # evaluation always uses one sample
+            check_noise_samples(batch[NOISE], batch[TIME], self.flow_samples)
+        noisy, target = noisy_and_target(batch[ACTION], batch[NOISE], batch[TIME])
+        with torch.set_grad_enabled(self.train_prefix and torch.is_grad_enabled()):
+            prefix = self.compute_prefix(batch)
+        prefix = self.add_state(prefix, self._state(batch))
+        predicted = self.velocity(prefix, noisy, encode_time(batch[TIME].flatten(), self.time_scale))
+        losses_MTP = functional.mse_loss(target, predicted, reduction="none")
+        samples, own_BP = batch[NOISE].shape[1], batch.get(ACTION_DIM_MASK)
+        valid_MT1 = repeat_each(~batch[ACTION_IS_PAD], samples)[:, :, None]
+        losses = losses_MTP[:, :, : self.action_dim]
+        if own_BP is not None:
+            counted = valid_MT1 * repeat_each(own_BP[:, : self.action_dim], samples)[:, None]
+            loss_B = self._by_sample(losses_MTP * valid_MT1, batch)
+            return PolicyOutput(loss_B.mean(), losses.detach(), counted, loss_B)
+        sums = (losses * valid_MT1).sum(dim=(1, 2))
+        if self.training:
+            loss = sums.sum() / (num_valid(batch) * (samples * self.action_dim))
+        else:
+            loss = (sums / (valid_MT1.sum(dim=(1, 2)) * self.action_dim).clamp_min(1)).mean()
+        return PolicyOutput(loss, losses.detach(), valid_MT1)
+
+    def _by_sample(self, losses_MTP: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean per sample, (B,), over noise samples, own dims and valid time steps.
+
+        In training, samples are weighted by their valid time steps within their dataset, so that
+        the mean over a dataset equals LeRobot's loss on it.
+        """
+        share_B = (~batch[ACTION_IS_PAD]).to(losses_MTP.dtype).mean(dim=1)
+        if self.training and STEP_ACTIONS in batch:
+            share_B = batch[STEP_ACTIONS] / batch[ACTION_IS_PAD].numel()
+        return mean_over_own_dims(losses_MTP, batch[ACTION_DIM_MASK]) / share_B.clamp_min(SMALLEST_SHARE)
+
+    @torch.no_grad()
+    def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
+        """Sample actions; cameras without data are omitted, as LeRobot masks their tokens."""
+        images = [to_pixels(batch[camera]) for camera in self.cameras]
+        present = [torch.ones(len(one), dtype=torch.bool, device=one.device) for one in images]
+        if CAMERA_MASK in batch:
+            present = list(batch[CAMERA_MASK].unbind(dim=1))
+        actions_BTP = self.policy.model.sample_actions(
+            images, present, batch[TOKENS], batch[TOKEN_MASK], self._state(batch), noise=noise_BTP
+        )
+        return actions_BTP[:, :, : self.action_dim]
+
+    def as_lerobot(self) -> SmolVLAPolicy:
+        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
+
+        Weights that no step uses are read from the base model again.
+        """
+        merge_adapters(self.policy)
+        restore_unused(self.policy, self.base, self.size)
+        return self.policy
+
+    @torch.no_grad()
+    def compute_kept(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of the last frozen part: keys and values, image tokens, or patches."""
+        if self.kept_part == PREFIX_PART:
+            return pack_layers(self.compute_prefix(batch).layers)
+        encoded = self._encode_images(batch, connected=self.kept_part != TOWER_PART)
+        return torch.cat(encoded.chunk(len(self.cameras)), dim=1)
+
+    def compute_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        """Compute the prefix from prompt and images, or from what was kept of them."""
+        kept, valid_of = batch.get(PREFIX), (batch[TOKEN_MASK], batch.get(CAMERA_MASK))
+        if kept is not None and self.kept_part == PREFIX_PART:
+            layers = unpack_layers(kept, self.size.last_used + 1, self.size.vlm.head_dim)
+            return Prefix(layers, valid_tokens(*valid_of, kept.shape[1] - batch[TOKENS].shape[1]))
+        vlm: Any = self.policy.model.vlm_with_expert.get_vlm_model()
+        words_BLD = vlm.text_model.embed_tokens(batch[TOKENS]).to(self.dtype) * math.sqrt(self.size.vlm.width)
+        if kept is None:
+            tokens = torch.cat(self._encode_images(batch).chunk(len(self.cameras)), dim=1)
+        elif self.kept_part == TOWER_PART:
+            by_image = kept.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
+            tokens = connect(vlm, by_image, self.dtype).unflatten(0, (len(kept), -1)).flatten(1, 2)
+        else:
+            tokens = kept
+        hidden_BND = torch.cat([tokens, words_BLD], dim=1)
+        num_image_tokens = hidden_BND.shape[1] - words_BLD.shape[1]
+        valid_BN = valid_tokens(*valid_of, num_image_tokens)
+        rope = make_rope(torch.cumsum(valid_BN, dim=1) - 1, self.wavelengths)
+        layers = []
+        for layer in self.prefix_layers:
+            hidden_BND, own = layer(hidden_BND, rope, None, valid_BN[:, None, None, :])
+            layers.append(own)
+        return Prefix([*layers, self.last_prefix_layer(hidden_BND, rope)], valid_BN)
+
+    def _encode_images(self, batch: Mapping[str, Tensor], *, connected: bool = True) -> Tensor:
+        """Return patches, or tokens of the language model, of all cameras in one pass, camera by camera."""
+        vlm: Any = self.policy.model.vlm_with_expert.get_vlm_model()
+        patches = run_tower(vlm, torch.cat([batch[camera] for camera in self.cameras]), self.patch_positions)
+        return connect(vlm, patches, self.dtype) if connected else patches
+
+    def add_state(self, prefix: Prefix, state_BP: Tensor) -> Prefix:
+        """Add the state token, which attends to images and prompt."""
+        hidden_B1D = self.policy.model.state_proj(state_BP)[:, None].to(self.dtype)
+        position_B1 = prefix.valid_BS.sum(dim=1, keepdim=True)
+        rope = make_rope(position_B1, self.wavelengths)
+        valid_BS = torch.cat([prefix.valid_BS, prefix.valid_BS.new_ones(position_B1.shape)], dim=1)
+        layers = []
+        for layer, before in zip(self.prefix_layers, prefix.layers, strict=False):
+            hidden_B1D, own = layer(hidden_B1D, rope, before, valid_BS[:, None, None, :])
+            layers.append(before.followed_by(own))
+        last = prefix.layers[-1].followed_by(self.last_prefix_layer(hidden_B1D, rope))
+        return Prefix([*layers, last], valid_BS)
+
+    def velocity(self, prefix: Prefix, noisy_BTP: Tensor, time_code_BD: Tensor) -> Tensor:
+        """Predict noise - action in float32; B is B * K, samples of an observation adjacent."""
+        model: Any = self.policy.model
+        samples = len(noisy_BTP) // len(prefix.valid_BS)
+        hidden_BTD = embed_actions(model, noisy_BTP, time_code_BD).to(prefix.layers[0].keys.dtype)
+        steps_T = torch.arange(noisy_BTP.shape[1], device=noisy_BTP.device)
+        positions_BT = prefix.valid_BS.sum(dim=1, keepdim=True) + steps_T
+        self_rope = make_rope(repeat_each(positions_BT, samples), self.wavelengths)
+        cross_rope = make_rope(steps_T[None], self.wavelengths)
+        self_mask = repeat_each(_causal_mask(prefix.valid_BS, steps_T, self.size), samples)
+        cross_mask = prefix.valid_BS[:, None, None, :]
+        for number, layer in enumerate(self.expert_layers):
+            key_value = prefix.layers[number * self.size.stride]
+            if self._attends_to_itself(number):
+                hidden_BTD, _ = layer(hidden_BTD, self_rope, key_value.repeated(samples), self_mask)
+            else:
+                hidden_BTD = layer(hidden_BTD, cross_rope, key_value, cross_mask)
+        return model.action_out_proj(model.vlm_with_expert.lm_expert.norm(hidden_BTD).to(torch.float32))
+
+    def _attends_to_itself(self, expert_layer: int) -> bool:
+        return self.size.has_self_attention(expert_layer * self.size.stride)
+
+    def _state(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Pad the state with zeros to the policy's number of dims."""
+        state_BS = batch[STATE]
+        return functional.pad(state_BS, (0, self.size.state_dims - state_BS.shape[1]))
+
+
+def load_smolvla(
+    spec: SmolVLASpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
+) -> SmolVLAModule:
+    """Load a pretrained_model folder on `device`; only `options.train` is trainable."""
+    return SmolVLAModule(load_policy(spec, options, device), spec, binding, options)
+
+
+# Images and actions
+
+
+def run_tower(vlm: Any, images_BCHW: Tensor, positions_N: Tensor) -> Tensor:
+    """Run the vision tower; transformers would sync to find the patch positions of each image."""
+    tower = vlm.vision_model
+    patches = tower.embeddings.patch_embedding
+    hidden_BND = patches(to_pixels(images_BCHW).to(patches.weight.dtype)).flatten(2).transpose(1, 2)
+    hidden_BND = hidden_BND + tower.embeddings.position_embedding(positions_N)
+    for layer in tower.encoder.layers:
+        hidden_BND = layer(hidden_BND, None)
+    return tower.post_layernorm(hidden_BND)
+
+
+def connect(vlm: Any, hidden_BND: Tensor, dtype: torch.dtype) -> Tensor:
+    """Project patches to tokens of the language model."""
+    tokens_BND = vlm.connector(hidden_BND).to(dtype)
+    scale = tokens_BND.new_full((), math.sqrt(tokens_BND.shape[2]))  # in its dtype, as in LeRobot
+    return tokens_BND * scale
+
+
+def make_patch_positions(spec: SmolVLASpec) -> Tensor:
+    """Return the row of the position embedding for each patch: the nearest at the trained size."""
+    size = spec.size.vlm
+    side = size.image_size // size.patch_size
+    borders = torch.arange(1 / side, 1.0, 1 / side)
+    rows, columns = (
+        torch.bucketize((torch.arange(n, dtype=torch.float32) * (1.0 / n)).clamp(max=1.0 - 1e-6), borders, right=True)
+        for n in (pixels // size.patch_size for pixels in spec.image_hw)
+    )
+    return (rows[:, None] * side + columns[None, :]).flatten()
+
+
+def embed_actions(model: Any, noisy_BTP: Tensor, time_code_BD: Tensor) -> Tensor:
+    """Return a token per action, mixed with the flow time."""
+    action_BTD = model.action_in_proj(noisy_BTP)
+    both = torch.cat([action_BTD, time_code_BD[:, None].expand_as(action_BTD)], dim=2)
+    return model.action_time_mlp_out(functional.silu(model.action_time_mlp_in(both)))
+
+
+def _causal_mask(valid_BS: Tensor, steps_T: Tensor, size: SmolVLASize) -> Tensor:
+    """Return the mask of prefix and causal actions, (B, 1, G * T, S + T), for G grouped heads."""
+    earlier_TT = steps_T[:, None] >= steps_T[None, :]
+    seen_BTS = valid_BS[:, None].expand(-1, len(steps_T), -1)
+    mask_BTS = torch.cat([seen_BTS, earlier_TT.expand(len(valid_BS), -1, -1)], dim=2)
+    return mask_BTS.repeat(1, size.vlm.heads // size.vlm.kv_heads, 1)[:, None]
+
+
+# One layer, on LeRobot's modules
+
+
+def self_attention_layer(
+    layer: Any, hidden_BND: Tensor, rope: Rope, before: KeyValue | None, mask: Tensor
+) -> tuple[Tensor, KeyValue]:
+    """Apply self-attention to earlier tokens and the layer's own."""
+    normed_BND = _normed(layer.input_layernorm, hidden_BND)
+    own = _key_value(layer.self_attn, normed_BND, rope)
+    seen = own if before is None else before.followed_by(own)
+    return _finish(layer, hidden_BND, _queries(layer.self_attn, normed_BND, rope), seen, mask), own
+
+
+def layer_key_value(layer: Any, hidden_BND: Tensor, rope: Rope) -> KeyValue:
+    """Return only keys and values, for the last layer, whose output is unused."""
+    return _key_value(layer.self_attn, _normed(layer.input_layernorm, hidden_BND), rope)
+
+
+def cross_layer(layer: Any, hidden_BND: Tensor, rope: Rope, seen: KeyValue, mask: Tensor) -> Tensor:
+    """Apply the expert's cross-attention to the prefix, shared by all noise samples."""
+    attention = layer.self_attn
+    normed_BND = _normed(layer.input_layernorm, hidden_BND)
+    keys = _split(attention, project(attention.k_proj, _joined(seen.keys)))
+    values = _split(attention, project(attention.v_proj, _joined(seen.values)))
+    return _finish(layer, hidden_BND, _queries(attention, normed_BND, rope), KeyValue(keys, values), mask)
+
+
+def make_rope(positions_BN: Tensor, wavelengths: Tensor) -> Rope:
+    """Compute rotary embeddings once for all layers."""
+    radians_B1NE = (positions_BN[..., None].to(torch.float32) / wavelengths)[:, None]
+    return Rope(torch.cos(radians_B1NE), torch.sin(radians_B1NE))
+
+
+def make_wavelengths(head_dim: int) -> Tensor:
+    exponents = (2.0 / head_dim) * torch.arange(head_dim // 2, dtype=torch.float32)
+    return MAX_WAVELENGTH**exponents
+
+
+def _normed(norm: Any, x_BND: Tensor) -> Tensor:
+    return norm(x_BND).to(x_BND.dtype)
+
+
+def _queries(attention: Any, normed_BND: Tensor, rope: Rope) -> Tensor:
+    return _rotate(_split(attention, project(attention.q_proj, normed_BND)), rope)
+
+
+def _key_value(attention: Any, normed_BND: Tensor, rope: Rope) -> KeyValue:
+    keys = _split(attention, project(attention.k_proj, normed_BND))
+    return KeyValue(_rotate(keys, rope), _split(attention, project(attention.v_proj, normed_BND)))
+
+
+def _finish(layer: Any, hidden_BND: Tensor, queries_BHNE: Tensor, seen: KeyValue, mask: Tensor) -> Tensor:
+    hidden_BND = hidden_BND + project(layer.self_attn.o_proj, _attend(queries_BHNE, seen, mask))
+    return hidden_BND + gated_mlp(layer.mlp, _normed(layer.post_attention_layernorm, hidden_BND))
+
+
+def _attend(queries_BHNE: Tensor, seen: KeyValue, mask: Tensor) -> Tensor:
+    """Attend without repeating keys: grouped heads and noise samples are folded into tokens."""
+    tokens, size = queries_BHNE.shape[2:]
+    batch, kv_heads = seen.keys.shape[:2]
+    samples, groups = len(queries_BHNE) // batch, queries_BHNE.shape[1] // kv_heads
+    apart = queries_BHNE.reshape(batch, samples, kv_heads, groups * tokens, size)
+    folded = apart.transpose(1, 2).reshape(batch, kv_heads, samples * groups * tokens, size)
+    out = functional.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=mask)
+    out = out.reshape(batch, kv_heads, samples, groups, tokens, size).permute(0, 2, 4, 1, 3, 5)
+    return out.reshape(batch * samples, tokens, kv_heads * groups * size)
+
+
+def _rotate(x_BHNE: Tensor, rope: Rope) -> Tensor:
+    first, second = x_BHNE.to(torch.float32).chunk(2, dim=-1)
+    turned = torch.cat([first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin], dim=-1)
+    return turned.to(x_BHNE.dtype)
+
+
+def _split(attention: Any, x_BND: Tensor) -> Tensor:
+    """Split heads: (B, H, N, E)."""
+    return x_BND.unflatten(2, (-1, attention.head_dim)).transpose(1, 2)
+
+
+def _joined(x_BHNE: Tensor) -> Tensor:
+    return x_BHNE.transpose(1, 2).flatten(2)

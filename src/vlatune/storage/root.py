@@ -1,0 +1,255 @@
+"""Location of a dataset's files, a folder or any fsspec URL, as a small picklable object.
+
+Local files are available as plain paths for fast readers. Names and links that leave the root are
+rejected (files.py), remote calls are retried (remote_retry.py), and remote files are read in ranges
+(remote_file.py). Credentials come from the environment or `storage_options` and are never printed.
+
+`vlatune inspect --write_checksums` writes SHA-256 checksums of all files to meta/checksums.json, to
+detect corruption. If it exists, every file is verified when it is first opened in a process, and
+again after it changed. Checksums do not authenticate: anyone who can change the files can also
+change the checksums.
+"""
+
+import hashlib
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any, cast
+
+from vlatune.console import has_secret
+from vlatune.storage.files import (
+    MAX_JSON_BYTES,
+    RejectedFileError,
+    make_folder,
+    open_file,
+    parse_json,
+    real_path,
+    write_text,
+)
+from vlatune.storage.paths import is_local, local_path
+from vlatune.storage.remote_file import RemoteFile
+from vlatune.storage.remote_fs import filesystem_for, secrets_in, version_tag
+from vlatune.storage.remote_retry import retried
+
+CHECKSUMS = "meta/checksums.json"
+MAX_CHECKSUMS_BYTES = 128 << 20
+REMEDY = f"download it again; if you changed the dataset, delete {CHECKSUMS} and write it with `vlatune inspect --write_checksums`"
+
+_sums: dict[str, tuple[str, dict[str, str]]] = {}
+"""Maps a root to the version and content of its checksums.json; empty if there is none."""
+_verified: dict[tuple[str, str], tuple[str, str]] = {}
+"""Maps (root, file) to the verified version and its checksum."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """The root folder of a dataset."""
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    has_checksums: bool = True
+    """Use meta/checksums.json if it exists; checkpoints have manifests instead."""
+    sums_version: str | None = field(default=None, compare=False, repr=False)
+    """Version of a store's meta/checksums.json at the start of the run; empty if there is none."""
+    started_in: str | None = field(default=None, compare=False, repr=False)
+    """Base of a relative path, because Ray's processes have other working directories."""
+
+    def __post_init__(self) -> None:
+        if has_secret(self.url):  # the URL appears in messages, logs and reports
+            raise ValueError(
+                "a dataset's URL holds a password, a token or a signature; put it into storage_options or the environment"
+            )
+        if self.is_local and self.started_in is None:
+            object.__setattr__(self, "started_in", str(Path.cwd()))  # the dataclass is frozen
+
+    @property
+    def is_local(self) -> bool:
+        return is_local(self.url)
+
+    @property
+    def path(self) -> str:
+        """The root as named by its filesystem."""
+        if self.is_local:
+            return str(Path(self.started_in or "", local_path(self.url)))
+        return self.filesystem()._strip_protocol(self.url)
+
+    def filesystem(self) -> Any:
+        """Return the fsspec filesystem of this process; do not keep it across a fork."""
+        if self.is_local:
+            import fsspec
+
+            return fsspec.filesystem("file")
+        return filesystem_for(self.url, self.storage_options)
+
+    def join(self, name: str) -> str:
+        """Return the full name of a file below the root; reject names that leave it."""
+        parts = name.split("/")
+        if posixpath.isabs(name) or ".." in parts or "\\" in name or "\0" in name:
+            raise ValueError(
+                f"dataset '{self.url}': the file name '{name}' leaves the dataset's folder; correct meta/info.json"
+            )
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def exists(self, name: str) -> bool:
+        full = self.join(name)
+        return Path(full).exists() if self.is_local else self._remote_exists(full)
+
+    def is_dir(self) -> bool:
+        return Path(self.path).is_dir() if self.is_local else self._remote_exists(self.path)
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file in a `with` statement; remote files raise some failures on exit."""
+        self._verify(name)
+        return self.open_unverified(name)
+
+    def open_unverified(self, name: str) -> IO[bytes]:
+        """Open a file without checking meta/checksums.json."""
+        full = self.join(name)
+        if self.is_local:
+            return open_file(self.path, name)
+        opened = RemoteFile(self.filesystem(), full, self._where(full), secrets=secrets_in(self.storage_options))
+        return cast("IO[bytes]", opened)
+
+    def read_bytes(self, name: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+        """Read a small file completely."""
+        with self.open(name) as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise RejectedFileError(
+                f"dataset '{self.url}': {name} exceeds the limit of {max_bytes:,} bytes; it is damaged or not what its name says"
+            )
+        return data
+
+    def local_path(self, name: str) -> str:
+        """Return the path of a regular local file, for libraries that open by path."""
+        self.join(name)
+        path = str(real_path(self.path, name))
+        self._verify(name)
+        return path
+
+    def _verify(self, name: str) -> None:
+        self.join(name)
+        if self.has_checksums:
+            _verify(self, name)
+
+    def version(self, name: str) -> str:
+        """Return a tag that changes with the file: mtime and size, or ETag and size if remote."""
+        full = self.join(name)
+        if self.is_local:
+            stat = real_path(self.path, name).stat()
+            return f"{stat.st_mtime_ns}-{stat.st_size}"
+        info = self._remote_info(full)
+        return version_tag(info) or str(info.get("size"))
+
+    def glob(self, pattern: str) -> list[str]:
+        """Return matching names relative to the root, sorted; `*` and `?` do not match `/`."""
+        if "**" in pattern:
+            raise ValueError(f"pattern '{pattern}': ** is not supported; name the folders, or use * for each")
+        if self.is_local:
+            base = Path(self.path)
+            return sorted(found.relative_to(base).as_posix() for found in base.glob(pattern))
+        prefix = self.path.rstrip("/")
+        return sorted(found.removeprefix(prefix + "/") for found in self._remote_glob(prefix, pattern.split("/")))
+
+    def _remote_glob(self, folder: str, parts: list[str]) -> list[str]:
+        """Glob level by level, because fsspec's glob treats a failed listing as an empty folder."""
+        while len(parts) > 1 and not re.search(r"[*?[]", parts[0]):
+            folder, parts = f"{folder}/{parts[0]}", parts[1:]
+        names = [name for name in self._remote_names(folder) if fnmatchcase(posixpath.basename(name), parts[0])]
+        if len(parts) == 1:
+            return names
+        return [found for name in names for found in self._remote_glob(name, parts[1:])]
+
+    def _remote_names(self, folder: str) -> list[str]:
+        fs = self.filesystem()
+        fs.invalidate_cache(folder)
+        try:
+            listed = self._retried(lambda: fs.ls(folder, detail=False), folder)
+        except FileNotFoundError:
+            return []
+        inside = [str(name).rstrip("/") for name in listed]
+        # Some stores list a folder or a file as its own content.
+        return [f"{folder}/{posixpath.basename(name)}" for name in inside if name != folder]
+
+    def _remote_exists(self, full: str) -> bool:
+        try:
+            self._remote_info(full)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _remote_info(self, full: str) -> dict[str, Any]:
+        fs = self.filesystem()
+        fs.invalidate_cache(full)
+        return self._retried(lambda: fs.info(full), full)
+
+    def _retried[T](self, call: Callable[[], T], full: str) -> T:
+        return retried(call, self._where(full), secrets=secrets_in(self.storage_options))
+
+    def _where(self, full: str) -> str:
+        """Return an object's name for messages, with the user's scheme."""
+        return f"'{self.url.partition('://')[0]}://{full.removeprefix('/')}'"
+
+
+def write_checksums(root: Root, names: Iterable[str]) -> int:
+    """Hash the named files of a local dataset and return their number."""
+    if not root.is_local:
+        raise ValueError(
+            f"dataset '{root.url}': checksums can only be written for a local folder; copy the dataset first"
+        )
+    sums = {name: _hash(root, name) for name in sorted(set(names) - {CHECKSUMS})}
+    folder = make_folder(Path(root.path), "meta")
+    write_text(folder / Path(CHECKSUMS).name, json.dumps({"sha256": sums}, indent=1) + "\n")
+    return len(sums)
+
+
+def _verify(root: Root, name: str) -> None:
+    """Reject a file that does not match its checksum; do nothing without checksums."""
+    held = _sums.get(root.url)
+    # A local file is checked for changes each time, a store once per run.
+    if held is None or root.is_local or root.sums_version not in (None, held[0]):
+        read_checksums(root)
+    sums = _sums[root.url][1]
+    if not sums or name == CHECKSUMS:
+        return
+    where = f"dataset '{root.url}': {name}"
+    if name not in sums:
+        raise ValueError(f"{where} is not in {CHECKSUMS}; {REMEDY}")
+    expected = (root.version(name), sums[name])
+    if _verified.get((root.url, name)) != expected:
+        if _hash(root, name) != sums[name]:
+            raise ValueError(f"{where} is damaged: it does not match its checksum in {CHECKSUMS}; {REMEDY}")
+        _verified[root.url, name] = expected
+
+
+def read_checksums(root: Root) -> str:
+    """Read the checksums if they changed; return their version, empty if there are none.
+
+    The version travels with the root to other processes, whose cached checksums may be outdated.
+    """
+    try:
+        version = root.version(CHECKSUMS)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # stores may deny access to missing objects
+        version = ""
+    if root.url not in _sums or _sums[root.url][0] != version:
+        _sums[root.url] = (version, {})  # reading the file calls `_verify`
+        _sums[root.url] = (version, _parse_checksums(root) if version else {})
+    return version
+
+
+def _hash(root: Root, name: str) -> str:
+    with root.open_unverified(name) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
+
+
+def _parse_checksums(root: Root) -> dict[str, str]:
+    where = f"dataset '{root.url}': {CHECKSUMS}"
+    found = parse_json(root.read_bytes(CHECKSUMS, max_bytes=MAX_CHECKSUMS_BYTES), where)
+    sums = found.get("sha256") if isinstance(found, dict) else None
+    if not isinstance(sums, dict) or not sums or not all(isinstance(one, str) for one in sums.values()):
+        raise ValueError(f"{where} holds no checksums by file name; {REMEDY}")
+    return sums

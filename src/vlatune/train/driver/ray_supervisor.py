@@ -1,0 +1,254 @@
+"""[ray] Supervise a worker group while Ray Train runs it.
+
+Ray Train reports dead workers. The supervisor handles the rest: a worker that hangs or is stopped
+(kill the group, stacks in logs/), SIGTERM and Ctrl-C (save and stop), nodes about to be removed
+(save and continue), and dead processes of the local cluster.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vlatune.config.settings import RunConfig
+from vlatune.errors import TerminatedError
+from vlatune.ray_internals import FIT_THREAD, draining_nodes
+from vlatune.run.run_folder import LOGS, new_log
+from vlatune.run.summary import read_summary
+from vlatune.storage.files import write_text
+from vlatune.storage.lease import Lease
+from vlatune.train.driver.ray_cluster import Cluster, worker_resources
+from vlatune.train.driver.ray_trainer import make_trainer
+from vlatune.train.failures import dump_and_kill, root_cause
+from vlatune.train.heartbeat import NO_REQUEST, HeartbeatMonitor, RankState, Request, stacks_file
+from vlatune.train.worker_job import WorkerJob
+
+POLL_S = 0.2
+"""Short, because Python handles signals between polls."""
+MONITOR_POLL_S = 1.0
+STARTUP_FACTOR = 3
+"""Factor on `hang_timeout_s` before a worker's first micro-batch, while it loads the model."""
+GROUP_END_S = 60.0
+"""Maximum wait for Ray Train to notice killed workers, and for a node to respond."""
+CLUSTER_END_S = 20.0
+"""Maximum wait after the cluster died; Ray exits the process a minute after losing the GCS."""
+
+
+class Termination(threading.Event):
+    """Set when this process received SIGTERM or Ctrl-C."""
+
+    number = signal.SIGTERM
+    """The first signal received."""
+    is_urgent = False
+    """True after a further Ctrl-C."""
+    lease: Lease | None = None
+    """If it is lost, another driver has taken the run over, and nothing may be written."""
+
+    @property
+    def cause(self) -> str:
+        return f"received {'Ctrl-C' if self.number == signal.SIGINT else 'SIGTERM'}"
+
+    def error(self, text: str) -> TerminatedError:
+        return TerminatedError(f"{self.cause}{text}", self.number)
+
+
+class Supervisor:
+    """Supervises all attempts of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        cluster: Cluster,
+        termination: Termination,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        self._monitor = start_monitor()
+        self._config, self._folder, self._cluster, self._say = config, folder, cluster, say
+        self._attempt, self._requested, self._began = 0, NO_REQUEST, False
+        self._termination = termination
+        self._announced_nodes: set[str] = set()
+        self.states: Sequence[RankState] = ()
+        """Latest state of the workers of this attempt; empty before they start."""
+
+    def run(self, job: WorkerJob) -> None:
+        """Run the workers; raise their error, or the reason why they were killed."""
+        trainer = make_trainer(
+            job,
+            self._monitor,
+            resources=worker_resources(self._cluster.sizing),
+            is_local=self._cluster.is_local,
+            name=f"attempt-{os.getpid()}-{job.restarts}",
+            storage_path=str((self._folder / LOGS / "ray_train").resolve()),
+        )
+        self.watch(trainer.fit, job.restarts)
+
+    def watch(self, fit: Callable[[], object], attempt: int) -> None:
+        """Call `fit` on a thread and supervise the workers that it starts."""
+        self._attempt, self._requested, self._began, self.states = attempt, NO_REQUEST, False, ()
+        with handle_signals(self._termination):  # a restarted cluster has set Ray's handler again
+            outcome = _run_on_thread(fit)
+            killed = self._poll_until_done(outcome)
+        for file in (self._folder / LOGS).glob("stacks-*.txt"):  # empty files of killed workers
+            with contextlib.suppress(FileNotFoundError):  # removed by its worker
+                if file.stat().st_size == 0:
+                    file.unlink()
+        error = killed or outcome.exception()
+        if self._termination.is_set() and read_summary(self._folder) is None:
+            saved = "a checkpoint is saved; run the same command again to resume"
+            if error is not None:
+                saved = f"the workers failed while saving ({root_cause(error)}); the same command resumes from the previous checkpoint"
+            raise self._termination.error(f"; {saved}")
+        if error is not None:
+            raise error
+
+    def _poll_until_done(self, outcome: Future[None]) -> RuntimeError | None:
+        """Wait until `fit` has ended; return the reason if the workers were killed."""
+        polled_s, stop_by_s, reply = 0.0, float("inf"), None
+        while not wait([outcome], POLL_S).done:
+            now_s = time.monotonic()
+            if self._termination.is_urgent:
+                raise KeyboardInterrupt
+            if self._termination.lease and self._termination.lease.lost:
+                raise self._termination.lease.lost
+            if now_s > stop_by_s:
+                raise self._termination.error(
+                    f"; no checkpoint was saved within --grace_s={self._config.grace_s:g}; the same command resumes from "
+                    f"the previous one"
+                )
+            if part := self._cluster.lost_part():
+                self._cluster.kill()
+                wait([outcome], CLUSTER_END_S)
+                return RuntimeError(f"Ray's {part} died")
+            if reply is None and now_s - polled_s >= MONITOR_POLL_S:
+                reply, polled_s = self._monitor.poll.remote(self._attempt, self._requested), now_s
+            if reply is None or not ray.wait([reply], timeout=0)[0]:
+                continue
+            try:
+                self.states = ray.get(reply)
+            except RayError:  # the monitor died and is restarted
+                self.states = ()
+            reply = None
+            self._began = self._began or bool(self.states)
+            if self._termination.is_set() and stop_by_s == float("inf"):
+                self._request_stop()
+                stop_by_s, polled_s = now_s + self._config.grace_s, 0.0
+            self._save_before_nodes_are_removed()
+            if find_hung(self.states, self._config.hang_timeout_s):
+                return self._kill_hung_group(outcome)
+        return None
+
+    def _request_stop(self) -> None:
+        """Ask the workers to save and stop."""
+        if not self._began:
+            raise self._termination.error(" before the workers started; nothing new to save")
+        again = "; press Ctrl-C again to exit at once" if self._termination.number == signal.SIGINT else ""
+        self._say(f"{self._termination.cause}: saving a checkpoint (at most {self._config.grace_s:g} s){again}")
+        self._request(Request.STOP)
+
+    def _save_before_nodes_are_removed(self) -> None:
+        removed = draining_nodes() & {state.node_id for state in self.states} - self._announced_nodes
+        if removed and not self._termination.is_set():
+            self._announced_nodes |= removed
+            self._say(f"{len(removed)} of the workers' nodes will be removed: saving a checkpoint")
+            self._request(Request.SAVE)
+
+    def _request(self, request: Request) -> None:
+        """Set the request to send with this and all later polls."""
+        self._requested = (self._requested[0] + 1, request)
+
+    def _kill_hung_group(self, outcome: Future[None]) -> RuntimeError:
+        """Dump the stacks of all workers and kill them, which Ray Train then notices."""
+        states = self.states
+        texts = {state.rank: self._dump_and_kill(state) for state in states}
+        file = new_log(self._folder, "hang")
+        write_text(file, "\n\n".join(f"rank {rank}: {text}" for rank, text in texts.items()))
+        wait([outcome], GROUP_END_S)
+        status = {rank: text.splitlines()[0] for rank, text in texts.items()}
+        hung = find_culprit(states, status)
+        return RuntimeError(
+            f"rank {hung.rank} made no progress for {hung.idle_s:.0f} s after '{hung.last_event}' "
+            f"(--hang_timeout_s={self._config.hang_timeout_s:g}; process {status[hung.rank]}; stacks of all workers: {file})"
+        )
+
+    def _dump_and_kill(self, state: RankState) -> str:
+        node = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
+        task = ray.remote(dump_and_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=node)
+        file = stacks_file(self._folder.resolve(), self._attempt, state.rank)
+        try:
+            return ray.get(task.remote(state.pid, file), timeout=GROUP_END_S)
+        except RayError as error:
+            return f"unreachable ({type(error).__name__})"
+
+
+def start_monitor() -> Any:
+    """Start the monitor actor on the driver's node, without CPUs; Ray restarts it if it dies."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(HeartbeatMonitor).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here).remote()
+
+
+def find_hung(states: Sequence[RankState], timeout_s: float) -> list[RankState]:
+    """Return the workers without progress for too long; startup has a longer timeout."""
+    return [one for one in states if 0 < timeout_s * (1 if one.events else STARTUP_FACTOR) < one.idle_s]
+
+
+def find_culprit(states: Sequence[RankState], status: Mapping[int, str]) -> RankState:
+    """Return the worker that others wait for: not running, else with the least progress."""
+    return min(states, key=lambda state: (status[state.rank] == "running", state.events, -state.idle_s))
+
+
+def _run_on_thread(call: Callable[[], object]) -> Future[None]:
+    """Run `call` on a daemon thread. On the main thread, Ray Train would handle Ctrl-C itself."""
+    outcome: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            outcome.set_result(None)
+        except BaseException as error:  # passed to the waiting thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=FIT_THREAD, daemon=True).start()
+    return outcome
+
+
+@contextmanager
+def handle_signals(termination: Termination) -> Iterator[None]:
+    """Set the event on SIGTERM and Ctrl-C instead of ending the process.
+
+    A second Ctrl-C ends at the next poll, a third raises immediately, even inside Ray. Ray's
+    SIGTERM handler is restored afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python sets handlers on the main thread only
+        yield
+        return
+
+    def handle(number: int, _: object) -> None:
+        if termination.is_urgent:
+            raise KeyboardInterrupt
+        if not termination.is_set():
+            termination.number = signal.Signals(number)
+        elif number == signal.SIGINT:
+            termination.is_urgent = True
+        termination.set()
+
+    # Shells without job control start `vlatune train &` with SIGINT ignored; keep it ignored.
+    handled = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with contextlib.suppress(TypeError):  # handlers not set from Python cannot be restored
+                signal.signal(number, handler)

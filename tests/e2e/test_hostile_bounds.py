@@ -1,0 +1,92 @@
+"""Few bytes that ask for much end in one line, soon and in little memory; no command writes through a link."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from measured import measured
+
+MOST_BYTES = 320 << 20
+"""Limit for a command that fails while it reads its input; its libraries take up to 180 MB."""
+
+
+@pytest.fixture
+def base(small_base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_base, tmp_path / "base"))
+
+
+def rejected(*words: object, says: str) -> None:
+    """The command ends with one line that holds the text, in bounded memory."""
+    found = measured("train", *words)
+    assert (found.code, found.said.count("\n")) == (2, 1), found.said
+    assert says in found.said
+    assert found.peak_bytes < MOST_BYTES
+
+
+def test_ranges_are_counted_before_they_are_expanded(tmp_path, dataset_v3):
+    config = tmp_path / "config.yaml"
+    config.write_text("dataset:\n  episodes: [" + ", ".join(["'0:1000000'"] * 100) + "]\n")
+    rejected(
+        f"--config_path={config}",
+        f"--dataset.root={dataset_v3}",
+        says="expected a range of at most 1,000,000 numbers, all ranges together",
+    )
+    nested = ", ".join(["'[0:1000000]'"] * 100)
+    config.write_text(f"dataset:\n  episodes: [{nested}]\n")
+    rejected(f"--config_path={config}", f"--dataset.root={dataset_v3}", says="expected at most 1,000,000 items")
+
+
+def test_image_transforms_are_counted(tmp_path, dataset_v3):
+    config = tmp_path / "config.json"
+    one = {"type": "ColorJitter", "kwargs": {"brightness": [0.8, 1.2]}, "weight": 1.0}
+    transforms = {"enable": True, "tfs": {f"t{number}": one for number in range(101)}}
+    config.write_text(json.dumps({"dataset": {"image_transforms": transforms}}))
+    rejected(f"--config_path={config}", f"--dataset.root={dataset_v3}", says="101 transforms, the maximum is 100")
+    transforms["tfs"] = {f"t{number}": one for number in range(100_000)}
+    config.write_text(json.dumps({"dataset": {"image_transforms": transforms}}))
+    rejected(f"--config_path={config}", f"--dataset.root={dataset_v3}", says="1,048,576")
+
+
+def test_sampling_steps_of_a_base_and_of_a_flag(base, dataset_v3, tmp_path):
+    flags = [f"--dataset.root={dataset_v3}", f"--policy.path={base}", f"--output_dir={tmp_path / 'run'}"]
+    rejected(*flags, "--policy.num_inference_steps=65536", says="--policy.num_inference_steps=65536")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_inference_steps": 65536}))
+    rejected(*flags, says="num_inference_steps")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_long_added_token(base, dataset_v3, tmp_path, file):
+    tokenizer = next(base.rglob("tokenizer.json")).parent
+    content = json.loads((tokenizer / file).read_text())
+    if file == "tokenizer.json":
+        added = content["added_tokens"]
+        added.append({**added[0], "id": max(one["id"] for one in added) + 1, "content": "x" * (1 << 20)})
+    else:
+        content["additional_special_tokens"] = ["x" * (1 << 20)]
+    (tokenizer / file).write_text(json.dumps(content))
+    flags = [f"--dataset.root={dataset_v3}", f"--policy.path={base}", f"--output_dir={tmp_path / 'run'}"]
+    rejected(*flags, says="1,048,576")
+
+
+def test_no_command_writes_through_a_link(tmp_path, dataset_v3, small_base):
+    """Neither through a folder that the user names nor through one that a stranger has put beside the input."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    policy = Path(shutil.copytree(small_base, tmp_path / "policy"))
+    for name in ("policy-eval", "run", "run-doctor", "made", "out"):
+        (tmp_path / name).symlink_to(outside)
+    flags = [f"--dataset.root={dataset_v3}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'run'}"]
+    commands = [
+        ["eval", policy, f"--dataset.root={dataset_v3}", "--max_samples=2"],
+        ["eval", policy, f"--dataset.root={dataset_v3}", f"--output_dir={tmp_path / 'out'}"],
+        ["train", *flags],
+        ["doctor", *flags],
+        ["make-dataset", tmp_path / "made", "--episodes=1", "--frames=4"],
+    ]
+    for words in commands:
+        found = measured(*words)
+        assert found.code == 2, (words, found.said)
+        assert "is a link" in found.last_line, words
+        assert list(outside.iterdir()) == [], words

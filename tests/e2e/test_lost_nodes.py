@@ -1,0 +1,76 @@
+"""Several nodes, as several raylets on this machine: a checkpoint is saved before one is removed, and the run continues without one."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from driving import exit_code, named, output, saved_steps, started, step_of, wait_until
+from local_runs import assert_same_run, train_flags
+from ray.cluster_utils import Cluster
+
+from vlatune.ray_internals import TRAIN_WORKER_TITLE
+from vlatune.run.summary import read_summary
+
+NODE = {"num_cpus": 1, "resources": {"vlatune_trainer": 1}, "object_store_memory": 100 * 1024 * 1024}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Start a head for the driver, and three nodes for two workers."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 1024 * 1024})
+    for _ in range(3):
+        cluster.add_node(**NODE)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def flags(dataset_v3, small_base) -> list[str]:
+    own = ("--num_workers=2", "--steps=300", "--save_freq=100", "--save_every_s=0", "--keep_checkpoints=300")
+    more = ("--max_restarts=3", "--eval_freq=0", "--log_samples=true", "--ray.num_cpus=3")
+    return train_flags(dataset_v3, small_base, *own, *more)
+
+
+def train(cluster: Cluster, run_dir: Path, flags: list[str], step: int = 1, act: Callable[[], Any] = int) -> Path:
+    """Train in a process that joins the cluster, and call `act` when it has reached a step."""
+    with started(run_dir, *flags, environment={"RAY_ADDRESS": cluster.address}) as process:
+        wait_until(lambda: step_of(run_dir) >= step, process, run_dir)
+        act()
+        assert exit_code(process, run_dir) == 0, output(run_dir)
+    return run_dir
+
+
+def node_of_a_worker(cluster: Cluster) -> tuple[str, Any]:
+    """Return id and raylet of a node with a training worker, which is the raylet's child."""
+    parents = [psutil.Process(pid).ppid() for pid in named(os.getsid(0), TRAIN_WORKER_TITLE)]
+    raylets = {node.node_id: node.all_processes["raylet"][0].process for node in cluster.worker_nodes}
+    return next((node_id, raylet) for node_id, raylet in raylets.items() if raylet.pid in parents)
+
+
+def test_run_continues_on_another_node(cluster, flags, tmp_path):
+    clean = train(cluster, tmp_path / "clean" / "run", flags)
+    run_dir = train(
+        cluster, tmp_path / "run", flags, 130, lambda: node_of_a_worker(cluster)[1].send_signal(signal.SIGKILL)
+    )
+    summary = read_summary(run_dir)
+    assert summary is not None
+    assert summary.restarts == 1
+    assert_same_run(run_dir, clean)
+
+
+def test_checkpoint_is_saved_before_a_node_is_removed(cluster, flags, tmp_path):
+    def drain() -> None:
+        client, deadline_ms = ray._raylet.GcsClient(address=cluster.address), int((time.time() + 3600) * 1000)
+        preemption = 2
+        accepted, reason = client.drain_node(node_of_a_worker(cluster)[0], preemption, "spot instance", deadline_ms)
+        assert accepted, reason
+
+    run_dir = train(cluster, tmp_path / "run", flags, 30, drain)
+    assert [step for step in saved_steps(run_dir) if step % 100] == saved_steps(run_dir)[:1]

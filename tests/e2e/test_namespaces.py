@@ -1,0 +1,66 @@
+"""Two nodes with addresses of their own: host names that do not lead to them, and folders that one of them lacks."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from namespaces import ADDRESSES, can_make_namespaces, namespaces, run_inside, start_nodes
+
+from vlatune.run.summary import read_summary
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not can_make_namespaces(), reason="needs root and network namespaces"),
+]
+
+
+def command(dataset: Path, base: Path, run: Path) -> list[str]:
+    words = [
+        str(Path(sys.executable).with_name("vlatune")),
+        "train",
+        f"--dataset.root={dataset}",
+        f"--policy.path={base}",
+    ]
+    words += [f"--output_dir={run}", "--policy.train=heads", "--num_workers=2", "--batch_size=4", "--steps=3"]
+    return [*words, "--log_freq=1", "--eval_freq=0", "--dataset.cache=off", "--max_restarts=0"]
+
+
+def train_on_two_nodes(
+    words: list[str], *, hide_on_second: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    with (
+        tempfile.TemporaryDirectory(prefix="vla", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        namespaces() as names,
+    ):
+        address = start_nodes(names, Path(folder), hide_on_second=hide_on_second)
+        return run_inside(names[0], words, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **env)
+
+
+def test_workers_connect_over_the_interface_of_the_node(dataset_v3, small_base, tmp_path):
+    """The host name resolves to an address that does not lead to the other node."""
+    done = train_on_two_nodes(command(dataset_v3, small_base, tmp_path / "run"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None
+    assert summary.optimizer_steps == 3
+
+
+def test_node_without_the_dataset_is_named_before_workers_start(dataset_v3, small_base, tmp_path):
+    words = command(dataset_v3, small_base, tmp_path / "run")
+    done = train_on_two_nodes(words, hide_on_second=dataset_v3)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if str(dataset_v3) in line]
+    assert ADDRESSES[1] in line
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not list((tmp_path / "run/logs").glob("failure-*"))
+
+
+def test_workers_that_cannot_connect_fail_with_the_address(dataset_v3, small_base, tmp_path):
+    """The user's choice of an interface reaches the workers; here it is one that does not lead to the other node."""
+    words = command(dataset_v3, small_base, tmp_path / "run")
+    done = train_on_two_nodes(words, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert any(f"rank {rank} on {address} " in done.stderr for rank, address in enumerate(ADDRESSES)), done.stderr

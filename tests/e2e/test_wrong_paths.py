@@ -1,0 +1,65 @@
+"""A wrong path is reported before anything heavy is imported: that makes the answer quick on any machine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "lerobot", "ray", "transformers", "pyarrow", "cv2", "av", "fsspec")
+PROGRAM = f"""
+import sys
+from vlatune import cli
+code = cli.main(sys.argv[1:])
+print([name for name in {HEAVY} if name in sys.modules], code)
+"""
+
+
+def run(*words: str, at: Path) -> tuple[list[str], str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words], cwd=at, capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("eval", "runs/fold"), "'runs/fold' is not a run folder: there is no such folder; did you mean runs/folds?"),
+        (("eval", "runs/folds"), "'runs/folds' is not a run folder: it has no config.json"),
+        (("eval", "run", "--dataset.root=nowhere"), "dataset 'nowhere': there is no such folder"),
+        (("export", "nowhere", "exported"), "'nowhere' is not a run folder: there is no such folder"),
+        (("report", "nowhere"), "'nowhere' is not a run folder: there is no such folder"),
+        (("report", "run", "nowhere"), "'nowhere' is not a run folder: there is no such folder"),
+        (("doctor", "--config_path=nowhere.json"), "--config_path=nowhere.json: No such file"),
+    ],
+)
+def test_a_wrong_path_is_a_usage_error_without_heavy_imports(words, message, tmp_path):
+    (tmp_path / "runs/folds").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    lines, error = run(*words, at=tmp_path)
+    assert lines == ["[] 2"]
+    assert message in error
+
+
+def test_doctor_reports_all_wrong_paths_at_once_without_heavy_imports(tmp_path):
+    words = (
+        "--recipe=tiny",
+        "--dataset.root=nowhere",
+        "--policy.path=./no_base",
+        "--resume=true",
+        "--output_dir=no_run",
+    )
+    lines, _ = run("doctor", *words, at=tmp_path)
+    assert lines[-1] == "[] 1"
+    assert [line.split()[:2] for line in lines if line.startswith("fail")] == [
+        ["fail", name] for name in ("dataset", "base", "run")
+    ]
+    assert not [line for line in lines if line.startswith("skip")]
+    lines, _ = run("doctor", *words, "--json=true", at=tmp_path)
+    answer = json.loads(lines[0])
+    assert (answer["status"], answer["page"]) == ("fail", None)
+    assert [one["check"] for one in answer["findings"]] == ["dataset", "base", "run"]
+    assert list(tmp_path.iterdir()) == []

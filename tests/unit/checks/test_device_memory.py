@@ -1,0 +1,61 @@
+"""Estimates of device memory: sums of their parts, the largest batch, and the smallest change that fits."""
+
+import pytest
+
+from vlatune.checks.device_memory import (
+    CUDA_BYTES,
+    GB,
+    MAX_BATCH,
+    NCCL_BYTES,
+    USABLE,
+    Footprint,
+    ModeFit,
+    flags_that_fit,
+)
+from vlatune.config.settings import PolicyConfig, RunConfig
+from vlatune.feed.feed import MIN_QUEUED, QUEUED_BYTES
+
+HEADS = Footprint(weights=7 * GB, trained=10**7, saved=0, saved_per_sample=GB // 10, row_bytes=0, num_trained=1)
+FULL = Footprint(weights=13 * GB, trained=13 * GB, saved=4 * GB, saved_per_sample=5 * GB, row_bytes=0, num_trained=9)
+CHECKPOINTED = Footprint(
+    weights=13 * GB, trained=13 * GB, saved=0, saved_per_sample=GB // 5, row_bytes=0, num_trained=9
+)
+MODES = [ModeFit("heads", False, HEADS, {}), ModeFit("full", False, FULL, {}), ModeFit("full", True, CHECKPOINTED, {})]
+
+
+def test_needed_memory_is_the_sum_of_its_parts():
+    assert FULL.needed(2, ema=False) == (13 + 3 * 13 + 4 + 2 * 5) * GB + CUDA_BYTES
+    assert FULL.needed(2, ema=True) - FULL.needed(2, ema=False) == 13 * GB
+    assert FULL.needed(2, ema=False, cuda=False) == FULL.needed(2, ema=False) - CUDA_BYTES
+    rows = Footprint(0, 0, 0, 0, row_bytes=QUEUED_BYTES)  # the feed queues the fewest batches of this size
+    assert rows.needed(3, ema=False, cuda=False) == (3 + MIN_QUEUED) * 3 * QUEUED_BYTES
+
+
+def test_accumulation_on_several_workers_holds_the_gradients_twice():
+    alone, exchanged = (FULL.needed(2, ema=False, num_workers=workers) for workers in (1, 2))
+    assert exchanged - alone == NCCL_BYTES
+    assert FULL.needed(2, ema=False, num_workers=2, grad_accum=2) - exchanged == FULL.trained
+    assert FULL.needed(2, ema=False, num_workers=1, grad_accum=2) == alone
+
+
+@pytest.mark.parametrize("footprint", [HEADS, FULL, CHECKPOINTED])
+@pytest.mark.parametrize("size", [24, 80])
+def test_the_largest_batch_fits_and_one_more_does_not(footprint, size):
+    most = footprint.largest_batch(size * GB, ema=False)
+    assert most == 0 or footprint.needed(most, ema=False) <= USABLE * size * GB
+    assert most == MAX_BATCH or footprint.needed(most + 1, ema=False) > USABLE * size * GB
+
+
+@pytest.mark.parametrize(
+    ("train", "footprint", "size", "flags"),
+    [
+        ("heads", HEADS, 12, ("--batch_size=16", "--grad_accum=4")),
+        ("full", FULL, 80, ("--batch_size=2", "--grad_accum=32")),
+        ("full", FULL, 64, ("--policy.gradient_checkpointing=true", "--batch_size=16", "--grad_accum=4")),
+        ("full", FULL, 24, ("--policy.train=heads",)),
+        ("full", FULL, 4, ()),
+    ],
+)
+def test_the_smallest_change_that_fits(train, footprint, size, flags):
+    config = RunConfig(batch_size=32, grad_accum=2, policy=PolicyConfig(train=train))
+    assert flags_that_fit(config, MODES, footprint, size * GB) == flags

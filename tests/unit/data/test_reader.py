@@ -1,0 +1,351 @@
+"""The reader delivers LeRobot's values and pixels, the right frames by their burned-in ids, and errors for damaged files."""
+
+import json
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vlatune.batch import Columns, check_columns
+from vlatune.data.frames import decoder as video
+from vlatune.data.frames.resize import letterbox_box
+from vlatune.data.meta.dataset_meta import DatasetMeta, load_meta
+from vlatune.data.reader import (
+    CameraSpec,
+    ReadSpec,
+    VectorSpec,
+    allocate,
+    make_unit,
+    read_into,
+    read_unit,
+)
+from vlatune.demo.generate import SyntheticSpec, make_dataset, read_frame_id
+
+HORIZON = 5
+TOP = "observation.images.top"
+
+
+def make_spec(meta: DatasetMeta, *, size: int = 96, offsets: tuple[int, ...] | None = None, cameras=None) -> ReadSpec:
+    """Read all cameras at `size`, the state, and the next HORIZON actions."""
+    names = meta.cameras if cameras is None else cameras
+    return ReadSpec(
+        root=meta.root,
+        dataset_index=0,
+        tolerance_s=1e-4,
+        cameras=tuple(CameraSpec(name, "video", size, size, offsets) for name in names),
+        vectors=(
+            VectorSpec("observation.state", "float32", meta.features["observation.state"].shape),
+            VectorSpec("action", "float32", meta.features["action"].shape, tuple(range(HORIZON))),
+        ),
+        tasks=meta.tasks,
+    )
+
+
+def read(meta: DatasetMeta, spec: ReadSpec, episode: int, frames) -> Columns:
+    frames = np.asarray(frames, dtype=np.int64)
+    return read_unit(spec, make_unit(meta, spec, episode, frames, slots=frames + 1000))
+
+
+def ids_of(images_NCHW: np.ndarray, **box) -> list[tuple[int, int] | None]:
+    return [read_frame_id(image, **box) for image in images_NCHW]
+
+
+@pytest.fixture(scope="module")
+def meta(dataset_v3) -> DatasetMeta:
+    return load_meta(str(dataset_v3))
+
+
+@pytest.fixture(scope="module")
+def lerobot_rows(dataset_v3) -> list[dict]:
+    """Return every row as LeRobot reads it."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    window = {"action": [step / 10 for step in range(HORIZON)]}
+    dataset = LeRobotDataset("synthetic/test", root=dataset_v3, video_backend="pyav", delta_timestamps=window)
+    return [dataset[index] for index in range(len(dataset))]
+
+
+@pytest.fixture
+def damaged(dataset_v3, tmp_path) -> Path:
+    """Return a copy of the dataset."""
+    return Path(shutil.copytree(dataset_v3, tmp_path / "damaged"))
+
+
+def test_every_row_has_lerobots_values_and_pixels(meta, lerobot_rows):
+    spec, index = make_spec(meta), 0
+    for episode, length in enumerate(meta.episodes.length):
+        ours = read(meta, spec, episode, range(length))
+        for row in range(length):
+            theirs = lerobot_rows[index]
+            for key in ("index", "episode_index", "frame_index", "task_index", "timestamp"):
+                assert ours[key][row] == theirs[key].item(), key
+            assert ours["task"][row] == theirs["task"]
+            for key in ("observation.state", "action", "action_is_pad"):
+                assert np.array_equal(ours[key][row], theirs[key].numpy()), key
+            for camera in meta.cameras:
+                assert np.array_equal(ours[camera][row], (theirs[camera] * 255).round().byte().numpy()), camera
+            index += 1
+    assert index == len(lerobot_rows) == meta.num_frames
+
+
+def test_rows_have_the_types_of_the_contract(meta):
+    spec = replace(make_spec(meta, size=48), dataset_index=3)
+    columns = read(meta, spec, 2, [0, 4])
+    images = dict.fromkeys(meta.cameras, ("uint8", (3, 48, 48)))
+    numbers = dict.fromkeys(
+        ("dataset_index", "index", "episode_index", "frame_index", "task_index", "slot"), ("int64", ())
+    )
+    state, action = (meta.features[key].shape for key in ("observation.state", "action"))
+    vectors = {"observation.state": ("float32", state), "action": ("float32", (HORIZON, *action))}
+    rest = {"action_is_pad": ("bool", (HORIZON,)), "timestamp": ("float32", ()), "task": ("object", ())}
+    check_columns(columns, images | numbers | vectors | rest)
+    assert set(columns) == set(images | numbers | vectors | rest)
+    assert columns["dataset_index"].tolist() == [3, 3]
+    assert columns["slot"].tolist() == [1000, 1004]
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_every_frame_of_an_episode_is_the_right_one(version, dataset_v3, dataset_v21):
+    meta = load_meta(str({"v3.0": dataset_v3, "v2.1": dataset_v21}[version]))
+    for episode, length in enumerate(meta.episodes.length):
+        columns = read(meta, make_spec(meta), episode, range(length))
+        for camera in meta.cameras:
+            assert ids_of(columns[camera]) == [(episode, frame) for frame in range(length)]
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_single_frames_and_gaps_are_the_right_ones(version, dataset_v3, dataset_v21):
+    meta = load_meta(str({"v3.0": dataset_v3, "v2.1": dataset_v21}[version]))
+    spec = make_spec(meta, cameras=[TOP])
+    for episode, length in enumerate(meta.episodes.length):
+        for frames in ([0], [1], [length // 2], [length - 1], [0, length - 1], range(0, length, 3), [1, 2, 7, 8]):
+            columns = read(meta, spec, episode, frames)
+            assert ids_of(columns[TOP]) == [(episode, frame) for frame in frames]
+            assert columns["frame_index"].tolist() == list(frames)
+
+
+def test_units_fill_their_own_rows_of_a_block(meta):
+    spec = make_spec(meta, cameras=[TOP])
+    frames = {2: np.array([3, 5]), 6: np.array([0, 1, 2])}
+    block = allocate(spec, 5)
+    read_into(spec, make_unit(meta, spec, 6, frames[6], slots=np.array([7, 9, 8])), block, 2)
+    read_into(spec, make_unit(meta, spec, 2, frames[2], slots=np.array([4, 6])), block, 0)
+    assert ids_of(block[TOP]) == [(2, 3), (2, 5), (6, 0), (6, 1), (6, 2)]
+    assert block["slot"].tolist() == [4, 6, 7, 9, 8]
+    alone = read(meta, spec, 6, frames[6])
+    for key in ("action", "action_is_pad", "observation.state", "index", "task"):
+        assert np.array_equal(block[key][2:], alone[key])
+
+
+@pytest.mark.parametrize("size_hw", [(48, 96), (96, 48), (128, 64)])
+def test_a_letterboxed_image_has_black_bars(size_hw, meta):
+    height, width = size_hw
+    spec = replace(make_spec(meta), cameras=(CameraSpec(TOP, "video", height, width),))
+    images = read(meta, spec, 1, [2, 3])[TOP]
+    top, left, inner_height, inner_width = box = letterbox_box((96, 96), size_hw)
+    assert ids_of(images, box=box) == [(1, 2), (1, 3)]
+    outside = np.ones(size_hw, bool)
+    outside[top : top + inner_height, left : left + inner_width] = False
+    assert not images[:, :, outside].any()
+
+
+def test_windows_of_images_reach_back_and_mark_clamped_frames(meta):
+    spec = make_spec(meta, cameras=[TOP], offsets=(-2, 0))
+    columns = read(meta, spec, 4, [0, 1, 2, 7])
+    assert [ids_of(window) for window in columns[TOP]] == [
+        [(4, 0), (4, 0)],
+        [(4, 0), (4, 1)],
+        [(4, 0), (4, 2)],
+        [(4, 5), (4, 7)],
+    ]
+    assert columns[f"{TOP}_is_pad"].tolist() == [[True, False], [True, False], [False, False], [False, False]]
+
+
+def test_a_frame_of_several_windows_is_decoded_once(meta, monkeypatch):
+    taken, sought, take, seek = [], [], video._take, video.Decoder._seek
+    monkeypatch.setattr(video, "_decoders", OrderedDict())
+    monkeypatch.setattr(video, "_take", lambda *args, **more: taken.append(args[2]) or take(*args, **more))
+    monkeypatch.setattr(video.Decoder, "_seek", lambda self, first_s: sought.append(first_s) or seek(self, first_s))
+    spec = make_spec(meta, cameras=[TOP], offsets=(-2, -1, 0))
+    columns = read(meta, spec, 4, [0, 1, 2, 3, 6])
+    assert len(taken) == 7  # 0 to 6
+    assert len(sought) == 1
+    assert [ids_of(window)[-1] for window in columns[TOP]] == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 6)]
+    assert [ids_of(window)[0] for window in columns[TOP]] == [(4, 0), (4, 0), (4, 0), (4, 1), (4, 4)]
+
+
+def test_windows_of_images_states_and_actions_equal_lerobots(meta, dataset_v3):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    looks, acts = (-1, 0), tuple(range(-1, HORIZON))
+    windows = {TOP: looks, "observation.state": looks, "action": acts}
+    deltas = {key: [offset / 10 for offset in offsets] for key, offsets in windows.items()}
+    theirs = LeRobotDataset("synthetic/test", root=dataset_v3, video_backend="pyav", delta_timestamps=deltas)
+    vectors = [replace(one, offsets=windows[one.name]) for one in make_spec(meta).vectors]
+    spec = replace(make_spec(meta, cameras=[TOP], offsets=looks), vectors=tuple(vectors))
+    for episode in (0, 3):
+        first, length = int(meta.episodes.from_row[episode]), int(meta.episodes.length[episode])
+        compare(theirs, first, read(meta, spec, episode, range(length)), windows)
+
+
+def test_windows_of_images_in_parquet_equal_lerobots(tmp_path, monkeypatch):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    from vlatune.data.frames import images
+
+    camera, looks = "observation.image", (-2, -1, 0)
+    windows = {camera: looks, "action": (-1, 0, 1)}
+    root = write_images(tmp_path / "images", camera)
+    deltas = {key: [offset / 10 for offset in offsets] for key, offsets in windows.items()}
+    theirs = LeRobotDataset("a/b", root=root, delta_timestamps=deltas)
+    meta, decoded, decode = load_meta(str(root)), [], images.decode_image
+    monkeypatch.setattr(images, "decode_image", lambda *args: decoded.append(1) or decode(*args))
+    spec = ReadSpec(
+        root=meta.root,
+        dataset_index=0,
+        tolerance_s=1e-4,
+        cameras=(CameraSpec(camera, "image", 24, 32, looks),),
+        vectors=(VectorSpec("action", "float32", (2,), windows["action"]),),
+        tasks=meta.tasks,
+    )
+    for episode in (0, 1):
+        first, length = int(meta.episodes.from_row[episode]), int(meta.episodes.length[episode])
+        decoded.clear()
+        compare(theirs, first, read(meta, spec, episode, range(length)), windows)
+        assert len(decoded) == length
+
+
+def write_images(root: Path, camera: str) -> Path:
+    """Write two episodes with LeRobot, of four and three rows."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    features = {
+        camera: {"dtype": "image", "shape": (24, 32, 3), "names": ["height", "width", "channels"]},
+        "action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
+    }
+    dataset = LeRobotDataset.create("a/b", fps=10, features=features, root=root, use_videos=False)
+    rng = np.random.default_rng(0)
+    for length in (4, 3):
+        for _ in range(length):
+            image = rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)
+            dataset.add_frame({camera: image, "action": rng.random(2, dtype=np.float32), "task": "look"})
+        dataset.save_episode()
+    dataset.finalize()
+    return root
+
+
+def compare(theirs, first: int, ours: Columns, windows: dict[str, tuple[int, ...]]) -> None:
+    """Compare rows of an episode with LeRobot's rows from `first`."""
+    for row in range(len(ours["index"])):
+        expected = theirs[first + row]
+        for key in windows:
+            found = ours[key][row] / 255.0 if ours[key].dtype == np.uint8 else ours[key][row]
+            assert np.allclose(found, expected[key].numpy(), atol=1e-6), (key, row)
+            assert ours[f"{key}_is_pad"][row].tolist() == expected[f"{key}_is_pad"].tolist(), (key, row)
+
+
+def test_a_dataset_behind_a_url_gives_the_same_rows(meta, dataset_v3):
+    fsspec.filesystem("memory").put(str(dataset_v3), "/reader-test", recursive=True)
+    remote = load_meta("memory://reader-test")
+    ours, theirs = (read(one, make_spec(one, cameras=[TOP]), 4, [1, 6]) for one in (remote, meta))
+    assert ours.keys() == theirs.keys()
+    for key, values in theirs.items():
+        assert np.array_equal(ours[key], values), key
+
+
+def test_a_unit_opens_each_video_once(meta, monkeypatch):
+    opened, real = [], video.av.open
+    monkeypatch.setattr(video, "_decoders", OrderedDict())
+    monkeypatch.setattr(video.av, "open", lambda source, **options: opened.append(source) or real(source, **options))
+    read(meta, make_spec(meta, offsets=(-3, 0)), 5, [0, 4, 9])
+    assert opened == [meta.root.join(meta.video_path(5, camera)) for camera in meta.cameras]
+
+
+def test_the_nearest_frame_is_taken_within_the_tolerance(damaged):
+    """Rows that are 0.02 s late find their frames within a larger tolerance."""
+    rewrite(damaged, "timestamp", lambda values, _: values + np.float32(0.02))
+    meta = load_meta(str(damaged))
+    spec = replace(make_spec(meta, cameras=[TOP]), tolerance_s=0.03)
+    length = int(meta.episodes.length[5])
+    assert ids_of(read(meta, spec, 5, range(length))[TOP]) == [(5, frame) for frame in range(length)]
+
+
+def rewrite(folder: Path, column: str, change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
+    """Change a column of all data files, given its values and the episodes they belong to."""
+    for path in (folder / "data").glob("*/*.parquet"):
+        table = pq.read_table(path)
+        values = change(table.column(column).to_numpy(), table.column("episode_index").to_numpy())
+        pq.write_table(table.set_column(table.column_names.index(column), column, pa.array(values)), path)
+
+
+def error_of(folder: Path, episode: int, frames, *, cameras=(TOP,)) -> str:
+    meta = load_meta(str(folder))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the caller checks the message)
+        read(meta, make_spec(meta, cameras=cameras), episode, frames)
+    return str(caught.value)
+
+
+def test_a_file_without_video_is_named(damaged, meta):
+    import av
+
+    file = meta.video_path(4, TOP)
+    with av.open(str(damaged / file), "w") as container:
+        stream = container.add_stream("aac", rate=8000)
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        silence.sample_rate = 8000
+        container.mux(stream.encode(silence))
+        container.mux(stream.encode(None))
+    assert f"episode 4, camera '{TOP}', {file}: there is no video stream in it" in error_of(damaged, 4, [0])
+
+
+@pytest.mark.parametrize("codec", ["h264", "av1"])
+def test_a_damaged_video_gives_right_frames_or_errors(codec, tmp_path):
+    """Decoders conceal damage by default. FFmpeg cannot detect it in hevc."""
+    root = tmp_path / codec
+    make_dataset(root, SyntheticSpec(episodes=3, frames=12, cameras=1, codec=codec))
+    path, noise = root / load_meta(str(root)).video_path(0, TOP), np.random.default_rng(0).bytes(40)
+    content, messages = path.read_bytes(), []
+    clean, _ = frames_or_errors(root, episodes=(0, 1, 2))
+    for share in np.linspace(0.25, 0.95, 10):
+        begin = int(share * len(content))
+        path.write_bytes(content[:begin] + noise + content[begin + len(noise) :])
+        right, errors = frames_or_errors(root, episodes=(0, 1, 2))
+        assert all(np.array_equal(image, clean[place]) for place, image in right.items())
+        messages += errors.values()
+    assert len(messages) >= 10
+    assert all("cannot be decoded" in message for message in messages)
+
+
+def frames_or_errors(folder: Path, episodes) -> tuple[dict[tuple[int, int], np.ndarray], dict[tuple[int, int], str]]:
+    """Read the frames one by one; return the frames, checked by their ids, and the errors."""
+    meta, right, errors = load_meta(str(folder)), {}, {}
+    spec = make_spec(meta, cameras=[TOP])
+    for episode in episodes:
+        for frame in range(int(meta.episodes.length[episode])):
+            try:
+                columns = read(meta, spec, episode, [frame])
+            except ValueError as error:
+                errors[episode, frame] = str(error)
+            else:
+                assert ids_of(columns[TOP]) == [(episode, frame)]
+                right[episode, frame] = columns[TOP][0]
+    return right, errors
+
+
+def test_a_vector_of_another_width_is_named(damaged, meta):
+    info = json.loads((damaged / "meta/info.json").read_text())
+    (width,) = meta.features["action"].shape
+    info["features"]["action"]["shape"] = [width + 1]
+    (damaged / "meta/info.json").write_text(json.dumps(info))
+    message = error_of(damaged, 0, [0], cameras=())
+    assert (
+        f"{meta.data_path(0)}: column 'action' has rows of shape ({width},), meta/info.json has ({width + 1},)"
+        in message
+    )

@@ -1,0 +1,82 @@
+"""Select episodes by number, over several datasets, and hold out the same ones every time."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlatune.data.meta.dataset_meta import load_meta
+from vlatune.data.order.partition import Selection, hold_out, select_episodes
+
+unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
+
+
+@pytest.fixture(scope="module")
+def meta(dataset_v3):
+    return load_meta(str(dataset_v3))
+
+
+def made_selection(count: int) -> Selection:
+    places = np.arange(count)
+    return Selection(dataset=places // 20, position=places, length=10 + places)
+
+
+def rows(selection: Selection) -> list[tuple[int, int, int]]:
+    columns = (selection.dataset.tolist(), selection.position.tolist(), selection.length.tolist())
+    return list(zip(*columns, strict=True))
+
+
+def test_all_episodes_of_all_datasets_in_order(meta):
+    lengths = meta.episodes.length.tolist()
+    selection = select_episodes([meta, meta], None)
+    assert rows(selection) == [(number, place, lengths[place]) for number in (0, 1) for place in range(7)]
+    assert len(selection) == 14
+
+
+def test_wanted_episodes_are_in_the_order_of_the_table(meta):
+    lengths = meta.episodes.length.tolist()
+    assert rows(select_episodes([meta], [5, 2, 5])) == [(0, 2, lengths[2]), (0, 5, lengths[5])]
+
+
+def test_an_episode_is_selected_by_its_index_not_by_its_position(meta):
+    shifted = replace(meta, episodes=replace(meta.episodes, index=meta.episodes.index + 10))
+    assert select_episodes([shifted], [12]).position.tolist() == [2]
+    with pytest.raises(
+        ValueError, match=r"there is no episode 2; it has 7 episodes, 10 to 16; correct the list of episodes"
+    ):
+        select_episodes([shifted], [12, 2])
+
+
+def test_an_unknown_episode_is_named(meta):
+    with pytest.raises(ValueError, match=r"there is no episode 7; .* 0 to 6; correct the list of episodes") as caught:
+        select_episodes([meta], [0, 7, 9])
+    assert meta.root.url in str(caught.value)
+
+
+@unhurried
+@given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 2**40))
+def test_held_out_and_training_episodes_are_disjoint_and_complete(count, share, seed):
+    selection = made_selection(count)
+    training, held = hold_out(selection, share, seed)
+    assert sorted(rows(training) + rows(held)) == rows(selection)
+    assert rows(training) == sorted(rows(training), key=lambda row: row[1])
+    assert len(training) >= 1
+    if share == 0 or count == 1:
+        assert len(held) == 0
+    else:
+        assert abs(len(held) - share * count) <= 1
+        assert len(held) >= 1
+
+
+@unhurried
+@given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 2**40))
+def test_the_same_episodes_are_held_out_every_time(count, share, seed):
+    first, second = (hold_out(made_selection(count), share, seed)[1] for _ in range(2))
+    assert rows(first) == rows(second)
+
+
+def test_another_seed_holds_out_other_episodes():
+    held = {tuple(hold_out(made_selection(50), 0.1, seed)[1].position.tolist()) for seed in range(10)}
+    assert len(held) == 10

@@ -1,0 +1,49 @@
+"""Windows of frames: clamped to the episode, marked where they were clamped, on the frame grid."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlatune.data.reader import offsets_from_timestamps, window_frames
+
+unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
+
+
+def test_the_last_frame_stands_in_after_the_end():
+    frames, is_pad = window_frames(np.array([3]), range(4), 5)
+    assert frames.tolist() == [[3, 4, 4, 4]]
+    assert is_pad.tolist() == [[False, False, True, True]]
+
+
+def test_the_first_frame_stands_in_before_the_beginning():
+    frames, is_pad = window_frames(np.array([1, 4]), (-2, 0), 5)
+    assert frames.tolist() == [[0, 1], [2, 4]]
+    assert is_pad.tolist() == [[True, False], [False, False]]
+
+
+@unhurried
+@given(st.data())
+def test_a_frame_of_the_episode_is_itself_and_another_is_the_nearest_and_padded(data):
+    length = data.draw(st.integers(1, 30))
+    rows = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=5))
+    offsets = data.draw(st.lists(st.integers(-40, 40), min_size=1, max_size=8))
+    frames, is_pad = window_frames(np.array(rows), offsets, length)
+    assert frames.shape == is_pad.shape == (len(rows), len(offsets))
+    for n, row in enumerate(rows):
+        for t, offset in enumerate(offsets):
+            nearest = min(range(length), key=lambda frame, wanted=row + offset: abs(frame - wanted))
+            assert frames[n, t] == nearest
+            assert is_pad[n, t] == (nearest != row + offset)
+
+
+@unhurried
+@given(st.lists(st.integers(-100, 100), max_size=20), st.sampled_from([5, 10, 15, 20, 24, 30, 50, 60]))
+def test_seconds_on_the_grid_become_frames(offsets, fps):
+    assert offsets_from_timestamps([offset / fps for offset in offsets], fps, 1e-4, "action") == tuple(offsets)
+
+
+def test_seconds_off_the_grid_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"delta_timestamps\['action'\]: 0.15 s .*1/10 s \(nearest 0.200000 s\); use"):
+        offsets_from_timestamps([0.0, 0.1, 0.15], 10, 1e-4, "action")
+    assert offsets_from_timestamps([0.15], 10, 0.06, "action") == (2,)

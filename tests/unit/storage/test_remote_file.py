@@ -1,0 +1,201 @@
+"""Range reads: which requests a remote file makes, and that its bytes are right."""
+
+import io
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlatune.storage import remote_file, remote_retry
+from vlatune.storage.remote_file import (
+    FIRST_BLOCK_BYTES,
+    MAX_BLOCK_BYTES,
+    SMALL_OBJECT_BYTES,
+    Block,
+    EdgeCache,
+    RemoteFile,
+    plan_fetch,
+)
+
+SMALL = {
+    "FIRST_BLOCK_BYTES": 8,
+    "MAX_BLOCK_BYTES": 64,
+    "SMALL_OBJECT_BYTES": 16,
+    "KEPT_BYTES": 100,
+    "EDGE_BYTES": 20,
+    "PROCESS_BYTES": 300,
+}
+"""The constants, made so small that a few hundred bytes meet every case."""
+
+
+class Store:
+    """A filesystem with one object, that notes the ranges it is asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.ranges: list[tuple[int, int]] = []
+        self.at = 0
+        self.details = {"size": len(data), "ETag": str(hash(data)), "type": "file"}
+
+    def open(self, path: str, mode: str, **_: Any) -> "Store":
+        return self
+
+    def info(self, path: str) -> dict[str, Any]:
+        return self.details
+
+    def invalidate_cache(self, path: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    def seek(self, at: int) -> None:
+        self.at = at
+
+    def read(self, size: int) -> bytes:
+        self.ranges.append((self.at, self.at + size))
+        return self.data[self.at : self.at + size]
+
+
+def opened(store: Store, name: str = "object") -> RemoteFile:
+    return RemoteFile(store, name, name)
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache() -> None:
+    remote_file.edges.clear()
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["read", "set", "cur", "end", "reopen"]), st.integers(0, 700)), min_size=1, max_size=40
+)
+
+
+@given(st.binary(max_size=600), steps)
+def test_reads_equal_those_of_a_file_in_memory(data: bytes, steps: list[tuple[str, int]]) -> None:
+    remote_file.edges.clear()
+    with mock.patch.multiple(remote_file, **SMALL):
+        store, plain = Store(data), io.BytesIO(data)
+        file = opened(store)
+        for what, number in steps:
+            if what == "read":
+                assert file.read(number) == plain.read(number)
+            elif what == "set":
+                assert file.seek(number) == plain.seek(number)
+            elif what == "cur":
+                assert file.seek(number, io.SEEK_CUR) == plain.seek(number, io.SEEK_CUR)
+            elif what == "end":
+                back = min(number, len(data))
+                assert file.seek(-back, io.SEEK_END) == plain.seek(-back, io.SEEK_END)
+            else:
+                file.__exit__(None, None, None)
+                file = opened(store)
+                plain.seek(0)
+            assert file.tell() == plain.tell()
+        assert file.read() == plain.read()
+    assert all(0 <= begin < end <= len(data) for begin, end in store.ranges)
+
+
+def test_a_sequential_reader_makes_few_requests_and_gets_each_byte_once() -> None:
+    store = Store(bytes(100 * 1024 * 1024))
+    with opened(store) as file:
+        while file.read(32 * 1024):
+            pass
+    assert len(store.ranges) == 17  # five blocks of 256 KiB to 4 MiB, then twelve of up to 8 MiB
+    assert sum(end - begin for begin, end in store.ranges) == len(store.data)
+
+
+def test_a_random_reader_gets_small_blocks() -> None:
+    store = Store(bytes(100 * 1024 * 1024))
+    with opened(store) as file:
+        for at in range(10_000_000, 90_000_000, 10_000_000):
+            file.seek(at)
+            file.read(1000)
+    assert [end - begin for begin, end in store.ranges] == [FIRST_BLOCK_BYTES] * 8
+
+
+def test_the_head_and_the_tail_are_fetched_once() -> None:
+    """As a decoder does: the start, the index at the end, the start again; then somebody opens the object anew."""
+    store = Store(bytes(50 * 1024 * 1024))
+    for _ in range(2):
+        with opened(store) as file:
+            file.read(32 * 1024)
+            file.seek(-100_000, io.SEEK_END)
+            file.read()
+            file.seek(40_000)
+            file.read(32 * 1024)
+    assert store.ranges == [(0, FIRST_BLOCK_BYTES), (len(store.data) - 100_000, len(store.data))]
+
+
+def test_plan_fetch() -> None:
+    size = 100 * 1024 * 1024
+    first = Block(1000, bytes(FIRST_BLOCK_BYTES), FIRST_BLOCK_BYTES)
+    assert plan_fetch(5, 10, SMALL_OBJECT_BYTES, []) == (0, SMALL_OBJECT_BYTES, FIRST_BLOCK_BYTES)
+    assert plan_fetch(7_000_000, 10, size, [first]) == (7_000_000, 7_000_000 + FIRST_BLOCK_BYTES, FIRST_BLOCK_BYTES)
+    at = first.end
+    assert plan_fetch(at, 10, size, [first]) == (at, at + 2 * FIRST_BLOCK_BYTES, 2 * FIRST_BLOCK_BYTES)
+    next_one = Block(at + 500, b"x", FIRST_BLOCK_BYTES)
+    assert plan_fetch(at, 10, size, [first, next_one])[:2] == (at, at + 500)
+    assert plan_fetch(at, 1_000_000, size, [first])[:2] == (at, at + 1_000_000)
+    assert plan_fetch(0, size, size, [])[:2] == (0, MAX_BLOCK_BYTES)
+    assert plan_fetch(size - 10, 10, size, [])[:2] == (size - 10, size)
+
+
+def test_the_process_cache_is_bounded() -> None:
+    cache = EdgeCache()
+    with mock.patch.multiple(remote_file, **SMALL):
+        for number in range(10):
+            cache.put((f"object {number}", "tag"), Block(0, bytes(60), 8))
+            cache.get(("object 0", "tag"))
+    kept = [number for number in range(10) if cache.get((f"object {number}", "tag"))]
+    assert kept == [0, 6, 7, 8, 9]
+
+
+def test_the_cache_of_an_open_file_is_bounded() -> None:
+    with mock.patch.multiple(remote_file, **SMALL):
+        file = opened(Store(bytes(2000)))
+        for at in range(0, 2000, 50):
+            file.seek(at)
+            file.read(5)
+            assert sum(len(block.data) for block in file._blocks) <= SMALL["KEPT_BYTES"]
+
+
+def test_versions_do_not_mix_in_the_cache() -> None:
+    for data in (b"a" * 1000, b"b" * 1000):
+        with opened(Store(data)) as file:
+            assert file.read() == data
+
+
+def test_blocks_of_an_object_that_changed_are_not_shared() -> None:
+    store = Store(b"a" * 1000)
+    first = dict(store.details)
+
+    def read_both() -> None:
+        with opened(store) as file:
+            store.data = b"b" * 1000
+            file.read()
+            store.details = first | {"ETag": "other"}
+
+    with pytest.raises(RuntimeError, match="changed while it was read"):
+        read_both()
+    store.data, store.details = b"a" * 1000, first
+    with opened(store) as file:
+        assert file.read() == store.data
+
+
+def test_an_unknown_size_is_an_error() -> None:
+    store = Store(b"x")
+    store.details["size"] = None
+    with pytest.raises(RuntimeError, match="'object': the server does not state its size"):
+        opened(store, "'object'")
+
+
+def test_a_broken_connection_has_no_status() -> None:
+    """aiohttp's parser gives a body that was cut off the code 400."""
+    parser_error = Exception("cut off")
+    parser_error.code = 400  # pyright: ignore[reportAttributeAccessIssue]
+    broken = ConnectionError("lost")
+    broken.__cause__ = parser_error
+    assert remote_retry.status_of(parser_error) == 400
+    assert remote_retry.status_of(broken) is None
+    assert remote_retry.is_transient(broken)

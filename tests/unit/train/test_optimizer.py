@@ -1,0 +1,117 @@
+"""Schedules, parameter groups and optimizers equal LeRobot's."""
+
+import pytest
+import torch
+from lerobot.optim import CosineDecayWithWarmupSchedulerConfig
+from lerobot.optim.schedulers import ConstantWithWarmupSchedulerConfig, DiffuserSchedulerConfig
+from safetensors.torch import save_file
+
+from vlatune.checkpoint.state import load_optimizer, load_trainable, tensors_to_save
+from vlatune.config.settings import OptimizerConfig, SchedulerConfig
+from vlatune.train.worker.optimizer import learning_rate, make_groups, make_optimizer, set_learning_rate
+
+CONFIG = SchedulerConfig(num_warmup_steps=10, num_decay_steps=100, decay_lr=2.5e-6)
+
+
+@pytest.mark.parametrize("total_steps", [20, 57, 100, 250])
+def test_rates_equal_lerobots(total_steps):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter], lr=2.5e-5)
+    theirs = CosineDecayWithWarmupSchedulerConfig(
+        peak_lr=2.5e-5, decay_lr=2.5e-6, num_warmup_steps=10, num_decay_steps=100
+    ).build(optimizer, total_steps)
+    for optimizer_step in range(total_steps):
+        ours = learning_rate(optimizer_step, total_steps, 2.5e-5, CONFIG)
+        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12), optimizer_step
+        optimizer.step()
+        theirs.step()
+
+
+def test_the_optimizer_is_fused_and_has_the_configs_numbers():
+    config = OptimizerConfig(lr=0.5, betas=(0.8, 0.7), eps=1e-6, weight_decay=0.25)
+    (group,) = make_optimizer([torch.nn.Parameter(torch.zeros(1))], config).param_groups
+    assert group["fused"] is True
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.7), 1e-6, 0.25)
+
+
+def rates_of(theirs, optimizer: torch.optim.Optimizer, steps: int) -> list[list[float]]:
+    """Return the learning rates of the groups at each step of LeRobot's scheduler."""
+    found = []
+    for _ in range(steps):
+        found.append(list(theirs.get_last_lr()))
+        optimizer.step()
+        theirs.step()
+    return found
+
+
+@pytest.mark.parametrize("total_steps", [20, 57])
+@pytest.mark.parametrize(
+    "theirs",
+    [DiffuserSchedulerConfig(num_warmup_steps=10), ConstantWithWarmupSchedulerConfig(num_warmup_steps=10)],
+    ids=lambda one: one.type,
+)
+def test_other_schedules_are_lerobots_for_every_group(theirs, total_steps):
+    config = SchedulerConfig(num_warmup_steps=10, type=theirs.type)
+    weights = {"head.w": torch.nn.Parameter(torch.zeros(1)), "backbone.w": torch.nn.Parameter(torch.zeros(1))}
+    ours = make_optimizer(make_groups(weights, 1e-4, {"backbone": 0.1}), OptimizerConfig(lr=1e-4))
+    peer = torch.optim.AdamW(
+        [{"params": [weights["head.w"]]}, {"params": [weights["backbone.w"]], "lr": 1e-5}], lr=1e-4
+    )
+    for step, expected in enumerate(rates_of(theirs.build(peer, total_steps), peer, total_steps)):
+        set_learning_rate(ours, learning_rate(step, total_steps, 1e-4, config))
+        assert [group["lr"] for group in ours.param_groups] == pytest.approx(expected, rel=1e-12), step
+
+
+def test_without_a_scheduler_the_rate_is_constant():
+    config = SchedulerConfig(type="none")
+    assert {learning_rate(step, 100, 3e-4, config) for step in (0, 50, 99)} == {3e-4}
+
+
+def test_each_group_has_its_learning_rate_and_no_parameter_is_lost():
+    weights = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("a.x", "back.x", "b.x", "back.y", "neck.x")}
+    groups = make_groups(weights, 0.5, {"back.y": 2.0, "back": 0.1, "absent": 3.0})
+    optimizer = make_optimizer(groups, OptimizerConfig(lr=0.5))
+    by_rate = {
+        group["lr"]: [name for name in weights if any(weights[name] is p for p in group["params"])]
+        for group in optimizer.param_groups
+    }
+    assert by_rate == {0.5: ["a.x", "b.x", "neck.x"], 1.0: ["back.y"], 0.05: ["back.x"]}
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 0.025]
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
+def test_adam_is_torchs_adam():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer([weight], OptimizerConfig(lr=0.1, weight_decay=0.5, type="adam"))
+    assert type(optimizer) is torch.optim.Adam
+
+
+def test_groups_resume_bit_exactly(tmp_path):
+    """Moments of every group, by name, through the files of a checkpoint."""
+
+    def begun() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
+        generator = torch.Generator().manual_seed(3)
+        names = ("neck.w", "backbone.w", "head.w")
+        weights = {name: torch.nn.Parameter(torch.randn(4, generator=generator)) for name in names}
+        return weights, make_optimizer(make_groups(weights, 0.1, {"backbone": 0.01}), OptimizerConfig(lr=0.1))
+
+    def stepped(weights, optimizer, steps) -> None:
+        for step in steps:
+            set_learning_rate(optimizer, 0.1 / (1 + step))
+            sum(
+                (weight * (step + 1 + place)).square().sum() for place, weight in enumerate(weights.values())
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    through, optimizer = begun()
+    stepped(through, optimizer, range(3))
+    for name, tensors in tensors_to_save(through, optimizer).items():
+        save_file(dict(tensors), tmp_path / name)
+    stepped(through, optimizer, range(3, 6))
+    again, fresh = begun()
+    load_trainable(tmp_path, again)
+    load_optimizer(tmp_path, again, fresh)
+    stepped(again, fresh, range(3, 6))
+    assert all(torch.equal(again[name], through[name]) for name in through)

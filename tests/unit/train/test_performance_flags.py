@@ -1,0 +1,55 @@
+"""Flags of torch are set where training runs, and reported as torch has them."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vlatune.train.worker.device import deterministic_kernels, set_performance_flags
+
+
+@pytest.fixture(autouse=True)
+def _restored_flags() -> Iterator[None]:
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
+
+
+def test_the_process_uses_the_given_number_of_threads():
+    flags = set_performance_flags(torch.device("cpu"), 2)
+    expected = {"device": "cpu", "threads": 2, "deterministic": False, "float32_matmul_precision": "highest"}
+    assert flags == expected | {"keeps_freed_memory": True}
+    assert torch.get_num_threads() == 2
+
+
+def test_tf32_and_kernel_selection_are_on_with_cuda():
+    flags = set_performance_flags(torch.device("cuda"), 1)
+    assert flags["float32_matmul_precision"] == torch.get_float32_matmul_precision() == "high"
+    assert flags["cudnn_tf32"] is torch.backends.cudnn.allow_tf32 is True
+    assert flags["cudnn_benchmark"] is torch.backends.cudnn.benchmark is True
+
+
+def test_deterministic_kernels_are_temporary(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    cudnn = torch.backends.cudnn.deterministic
+    with deterministic_kernels():
+        flags = set_performance_flags(torch.device("cuda"), 1)
+        assert flags["deterministic"] is torch.are_deterministic_algorithms_enabled() is True
+        assert flags["cudnn_deterministic"] is torch.backends.cudnn.deterministic is True
+        assert flags["cudnn_benchmark"] is torch.backends.cudnn.benchmark is False
+        assert flags["cublas_workspace_config"] == os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.deterministic == cudnn
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_the_users_cublas_workspace_is_kept(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic_kernels():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

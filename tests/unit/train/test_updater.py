@@ -1,0 +1,64 @@
+"""Updates over micro-batches, and the exponential moving average."""
+
+import pytest
+import torch
+from regression import join, make_batches, make_model, make_updater
+
+from vlatune.train.worker.optimizer import Ema, Updater
+
+
+@pytest.mark.parametrize("micro_steps", [4, 3])
+def test_accumulation_equals_one_large_batch(micro_steps):
+    one, many = make_model(), make_model()
+    parts = make_batches(4, 2)
+    expected = make_updater(one).update([join(parts[:micro_steps])], 1)
+    batches = iter(parts)
+    accumulated = make_updater(many).update(batches, micro_steps)
+    assert len(list(batches)) == 4 - micro_steps  # no more batches are taken
+    torch.testing.assert_close(accumulated.loss, expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(accumulated.grad_norm, expected.grad_norm, rtol=1e-6, atol=0)
+    for ours, theirs in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert accumulated.losses.shape == (micro_steps,)
+    assert not accumulated.loss.requires_grad
+    assert all(p.grad is None for p in many.parameters())
+
+
+def test_missing_batches_leave_the_weights_unchanged():
+    model = make_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="3 micro-batches got only 2"):
+        make_updater(model).update(make_batches(2, 2), 3)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(("clip_norm", "moved"), [(0.5, 0.5), (0.0, None)])
+def test_gradients_are_clipped_and_the_norm_is_from_before(clip_norm, moved):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    batch = {"x": torch.full((2, 3), 100.0), "y": torch.zeros(2, 1)}
+    result = Updater(model, list(model.parameters()), optimizer, clip_norm=clip_norm).update([batch], 1)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert result.grad_norm > 0.5
+    assert (after - before).norm() == pytest.approx(moved or float(result.grad_norm), rel=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, 0.9), (torch.bfloat16, 0.999)])
+def test_moving_average_starts_with_the_weights_and_is_float32(dtype, decay):
+    torch.manual_seed(0)
+    weights = {name: torch.nn.Parameter(torch.randn(4, 3).to(dtype)) for name in ("a", "b")}
+    expected = {name: weight.detach().double() for name, weight in weights.items()}
+    ema = Ema(weights, decay)
+    for _ in range(5):
+        for name, weight in weights.items():
+            weight.data += 0.1
+            expected[name] = decay * expected[name] + (1 - decay) * weight.detach().double()
+        ema.update()
+    for name, average in ema.tensors().items():
+        assert average.dtype == torch.float32
+        torch.testing.assert_close(average.double(), expected[name], rtol=1e-6, atol=1e-6)
+    trained = {name: weight.detach().clone() for name, weight in weights.items()}
+    with ema.in_place():
+        assert all(torch.equal(weights[name], expected[name].to(dtype)) for name in weights if dtype == torch.bfloat16)
+    assert all(torch.equal(weights[name], trained[name]) for name in weights)
