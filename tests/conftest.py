@@ -137,16 +137,21 @@ def ray_local(site: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _restored_random_state() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and, if loaded, torch after a test."""
+def _restored_process_state() -> Iterator[None]:
+    """Restore random states, and torch's flags if it is loaded, after a test."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch = sys.modules.get("torch")  # not imported here, because most tests do not need it
-    torch_state = torch.get_rng_state() if torch else None
+    if torch is not None:
+        torch_state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
+        cudnn = torch.backends.cudnn
+        tf32, benchmark = cudnn.allow_tf32, cudnn.benchmark
     yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     if torch is not None:
         torch.set_rng_state(torch_state)
+        torch.set_float32_matmul_precision(precision)
+        cudnn.allow_tf32, cudnn.benchmark = tf32, benchmark
 
 
 def _made(folder: Path, *, version: str) -> Path:

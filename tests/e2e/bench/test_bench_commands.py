@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.options import PolicyBench, TrainBench
@@ -25,14 +24,11 @@ STEPS = 2
 
 @pytest.fixture(autouse=True)
 def _restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo what `lerobot-train` changes in this process: arguments, root logger, torch flags, environment."""
+    """Undo what `lerobot-train` changes in this process: arguments, root logger, environment."""
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     root, environment = logging.getLogger(), dict(os.environ)
-    handlers, level, precision = list(root.handlers), root.level, torch.get_float32_matmul_precision()
-    tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    handlers, level = list(root.handlers), root.level
     yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
     root.handlers[:] = handlers
     root.setLevel(level)
     for name in os.environ.keys() - environment.keys():

@@ -10,13 +10,10 @@ from vlatune.train.worker.device import deterministic_kernels, set_performance_f
 
 
 @pytest.fixture(autouse=True)
-def _restored_flags() -> Iterator[None]:
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+def _restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
 
 
 def test_the_process_uses_the_given_number_of_threads():
