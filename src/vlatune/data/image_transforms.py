@@ -91,17 +91,6 @@ class _Range:
         return (low, high)
 
 
-@dataclass(frozen=True)
-class _Number:
-    least: float
-    most: float
-
-    def __call__(self, values: Values) -> float:
-        if len(values) != 1 or not self.least <= values[0] <= self.most:
-            raise ValueError(f"must be a number between {self.least:g} and {self.most:g}")
-        return values[0]
-
-
 def _uniform(rng: np.random.Generator, low: float, high: float) -> float:
     """Return the same number as `rng.uniform`, but faster."""
     return low + (high - low) * rng.random()
@@ -229,6 +218,12 @@ def _parse_interpolation(values: Values) -> float:
     return values[0]
 
 
+def _parse_fill(values: Values) -> float:
+    if len(values) != 1 or not 0 <= values[0] <= 1:
+        raise ValueError("must be a number between 0 and 1")
+    return values[0]
+
+
 @dataclass(frozen=True)
 class RandomAffine:
     """Rotation, translation, scale and shear about the centre; the outside is `fill`."""
@@ -239,7 +234,7 @@ class RandomAffine:
     scale: Annotated[Span, _Range(1e-3)] = (1.0, 1.0)
     shear: Annotated[Values, _parse_shear] = (0.0, 0.0)
     interpolation: Annotated[float, _parse_interpolation] = NEAREST
-    fill: Annotated[float, _Number(0.0, 1.0)] = 0.0
+    fill: Annotated[float, _parse_fill] = 0.0
 
     def sample(self, rng: np.random.Generator, hw: HW) -> tuple[float, tuple[int, int], float, Span]:
         angle = _uniform(rng, *self.degrees)
@@ -306,144 +301,8 @@ class GaussianNoise:
         return cv2.addWeighted(image_HWC, 1.0, noise_HWC, std, 0.0, dtype=cv2.CV_8U)
 
 
-def _parse_kernel_size(values: Values) -> HW:
-    low, high = map(int, _Range(1, 99)(values))
-    if not 1 <= low | 1 <= high <= 99:
-        raise ValueError("must be an odd number, or a range that contains one, between 1 and 99")
-    return low, high
-
-
-@dataclass(frozen=True)
-class MotionBlur:
-    kernel_size: Annotated[tuple[int, int], _parse_kernel_size] = (3, 11)
-
-    def sample(self, rng: np.random.Generator, hw: HW) -> tuple[int, float]:
-        first = self.kernel_size[0] | 1
-        size = first + 2 * int(rng.integers(0, (self.kernel_size[1] - first) // 2 + 1))
-        return size, _uniform(rng, 0, 360)
-
-    def apply(self, image_HWC: np.ndarray, size: int, angle: float) -> np.ndarray:
-        radius = size // 2
-        along = np.arange(-radius, radius + 1, dtype=np.float32)
-        kernel = np.zeros((size, size), np.float32)
-        across, down = (
-            np.rint(along * np.float32(one(math.radians(angle)))).astype(int) for one in (math.cos, math.sin)
-        )
-        kernel[down + radius, across + radius] = 1
-        return cv2.filter2D(image_HWC, -1, kernel / kernel.sum(), borderType=cv2.BORDER_REPLICATE)
-
-
-@dataclass(frozen=True)
-class JPEGCompression:
-    quality: Annotated[Span, _Range(1, 100)] = (15, 75)
-
-    def sample(self, rng: np.random.Generator, hw: HW) -> tuple[int]:
-        return (int(rng.integers(int(self.quality[0]), int(self.quality[1]) + 1)),)
-
-    def apply(self, image_HWC: np.ndarray, quality: int) -> np.ndarray:
-        bgr = cv2.cvtColor(image_HWC, cv2.COLOR_RGB2BGR)
-        packed = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
-        unpacked = cv2.imdecode(packed, cv2.IMREAD_COLOR)
-        assert unpacked is not None  # just encoded
-        return cv2.cvtColor(unpacked, cv2.COLOR_BGR2RGB)
-
-
-@dataclass(frozen=True)
-class CoarseDropout:
-    """Rectangles of one colour."""
-
-    max_holes: Annotated[float, _Number(1, 1000)] = 8
-    max_height_frac: Annotated[float, _Number(1e-6, 1.0)] = 0.07
-    max_width_frac: Annotated[float, _Number(1e-6, 1.0)] = 0.07
-    fill_value: Annotated[float, _Number(0.0, 1.0)] = 0.0
-
-    def sample(self, rng: np.random.Generator, hw: HW) -> tuple[np.ndarray, np.ndarray]:
-        """Return sizes and positions (height, width) as fractions of the image."""
-        holes = int(rng.integers(1, int(self.max_holes) + 1))
-        return rng.random((holes, 2)) * (self.max_height_frac, self.max_width_frac), rng.random((holes, 2))
-
-    def apply(self, image_HWC: np.ndarray, sizes_N2: np.ndarray, positions_N2: np.ndarray) -> np.ndarray:
-        hw = np.array(image_HWC.shape[:2])
-        sizes = np.clip(np.rint(sizes_N2 * hw), 1, hw)
-        begins = np.rint(positions_N2 * (hw - sizes)).astype(int)
-        for (top, left), (bottom, right) in zip(begins, begins + sizes.astype(int), strict=True):
-            image_HWC[top:bottom, left:right] = round(255 * self.fill_value)
-        return image_HWC
-
-
-@dataclass(frozen=True)
-class GaussianPatchBrightness:
-    """Brighter or darker spots."""
-
-    num_patches: Annotated[Span, _Range(1, 100)] = (1, 4)
-    sigma_range: Annotated[Span, _Range(1e-3)] = (0.05, 0.25)
-    factor_range: Annotated[Span, _Range(0.0)] = (0.4, 1.6)
-
-    def sample(self, rng: np.random.Generator, hw: HW) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return centres (y, x), widths and factors."""
-        spots = int(rng.integers(int(self.num_patches[0]), int(self.num_patches[1]) + 1))
-        return rng.random((spots, 2)), rng.uniform(*self.sigma_range, spots), rng.uniform(*self.factor_range, spots)
-
-    def apply(
-        self, image_HWC: np.ndarray, centres_N2: np.ndarray, sigmas_N: np.ndarray, factors_N: np.ndarray
-    ) -> np.ndarray:
-        height, width = image_HWC.shape[:2]
-        down, right = np.linspace(0, 1, height, dtype=np.float32), np.linspace(0, 1, width, dtype=np.float32)
-        light_HW = np.ones((height, width), np.float32)
-        for (y, x), sigma, factor in zip(centres_N2, sigmas_N, factors_N, strict=True):
-            column, row = (np.exp(-((at - c) ** 2) / (2 * sigma**2)) for at, c in ((down, y), (right, x)))
-            spot_HW = np.outer((factor - 1) * column, row).astype(np.float32)
-            spot_HW += 1
-            light_HW *= spot_HW
-        return _lit(image_HWC, light_HW)
-
-
-@dataclass(frozen=True)
-class RandomShadow:
-    """A vertical band that is darker or brighter, with soft edges."""
-
-    opacity: Annotated[Span, _Range(0.0, 1.0)] = (0.3, 0.6)
-
-    def sample(self, rng: np.random.Generator, hw: HW) -> tuple[float, float, float, float]:
-        """Return opacity, start, width, and -1 for darker or 1 for brighter."""
-        return (
-            _uniform(rng, *self.opacity),
-            rng.random(),
-            _uniform(rng, 1 / 3, 2 / 3),
-            -1.0 if rng.random() < 0.5 else 1.0,
-        )
-
-    def apply(self, image_HWC: np.ndarray, opacity: float, start: float, share: float, direction: float) -> np.ndarray:
-        height, width = image_HWC.shape[:2]
-        band = max(1, min(width, round(share * width)))
-        begin = round(start * (width - band))
-        light_W = np.ones(width, np.float32)
-        light_W[begin : begin + band] = 1 + direction * opacity
-        coarse = min(8, height, width)
-        blocks = light_W[: width // coarse * coarse].reshape(1, -1, coarse).mean(axis=2)
-        light_W = cv2.resize(blocks, (width, 1), interpolation=cv2.INTER_LINEAR)[0]
-        return _lit(image_HWC, light_W[None])
-
-
-def _lit(image_HWC: np.ndarray, light_HW: np.ndarray) -> np.ndarray:
-    """Multiply all channels by a non-negative light map; cv2.multiply is slow for mixed types."""
-    return cv2.merge([cv2.convertScaleAbs(plane * light_HW) for plane in cv2.split(image_HWC)])
-
-
 IMAGE_TRANSFORMS: dict[str, type[Any]] = {
     one.__name__: one
-    for one in (
-        Identity,
-        ColorJitter,
-        SharpnessJitter,
-        RandomAffine,
-        GammaCorrection,
-        GaussianNoise,
-        MotionBlur,
-        JPEGCompression,
-        CoarseDropout,
-        GaussianPatchBrightness,
-        RandomShadow,
-    )
+    for one in (Identity, ColorJitter, SharpnessJitter, RandomAffine, GammaCorrection, GaussianNoise)
 }
-"""LeRobot's names; PlanckianJitter and torchvision classes are not supported."""
+"""LeRobot's names; its other augmentations and torchvision classes are not supported."""

@@ -88,30 +88,11 @@ def test_openpi_crop_and_rotation_equal_two_torchvision_steps() -> None:
     assert found.max() <= 8
 
 
-SIZES, POSITIONS = [[0.1, 0.2], [0.3, 0.05]], [[0.0, 1.0], [0.4, 0.6]]
-CENTRES, SIGMAS, FACTORS = [[0.2, 0.7], [0.5, 0.5]], [0.1, 0.2], [0.5, 1.5]
-WITH_PARAMETERS = {
-    "GammaCorrection": ((0.6,), {"gamma": 0.6}, 1),
-    "MotionBlur": ((7, 30.0), {"kernel_size": 7, "angle": 30.0}, 1),
-    "JPEGCompression": ((40,), {"quality": 40}, 6),
-    "RandomShadow": ((0.4, 0.3, 0.5, -1.0), {"opacity": 0.4, "start": 0.3, "width": 0.5, "direction": -1.0}, 1),
-    "CoarseDropout": ((np.array(SIZES), np.array(POSITIONS)), {"sizes": SIZES, "positions": POSITIONS}, 1),
-    "GaussianPatchBrightness": (
-        (np.array(CENTRES), np.array(SIGMAS), np.array(FACTORS)),
-        {"centers": CENTRES, "sigmas": SIGMAS, "factors": FACTORS},
-        1,
-    ),
-}
-"""Our parameters, LeRobot's, and the tolerance in levels."""
-
-
-@pytest.mark.parametrize("name", WITH_PARAMETERS)
-def test_lerobot_transforms_give_lerobots_images(name: str) -> None:
-    parameters, theirs, most = WITH_PARAMETERS[name]
+def test_gamma_correction_gives_lerobots_images() -> None:
     image = make_image("smooth", (64, 80))
-    wanted = getattr(lerobot, name)().transform(chw(image).float() / 255, theirs)
-    made = make_image_transform("it", ImageTransformConfig(type=name)).apply(image.copy(), *parameters)
-    assert difference(made, (wanted * 255).round()).max() <= most
+    wanted = lerobot.GammaCorrection().transform(chw(image).float() / 255, {"gamma": 0.6})
+    made = make_image_transform("it", ImageTransformConfig(type="GammaCorrection")).apply(image.copy(), 0.6)
+    assert difference(made, (wanted * 255).round()).max() <= 1
 
 
 def test_gaussian_noise_has_the_sampled_spread() -> None:

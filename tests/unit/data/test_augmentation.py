@@ -114,12 +114,9 @@ def test_letterbox_padding_stays_black() -> None:
         ),
         ("{a: {type: ColorJitter, kwargs: {hue: 0.9}}}", "hue=[0.9]"),
         ("{a: {type: ColorJitter, kwargs: {contrast: [2, 1]}}}", "contrast=[2, 1]"),
-        ("{a: {type: ColorJitter, kwargs: {contrast: [1, 2, 3]}}}", "contrast=[1, 2, 3]"),
         ("{a: {type: RandomAffine}}", "needs 'degrees'"),
         ("{a: {type: RandomAffine, kwargs: {degrees: 5, translate: [2, 0]}}}", "translate=[2, 0]"),
         ("{a: {type: RandomAffine, kwargs: {degrees: 5, interpolation: 1}}}", "0 (nearest) or 2 (linear)"),
-        ("{a: {type: MotionBlur, kwargs: {kernel_size: 4}}}", "kernel_size=[4]"),
-        ("{a: {type: CoarseDropout, kwargs: {max_holes: 0}}}", "max_holes=[0]"),
     ],
 )
 def test_invalid_transforms_are_rejected(tfs: str, named: str) -> None:
