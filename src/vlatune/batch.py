@@ -66,15 +66,3 @@ Columns = dict[str, np.ndarray]
 
 def num_rows(columns: Mapping[str, np.ndarray]) -> int:
     return len(next(iter(columns.values())))
-
-
-def check_columns(columns: Mapping[str, np.ndarray], expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Validate columns against a table of key -> (dtype, shape of one row)."""
-    for key, (dtype, shape) in expected.items():
-        if key not in columns:
-            raise ValueError(f"sample key '{key}' is missing; there are: {', '.join(sorted(columns))}")
-        array = columns[key]
-        if array.dtype != np.dtype(dtype) or array.shape[1:] != shape:
-            raise ValueError(
-                f"sample key '{key}': expected {dtype} rows of shape {shape}, got {array.dtype} of {array.shape[1:]}"
-            )

@@ -1,7 +1,6 @@
 """The result of a check, in the form that every check returns.
 
-The reader raises the first failed finding of an episode, a run logs warnings, and `vlatune inspect`
-and `vlatune doctor` list all of them.
+A run logs warnings, and `vlatune inspect` and `vlatune doctor` list all findings.
 """
 
 from collections.abc import Iterable, Mapping

@@ -54,9 +54,6 @@ def test_a_recording_trains_by_the_printed_command(name: str, tmp_path: Path):
     assert ("--dataset.on_bad_episode=skip" in command) == (name == "missing_videos")
     printed = run(*command, *FEW, "--dataset.eval_split=0.3", "--output_dir=run", cwd=tmp_path)
     assert ("frames are matched with rows by frame_index" in printed) == (name == "wall_clock")
-    assert ("lack the columns 'index', 'task_index', which are derived from meta/" in printed) == (
-        name == "missing_columns"
-    )
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["optimizer_steps"] == 2
     run("eval", "run", "--max_samples=4", "--rollouts=1", cwd=tmp_path)

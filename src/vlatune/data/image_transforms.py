@@ -5,7 +5,6 @@ and defaults. Tests compare each with torchvision or LeRobot for the same parame
 levels of 255. Images are (H, W, 3), RGB.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -180,24 +179,20 @@ class SharpnessJitter:
         return image_HWC
 
 
-def inverse_affine(angle: float, scale: float = 1.0, shear: Span = (0.0, 0.0)) -> Map:
+def inverse_affine(angle: float, scale: float = 1.0) -> Map:
     """Return the map from output to input positions (x, y), both relative to the centre."""
-    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-    along_x, along_y = (math.tan(math.radians(one)) for one in shear)
-    # Rotation * shear along y * shear along x = [[a, b], [c, d]], with determinant 1.
-    a, c = cos + sin * along_y, sin - cos * along_y
-    b, d = -sin - a * along_x, cos - c * along_x
-    return (d / scale, -b / scale), (-c / scale, a / scale)
+    cos, sin = math.cos(math.radians(angle)) / scale, math.sin(math.radians(angle)) / scale
+    return (cos, sin), (-sin, cos)
 
 
-def warp(image_HWC: np.ndarray, inverse: Map, off: Span, *, linear: bool, fill: float = 0.0) -> np.ndarray:
+def warp(image_HWC: np.ndarray, inverse: Map, off: Span, *, linear: bool) -> np.ndarray:
     """Apply an affine map; the output's centre shows the input at `off` (x, y) from its centre."""
     height, width = image_HWC.shape[:2]
     x, y = (width - 1) / 2, (height - 1) / 2
     # Python floats are faster than small arrays.
     rows = [(a, b, at - a * x - b * y + by) for (a, b), at, by in zip(inverse, (x, y), off, strict=True)]
     flags = (cv2.INTER_LINEAR if linear else cv2.INTER_NEAREST) | cv2.WARP_INVERSE_MAP
-    return cv2.warpAffine(image_HWC, np.array(rows), (width, height), flags=flags, borderValue=(round(255 * fill),) * 3)
+    return cv2.warpAffine(image_HWC, np.array(rows), (width, height), flags=flags)
 
 
 def _parse_translate(values: Values) -> Values:
@@ -206,50 +201,32 @@ def _parse_translate(values: Values) -> Values:
     return values
 
 
-def _parse_shear(values: Values) -> Values:
-    if len(values) not in (1, 2, 4):
-        raise ValueError("must be one, two or four angles")
-    return _around(0.0, values[0]) if len(values) == 1 else values
-
-
 def _parse_interpolation(values: Values) -> float:
     if values not in ((NEAREST,), (LINEAR,)):
         raise ValueError(f"must be {NEAREST} (nearest) or {LINEAR} (linear)")
     return values[0]
 
 
-def _parse_fill(values: Values) -> float:
-    if len(values) != 1 or not 0 <= values[0] <= 1:
-        raise ValueError("must be a number between 0 and 1")
-    return values[0]
-
-
 @dataclass(frozen=True)
 class RandomAffine:
-    """Rotation, translation, scale and shear about the centre; the outside is `fill`."""
+    """Rotation, translation and scale about the centre; the outside is black."""
 
     degrees: Annotated[Span, _Range(-math.inf, one=partial(_around, 0.0))]
     translate: Annotated[Span, _parse_translate] = (0.0, 0.0)
     """Maximum fractions of width and height."""
     scale: Annotated[Span, _Range(1e-3)] = (1.0, 1.0)
-    shear: Annotated[Values, _parse_shear] = (0.0, 0.0)
     interpolation: Annotated[float, _parse_interpolation] = NEAREST
-    fill: Annotated[float, _parse_fill] = 0.0
 
-    def sample(self, rng: np.random.Generator, hw: HW) -> tuple[float, tuple[int, int], float, Span]:
+    def sample(self, rng: np.random.Generator, hw: HW) -> tuple[float, tuple[int, int], float]:
         angle = _uniform(rng, *self.degrees)
         most = (self.translate[0] * hw[1], self.translate[1] * hw[0])
         moved = (round(_uniform(rng, -most[0], most[0])), round(_uniform(rng, -most[1], most[1])))
-        scale = _uniform(rng, *self.scale)
-        shear = [_uniform(rng, low, high) for low, high in itertools.batched(self.shear, 2)]
-        return angle, moved, scale, (shear[0], shear[1] if len(shear) > 1 else 0.0)
+        return angle, moved, _uniform(rng, *self.scale)
 
-    def apply(
-        self, image_HWC: np.ndarray, angle: float, moved: tuple[float, float], scale: float = 1.0, shear: Span = (0, 0)
-    ) -> np.ndarray:
-        (a, b), (c, d) = inverse = inverse_affine(angle, scale, shear)
+    def apply(self, image_HWC: np.ndarray, angle: float, moved: tuple[float, float], scale: float = 1.0) -> np.ndarray:
+        (a, b), (c, d) = inverse = inverse_affine(angle, scale)
         off = (-a * moved[0] - b * moved[1], -c * moved[0] - d * moved[1])
-        return warp(image_HWC, inverse, off, linear=self.interpolation == LINEAR, fill=self.fill)
+        return warp(image_HWC, inverse, off, linear=self.interpolation == LINEAR)
 
 
 @dataclass(frozen=True)
@@ -302,7 +279,6 @@ class GaussianNoise:
 
 
 IMAGE_TRANSFORMS: dict[str, type[Any]] = {
-    one.__name__: one
-    for one in (Identity, ColorJitter, SharpnessJitter, RandomAffine, GammaCorrection, GaussianNoise)
+    one.__name__: one for one in (Identity, ColorJitter, SharpnessJitter, RandomAffine, GammaCorrection, GaussianNoise)
 }
 """LeRobot's names; its other augmentations and torchvision classes are not supported."""

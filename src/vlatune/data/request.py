@@ -8,12 +8,25 @@ in `meta/` is rejected here, before a task starts.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import numpy as np
 
 from vlatune.batch import ACTION, STATE, TASK
-from vlatune.data.features import RESERVED, camera_spec, check_map, delivered_names, numpy_type, vector_spec
+from vlatune.data.features import (
+    RESERVED,
+    Dims,
+    Names,
+    camera_spec,
+    check_map,
+    delivered_names,
+    likely_name,
+    numpy_type,
+    vector_spec,
+)
+from vlatune.data.health.timestamps import Timestamps
 from vlatune.data.meta.dataset_meta import DatasetMeta, Feature
+from vlatune.data.order.partition import check_partitioning
 from vlatune.data.read_spec import ReadSpec
 from vlatune.data.reader import allocate, offsets_from_timestamps
 from vlatune.errors import did_you_mean
@@ -25,18 +38,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """Describes what to deliver; the same for all datasets that are read together."""
+    """What to read from all datasets and how: the arguments of `read_lerobot`, see its docstring."""
 
     resize: tuple[int, int] | None = (224, 224)
-    """(height, width) of all images; the recorded size when None."""
     action_horizon: int | None = 50
-    """Actions per row, starting at the row's frame; a single one without a window when None."""
-    cameras: tuple[str, ...] | None = None
-    """Cameras to read; all when None."""
+    cameras: Sequence[str] | None = None
+    episodes: Sequence[int] | None = None
+    exclude_episodes: Sequence[int] | None = None
     delta_timestamps: Mapping[str, Sequence[float]] | None = None
+    partitioning: str = "file_group"
+    storage_options: Mapping[str, Any] | None = None
+    rename_map: Names | Sequence[Names] | None = None
+    select_dims: Dims | Sequence[Dims] | None = None
     tolerance_s: float = 1e-4
+    timestamps: Timestamps = "auto"
+    block_bytes: int | None = None
+    on_bad_episode: str = "fail"
 
     def __post_init__(self) -> None:
+        check_partitioning(self.partitioning)
+        for argument, known in (("on_bad_episode", ("fail", "skip")), ("timestamps", get_args(Timestamps.__value__))):
+            if getattr(self, argument) not in known:
+                raise ValueError(f"{argument}='{getattr(self, argument)}': expected one of {', '.join(known)}")
+        if isinstance(self.cameras, str):
+            raise ValueError(f"cameras='{self.cameras}': expected a list of names, such as ['{self.cameras}']")
+        if self.block_bytes is not None and self.block_bytes < 1:
+            raise ValueError(f"block_bytes={self.block_bytes}: must be 1 or more")
         resize = self.resize
         if resize is not None and (len(resize) != 2 or not all(isinstance(side, int) and side > 0 for side in resize)):
             raise ValueError(f"resize={resize}: expected (height, width) in pixels, or None for the recorded size")
@@ -146,14 +173,11 @@ def _windows(meta: DatasetMeta, request: Request, names: Mapping[str, str]) -> d
     windows: dict[str, tuple[int, ...]] = {}
     if request.action_horizon is not None:
         if ACTION not in names.values():
-            likely = next((own for own in can.values() if "action" in own.lower() and own not in meta.cameras), None)
-            remedy = (
-                f"it has '{likely}': read it with rename_map={{'{likely}': 'action'}}"
-                if likely
-                else f"it has {', '.join(can.values())}; name it with rename_map={{'...': 'action'}}"
-            )
+            likely = likely_name(ACTION, can.values())
+            remedy = f"rename_map={{'{likely or '...'}': 'action'}}"
             raise ValueError(
-                f"dataset '{meta.root.url}': there is no feature 'action'; {remedy}, or read none with action_horizon=None"
+                f"dataset '{meta.root.url}': there is no feature 'action', only {', '.join(can.values())}; name it with {remedy}, "
+                f"or read none with action_horizon=None"
             )
         windows[next(own for own, name in names.items() if name == ACTION)] = tuple(range(request.action_horizon))
     for key, deltas in (request.delta_timestamps or {}).items():
@@ -168,12 +192,8 @@ def _windows(meta: DatasetMeta, request: Request, names: Mapping[str, str]) -> d
 
 
 def _disagreement(name: str, specs: Sequence[ReadSpec], layouts: Sequence[Mapping[str, tuple]]) -> str:
-    here = next(number for number, layout in enumerate(layouts) if name in layout)
-    there = next(number for number, layout in enumerate(layouts) if layout.get(name) != layouts[here][name])
-    ours, theirs = layouts[here][name], layouts[there].get(name)
-    has = [f"dataset '{specs[at].root.url}' has" for at in (here, there)]
-    other = f"{theirs[0]} of {theirs[1]}" if theirs else "none"
-    return (
-        f"feature '{name}': {has[0]} {ours[0]} of {ours[1]}, {has[1]} {other}; datasets that are read together must agree: "
-        f"use cameras, resize, or a rename_map per dataset"
+    found = "; ".join(
+        f"dataset '{spec.root.url}' has {f'{of[name][0]} of {of[name][1]}' if name in of else 'none'}"
+        for spec, of in zip(specs, layouts, strict=True)
     )
+    return f"feature '{name}': {found}; datasets that are read together must agree: use cameras, resize, or a rename_map per dataset"

@@ -17,12 +17,12 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.data.extensions import ArrowTensorArray
 
 from vlatune.batch import Columns
-from vlatune.data.features import Dims
+from vlatune.data.features import Dims, Names
 from vlatune.data.health.timestamps import Timestamps
 from vlatune.data.read_spec import ReadSpec
 from vlatune.data.reader import Unit, make_blank_row, read_units
 from vlatune.feed.plan import cut_units
-from vlatune.feed.read_plan import Names, ReadPlan, Roots, plan_read
+from vlatune.feed.read_plan import ReadPlan, Roots, plan_read
 from vlatune.feed.sizing import usable_cpus
 
 TARGET_SHARE = 0.8
@@ -40,7 +40,7 @@ def read_lerobot(
     delta_timestamps: Mapping[str, Sequence[float]] | None = None,
     partitioning: str = "file_group",
     storage_options: Mapping[str, Any] | None = None,
-    rename_map: Names = None,
+    rename_map: Names | Sequence[Names] | None = None,
     select_dims: Dims | Sequence[Dims] | None = None,
     tolerance_s: float = 1e-4,
     timestamps: Timestamps = "auto",

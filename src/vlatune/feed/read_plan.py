@@ -9,17 +9,17 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from vlatune.console import progress_bar
-from vlatune.data.features import Dims, with_dims
+from vlatune.data.features import with_dims
 from vlatune.data.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, skip_line
-from vlatune.data.health.timestamps import Timestamps, all_conversions, with_timestamps
+from vlatune.data.health.timestamps import with_timestamps
 from vlatune.data.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.data.meta.listing import one_per_file
-from vlatune.data.order.partition import EpisodeFiles, check_partitioning, partition, select_episodes
+from vlatune.data.order.partition import EpisodeFiles, partition, select_episodes
 from vlatune.data.read_spec import ReadSpec
 from vlatune.data.reader import Unit, make_unit
 from vlatune.data.request import Request, make_read_specs, row_bytes
@@ -38,7 +38,6 @@ SHOWN = 10
 logger = logging.getLogger(__name__)
 
 Roots = str | Path | Sequence[str | Path]
-Names = Mapping[str, str] | Sequence[Mapping[str, str]] | None
 
 
 @dataclass(frozen=True)
@@ -114,69 +113,39 @@ class ReadPlan:
         return "\n".join(lines)
 
 
-def plan_read(
-    root: Roots,
-    *,
-    resize: tuple[int, int] | None = (224, 224),
-    action_horizon: int | None = 50,
-    cameras: Sequence[str] | None = None,
-    episodes: Sequence[int] | None = None,
-    exclude_episodes: Sequence[int] | None = None,
-    delta_timestamps: Mapping[str, Sequence[float]] | None = None,
-    partitioning: str = "file_group",
-    storage_options: Mapping[str, Any] | None = None,
-    rename_map: Names = None,
-    select_dims: Dims | Sequence[Dims] | None = None,
-    tolerance_s: float = 1e-4,
-    timestamps: Timestamps = "auto",
-    block_bytes: int | None = None,
-    on_bad_episode: str = "fail",
-    min_tasks: int = MIN_TASKS,
-) -> ReadPlan:
-    """Plan `read_lerobot` with the same arguments; reads `meta/`, and all files for "skip"."""
-    check_partitioning(partitioning)
-    for argument, value, known in (
-        ("on_bad_episode", on_bad_episode, ("fail", "skip")),
-        ("timestamps", timestamps, get_args(Timestamps.__value__)),
-    ):
-        if value not in known:
-            raise ValueError(f"{argument}='{value}': expected one of {', '.join(known)}")
-    if isinstance(cameras, str):
-        raise ValueError(f"cameras='{cameras}': expected a list of names, such as ['{cameras}']")
-    if block_bytes is not None and block_bytes < 1:
-        raise ValueError(f"block_bytes={block_bytes}: must be 1 or more")
-    request = Request(
-        resize=None if resize is None else tuple(resize),  # pyright: ignore[reportArgumentType]  (checked there)
-        action_horizon=action_horizon,
-        cameras=None if cameras is None else tuple(cameras),
-        delta_timestamps=delta_timestamps,
-        tolerance_s=tolerance_s,
-    )
+def plan_read(root: Roots, *, min_tasks: int = MIN_TASKS, **options: Any) -> ReadPlan:
+    """Plan `read_lerobot` with the same options; reads `meta/`, and all files for "skip"."""
+    request = Request(**options)
     urls = [root] if isinstance(root, str | Path) else list(root)
     if not urls:
         raise ValueError("root=[]: name at least one dataset")
-    metas = [load_meta(Root(str(url), dict(storage_options or {})), argument="root") for url in urls]
+    metas = [load_meta(Root(str(url), dict(request.storage_options or {})), argument="root") for url in urls]
     for meta in metas:
         check_complete(meta)
-    renames = _per_root(rename_map, "rename_map", len(metas))
+    given, select_dims = request.rename_map or {}, request.select_dims
+    renames = [given] * len(metas) if isinstance(given, Mapping) else list(given)
+    if len(renames) != len(metas):
+        raise ValueError(
+            f"rename_map: {len(renames)} maps for {len(metas)} datasets; give one for all, or one for each"
+        )
     if select_dims:
         named = [replace(meta, names=names) for meta, names in zip(metas, renames, strict=True)]
         metas = with_dims(named, [select_dims] if isinstance(select_dims, Mapping) else select_dims, "select_dims")
     specs, columns = make_read_specs(metas, request, renames)
-    selection = select_episodes(metas, episodes, exclude_episodes)
+    selection = select_episodes(metas, request.episodes, request.exclude_episodes)
     if len(selection) == 0:
         raise ValueError("episodes=[]: no episode is selected; leave it out to read all")
-    specs, warnings = with_timestamps(metas, specs, selection, timestamps)
-    for text in (*warnings, *all_conversions(metas, specs, selection)):
+    specs, warnings = with_timestamps(metas, specs, selection, request.timestamps)
+    for text in warnings:
         logger.warning("%s", text)
     skipped: tuple[BadEpisode, ...] = ()
-    if on_bad_episode == "skip":
+    if request.on_bad_episode == "skip":
         with progress_bar("files checked") as show:
             skipped = find_bad_episodes(metas, specs, selection, on_file=show)
         if skipped:
             logger.warning("%s", skip_line(skipped, len(selection)))
     usable, sizes = leave_out(selection, metas, skipped), [row_bytes(spec, columns) for spec in specs]
-    block_rows = max(1, (block_bytes or MAX_BLOCK_BYTES) // max(sizes))
+    block_rows = max(1, (request.block_bytes or MAX_BLOCK_BYTES) // max(sizes))
     total = int(usable.length.sum())
     task_rows = max(min(TASK_BLOCKS * block_rows, -(-total // min_tasks)), -(-total // MAX_TASKS))
     tasks: list[ReadTaskPlan] = []
@@ -185,13 +154,13 @@ def plan_read(
         if len(positions) == 0:  # all of its episodes are bad
             continue
         files = _number_files(meta, spec, positions)
-        for spans in partition(partitioning, files, task_rows=task_rows, block_rows=block_rows):
+        for spans in partition(request.partitioning, files, task_rows=task_rows, block_rows=block_rows):
             units = []
             for span in spans:
                 frames = np.arange(span.begin, span.end)
                 units.append(make_unit(meta, spec, int(positions[span.episode]), frames, frames))
             tasks.append(ReadTaskPlan(spec, tuple(units), sizes[number]))
-    return ReadPlan(partitioning, tuple(tasks), columns, max(sizes), block_rows, skipped)
+    return ReadPlan(request.partitioning, tuple(tasks), columns, max(sizes), block_rows, skipped)
 
 
 def _number_files(meta: DatasetMeta, spec: ReadSpec, positions: np.ndarray) -> EpisodeFiles:
@@ -200,11 +169,3 @@ def _number_files(meta: DatasetMeta, spec: ReadSpec, positions: np.ndarray) -> E
     data_E, *videos = (one_per_file(meta, camera, positions.tolist())[1] for camera in (None, *cameras))
     videos_EC = np.column_stack(videos) if videos else np.zeros((len(positions), 0), np.int64)
     return EpisodeFiles(meta.episodes.length[positions], data_E, videos_EC)
-
-
-def _per_root(names: Names, argument: str, num_roots: int) -> list[Mapping[str, str]]:
-    if names is None or isinstance(names, Mapping):
-        return [names or {}] * num_roots
-    if len(names) != num_roots:
-        raise ValueError(f"{argument}: {len(names)} maps for {num_roots} datasets; give one for all, or one for each")
-    return list(names)

@@ -223,7 +223,7 @@ def _plan(
         store_bytes=store_bytes,
         store_reason=store_reason,
         budget=budget,
-        warnings=(*warnings, *_check_tasks(budget, run, store_flag)),
+        warnings=warnings,
     )
 
 
@@ -303,16 +303,3 @@ def _check_shared_memory(host: Host, store_bytes: int) -> Iterator[str]:
     if store_bytes > DISK_STORE_BYTES:
         raise ValueError(text)
     yield f"{text}: Ray keeps it in a file on disk, which is slower"
-
-
-def _check_tasks(budget: Budget, run: RunShape, store_flag: str) -> Iterator[str]:
-    """Warn if a run of frames does not fit one task, so that several tasks seek in its videos."""
-    if budget.task_rows >= run.run_rows:
-        return
-    enough = plan_store_bytes(
-        row_bytes=run.row_bytes, num_workers=run.num_workers, readers=budget.readers, task_rows=run.run_rows
-    )
-    yield (
-        f"read tasks hold {budget.task_rows} rows, less than a run of {run.run_rows} frames, so that several tasks seek in the same "
-        f"videos; raise {store_flag} to {enough} or more"
-    )

@@ -202,7 +202,7 @@ def test_a_planted_usage_file_is_rejected_and_left_alone(tmp_path: Path, kind: s
         (folder / "usage").mkdir()
     else:
         (folder / "usage").symlink_to(outside) if kind == "link" else (folder / "usage").hardlink_to(outside)
-    with pytest.raises(ValueError, match="usage"):
+    with pytest.raises(OSError, match="usage"):
         open_cache(settings(folder))
     cache = FrameCache(settings(folder))  # of a reader, whose run had opened the folder before
     write(cache, make_part(), np.arange(8))

@@ -128,7 +128,7 @@ def test_frames_that_lie_at_irregular_recorded_times_are_found_by_them(v21: Path
     assert "frame_index" not in caplog.text
 
 
-def test_missing_index_columns_are_derived_and_doubles_converted(v21: Path, capsys, caplog):
+def test_missing_index_columns_are_derived_and_doubles_converted(v21: Path, capsys):
     tasks = [json.loads(line) for line in (v21 / "meta/tasks.jsonl").read_text().splitlines()]
     expected = read_ids(v21)
 
@@ -142,8 +142,6 @@ def test_missing_index_columns_are_derived_and_doubles_converted(v21: Path, caps
     for file in data_files(v21):
         change_table(file, change)
     assert read_ids(v21) == expected
-    assert "'index', 'timestamp', 'task_index'" in caplog.text
-    assert all(name in caplog.text for name in ("'action'", "double", "float32"))
     assert len(tasks) > 1  # each episode names its one task
     assert cli.main(["inspect", str(v21), "--json"]) == cli.OK
     findings = json.loads(capsys.readouterr().out)["findings"]

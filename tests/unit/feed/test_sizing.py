@@ -164,17 +164,6 @@ def test_a_store_size_set_by_the_user_is_used_or_rejected_with_one_that_works(ho
         assert suggested is None or int(suggested[1]) <= host.shm_bytes
 
 
-@given(hosts, runs)
-def test_the_store_size_that_a_warning_suggests_is_enough(host, run):
-    tight = plan_or_message(plan_on_host, host, run, store_bytes=MIN_STORE_BYTES)
-    if isinstance(tight, str):
-        return
-    suggested = [re.search(r"videos; raise --ray.object_store_bytes to (\d+)", text) for text in tight.warnings]
-    for found in filter(None, suggested):
-        roomy = plan_on_host(replace(host, shm_bytes=2000 * GB), run, store_bytes=int(found[1]))
-        assert roomy.budget.task_rows >= run.run_rows or roomy.budget.task_blocks == 32
-
-
 def test_more_workers_than_gpus_are_rejected():
     message = r"--num_workers=3: this machine has 2 GPUs and each worker takes one; use --num_workers=2"
     with pytest.raises(ValueError, match=message):

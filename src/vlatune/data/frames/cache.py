@@ -21,7 +21,6 @@ A full cache evicts complete parts that were last used before the run began, nev
 dataset larger than the budget keeps a stable share of its frames cached.
 """
 
-import errno
 import fcntl
 import functools
 import hashlib
@@ -31,7 +30,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,16 +117,12 @@ class FrameCache:
         with suppress(OSError), self._opened(part, READ) as descriptor:  # an unreadable disk holds nothing
             if descriptor is None:
                 return found
-            checksums = _checksums(os.pread(descriptor, HEADER_BYTES, 0))
-            stored = checksums[frames] != 0
-            for begin, end in _stretches(frames, stored):
-                rows = out_N[begin:end]
-                at = HEADER_BYTES + int(frames[begin]) * part.frame_bytes
-                if os.preadv(descriptor, [memoryview(rows).cast("B")], at) != rows.nbytes:
-                    continue  # truncated since it was opened
-                found[begin:end] = (
-                    _checksums_of(rows, frames[begin:end], times_s[begin:end]) == checksums[frames[begin:end]]
-                )
+            checksums = np.frombuffer(os.pread(descriptor, HEADER_BYTES, 0)[CHECKSUMS], dtype="<u8")
+            for row, (frame, time_s) in enumerate(zip(frames.tolist(), times_s.tolist(), strict=True)):
+                if checksums[frame]:
+                    out = out_N[row]
+                    os.preadv(descriptor, [memoryview(out).cast("B")], HEADER_BYTES + frame * part.frame_bytes)
+                    found[row] = _checksum(out, frame, time_s) == checksums[frame]
             if os.fstat(descriptor).st_mtime < self._started_s:
                 os.utime(descriptor)
         return found
@@ -146,21 +141,10 @@ class FrameCache:
 
     def has_first(self, identity: bytes) -> bool:
         """True if a part of any size exists and holds its first frame, which may be damaged."""
-        try:
-            descriptor = os.open(self._folder / PartSpec(identity, 1, 0).name, READ)
-        except OSError:
-            return False
-        try:
+        with suppress(OSError), _open_file(self._folder / PartSpec(identity, 1, 0).name, READ) as descriptor:
             header = os.pread(descriptor, CHECKSUMS.start + 8, 0)
             return header[: CHECKSUMS.start] == MAGIC + identity and any(header[CHECKSUMS.start :])
-        except OSError:  # a folder
-            return False
-        finally:
-            os.close(descriptor)
-
-    def room_bytes(self) -> int:
-        """Return how many bytes a run may take, for which parts of other runs are evicted."""
-        return max(0, min(self._max_bytes, self.stored_bytes() + _free_bytes(self._folder) - self._reserve_bytes))
+        return False  # missing, a link, or a folder
 
     def recount(self) -> None:
         """Correct the usage file after kills and deletions, and evict parts that exceed the budget.
@@ -193,7 +177,7 @@ class FrameCache:
                     return False
                 _write_usage(usage, used + part.disk_bytes)  # first: a kill must not leave a part uncounted
                 _make_part(path, part)
-        except (OSError, ValueError):  # no space left, lock not free, or the folder is gone or not usable
+        except OSError:  # no space left, lock not free, or the folder is gone or not usable
             self._full_until_s = time.monotonic() + FULL_S
             return False
         return True
@@ -231,32 +215,29 @@ class FrameCache:
     @contextmanager
     def _opened(self, part: PartSpec, flags: int) -> Iterator[int | None]:
         """Yield a descriptor of a valid part, or None."""
-        try:
-            descriptor = os.open(self._folder / part.name, flags)
-        except OSError:  # missing, a link, or another user's
-            yield None
-            return
-        try:
-            yield descriptor if _is_valid(descriptor, part) else None
-        finally:
-            os.close(descriptor)
+        with ExitStack() as stack:
+            descriptor = None
+            with suppress(OSError):  # missing, a link, or another user's
+                descriptor = stack.enter_context(_open_file(self._folder / part.name, flags))
+            yield descriptor if descriptor is not None and _is_valid(descriptor, part) else None
 
     @contextmanager
     def _locked(self, max_wait_s: float) -> Iterator[int]:
         path = self._folder / "usage"
-        try:
-            descriptor = os.open(path, CHANGE | os.O_CREAT, 0o600)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR):  # a link or a folder
-                raise _not_usable(path) from None
-            raise
-        try:
+        with _open_file(path, CHANGE | os.O_CREAT) as descriptor:
             if not _is_own_file(os.fstat(descriptor)):
-                raise _not_usable(path)
+                raise OSError(f"--dataset.cache: '{path}' is not a regular file of this user; remove it")
             _lock(descriptor, path, max_wait_s)
             yield descriptor
-        finally:
-            os.close(descriptor)
+
+
+@contextmanager
+def _open_file(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def open_cache(settings: CacheSettings) -> FrameCache:
@@ -276,9 +257,10 @@ def room_bytes(settings: CacheSettings) -> int:
     existing = next(one for one in (folder, *folder.parents) if one.is_dir())
     if not os.access(existing, os.W_OK):
         raise ValueError(f"--dataset.cache: '{existing}' is not writable; name another folder")
+    used_bytes = 0
     if existing == folder:
-        return FrameCache(settings).room_bytes()
-    return max(0, min(settings.max_bytes, _free_bytes(existing) - settings.reserve_bytes))
+        used_bytes = FrameCache(settings).stored_bytes()
+    return max(0, min(settings.max_bytes, used_bytes + _free_bytes(existing) - settings.reserve_bytes))
 
 
 def _free_bytes(folder: Path) -> int:
@@ -402,12 +384,6 @@ def _is_own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
 
 
-def _not_usable(path: Path) -> ValueError:
-    return ValueError(
-        f"--dataset.cache: '{path}' is not a regular file of this user; remove it, or name another folder"
-    )
-
-
 def _lock(descriptor: int, path: Path, max_wait_s: float) -> None:
     deadline_s = time.monotonic() + max_wait_s
     while True:
@@ -427,51 +403,26 @@ def _make_part(path: Path, part: PartSpec) -> None:
     """Create a part of full size without frames, atomically. The caller holds the lock."""
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)  # of a killed process; opening it could write to another name of the file
-    descriptor = os.open(temporary, CHANGE | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, part.num_bytes)
-        os.pwrite(descriptor, MAGIC + part.identity, 0)
-        temporary.rename(path)
-    except OSError:
-        temporary.unlink()
-        raise
-    finally:
-        os.close(descriptor)
+    with _open_file(temporary, CHANGE | os.O_CREAT | os.O_EXCL) as descriptor:
+        try:
+            os.posix_fallocate(descriptor, 0, part.num_bytes)
+            os.pwrite(descriptor, MAGIC + part.identity, 0)
+            temporary.rename(path)
+        except OSError:
+            temporary.unlink()
+            raise
 
 
 def _store(descriptor: int, part: PartSpec, frames: np.ndarray, times_s: np.ndarray, rows_N: np.ndarray) -> None:
-    checksums = _checksums_of(rows_N, frames, times_s).tolist()
-    for row, frame, checksum in zip(rows_N, frames.tolist(), checksums, strict=True):
+    for row, frame, time_s in zip(rows_N, frames.tolist(), times_s.tolist(), strict=True):
         os.pwrite(descriptor, memoryview(row).cast("B"), HEADER_BYTES + frame * part.frame_bytes)
-        os.pwrite(descriptor, struct.pack("<Q", checksum), CHECKSUMS.start + 8 * frame)
+        os.pwrite(descriptor, struct.pack("<Q", _checksum(row, frame, time_s)), CHECKSUMS.start + 8 * frame)
 
 
-def _checksums(header: bytes) -> np.ndarray:
-    return np.frombuffer(header[CHECKSUMS], dtype="<u8")
-
-
-def _checksums_of(rows_N: np.ndarray, frames: np.ndarray, times_s: np.ndarray) -> np.ndarray:
-    """Return a checksum of each frame with its position and time; never 0."""
-    places = zip(frames.tolist(), times_s.tolist(), strict=True)
-    seeds = [xxhash.xxh3_64_intdigest(struct.pack("<qd", *place)) for place in places]
-    sums = [xxhash.xxh3_64_intdigest(row, seed=seed) or 1 for row, seed in zip(rows_N, seeds, strict=True)]
-    return np.array(sums, dtype=np.uint64)
-
-
-def _stretches(frames: np.ndarray, stored: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield row ranges [begin, end) of stored frames that follow one another.
-
-    frames  4 5 6 6 9    stored  x x . x x    ->  (0, 2), (3, 4), (4, 5)
-    """
-    begin = None
-    for row in range(len(frames)):
-        if begin is not None and not (stored[row] and frames[row] == frames[row - 1] + 1):
-            yield begin, row
-            begin = None
-        if begin is None and stored[row]:
-            begin = row
-    if begin is not None:
-        yield begin, len(frames)
+def _checksum(row: np.ndarray, frame: int, time_s: float) -> int:
+    """Return a checksum of a frame with its position and time; never 0."""
+    seed = xxhash.xxh3_64_intdigest(struct.pack("<qd", frame, time_s))
+    return xxhash.xxh3_64_intdigest(row, seed=seed) or 1
 
 
 def _read_usage(descriptor: int) -> int | None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from vlatune.data.frames.frame_source import CameraSpec, Unit
 from vlatune.data.frames.recorded import (
+    MISSING,
     Recorded,
     check_size,
     decoder_options,
@@ -33,7 +34,6 @@ from vlatune.data.frames.recorded import (
 )
 from vlatune.data.frames.resize import Pad, resize_into
 from vlatune.data.frames.watchdog import within_time
-from vlatune.data.meta.listing import missing_remedy
 from vlatune.storage.limits import check_limit, limit
 from vlatune.storage.root import Root
 
@@ -83,7 +83,7 @@ class VideoFrames:
             with self.root.open(file) as opened:
                 decode_into(opened, wanted_s, out, tolerance_s=self.tolerance_s, place=place)
         except FileNotFoundError as error:
-            raise ValueError(f"{place}: the file is missing; {missing_remedy(self.root, file)}") from error
+            raise ValueError(f"{place}: {MISSING}") from error
         return 0
 
 

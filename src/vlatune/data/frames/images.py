@@ -20,9 +20,8 @@ from PIL import Image, UnidentifiedImageError
 
 from vlatune.data.frames.decoder import VideoPlace
 from vlatune.data.frames.frame_source import CameraSpec, Unit
-from vlatune.data.frames.recorded import check_size
+from vlatune.data.frames.recorded import MISSING, check_size
 from vlatune.data.frames.resize import resize_into
-from vlatune.data.meta.listing import missing_remedy
 from vlatune.storage.limits import check_limit
 from vlatune.storage.parquet import UNREADABLE, check_columns, open_parquet
 from vlatune.storage.root import Root
@@ -92,7 +91,7 @@ def _encoded(root: Root, rows: Sequence[int], place: VideoPlace) -> Iterator[byt
         for row in rows:
             yield stream.at(row)
     except FileNotFoundError as error:
-        raise ValueError(f"{place}: the file is missing; {missing_remedy(root, place.file)}") from error
+        raise ValueError(f"{place}: {MISSING}") from error
     except PermissionError:
         raise
     except UNREADABLE as error:

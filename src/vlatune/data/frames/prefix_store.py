@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from vlatune.batch import CAMERA_MASK, TOKEN_MASK, TOKENS, Columns
-from vlatune.data.frames.cache import CacheSettings, FrameCache, PartSpec, open_cache, part_identity
+from vlatune.data.frames.cache import CacheSettings, PartSpec, open_cache, part_identity, room_bytes
 from vlatune.data.frames.frame_source import Unit
 from vlatune.data.transforms import PROMPT_MULTIPLE
 
@@ -93,7 +93,7 @@ class PrefixStore:
     def __init__(self, settings: PrefixSettings) -> None:
         self.layout = settings.layout
         self._identities = settings.identities
-        self._cache: FrameCache | None = None
+        self._settings, self._cache = settings.cache, None
         with contextlib.suppress(OSError, ValueError):  # a folder that cannot be used on this node keeps nothing
             self._cache = open_cache(settings.cache)
 
@@ -125,7 +125,7 @@ class PrefixStore:
 
     def room_bytes(self) -> int:
         """Return how many bytes the rows of this run may take."""
-        return 0 if self._cache is None else self._cache.room_bytes()
+        return 0 if self._cache is None else room_bytes(self._settings)
 
     def split(self, unit: Unit) -> list[Unit]:
         """Split a unit by whether its images have to be read; those of kept rows do not."""

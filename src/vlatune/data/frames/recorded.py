@@ -28,6 +28,7 @@ from vlatune.data.meta.meta_info import MAX_FPS, MIN_FPS
 from vlatune.storage.files import open_file
 from vlatune.storage.limits import TooMuchError, check_limit, limit
 
+MISSING = "the file is missing; fetch it, or leave bad episodes out with on_bad_episode=skip"
 INSIDE = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"}
 INSIDE |= {b"edts", b"mvex", b"tref", b"udta", b"wave", b"dinf", b"sinf"}
 """Boxes that FFmpeg descends into; oversized boxes end with their parent, as in FFmpeg."""

@@ -1,17 +1,17 @@
 """Read the rows of one episode and validate them against meta/: order, shapes, dtypes, values.
 
-The reader raises the first failed finding of an episode; bad_episodes.py lists the episodes.
+The reader raises the first problem of an episode; bad_episodes.py lists the episodes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
 from vlatune.data.frames.frame_source import Unit
 from vlatune.data.read_spec import DERIVABLE, ReadSpec
 from vlatune.data.tables import read_rows
-from vlatune.findings import Finding, raise_failed
 
 INDEX_KINDS = {"index": "iu", "episode_index": "iu", "frame_index": "iu", "timestamp": "iuf", "task_index": "iu"}
 """Columns that LeRobot adds to every row, with the allowed numpy dtype kinds."""
@@ -33,7 +33,7 @@ def read_values(spec: ReadSpec, unit: Unit) -> dict[str, np.ndarray]:
     first = unit.data_offset - table.begin
     values = {name: column[first : first + unit.length] for name, column in table.columns.items()}
     values = _complete_rows(spec, unit, values)
-    raise_failed(check_rows(spec, unit, values, table.file_rows))
+    check_rows(spec, unit, values, table.file_rows)
     return values
 
 
@@ -76,22 +76,19 @@ def _as_scalars(column: np.ndarray, kinds: str) -> np.ndarray:
     return integers if np.array_equal(integers, column) else column
 
 
-def check_rows(spec: ReadSpec, unit: Unit, values: Mapping[str, np.ndarray], file_rows: int) -> Iterator[Finding]:
-    """Find rows of another episode or that contradict meta/; `values` are all of its rows.
+def check_rows(spec: ReadSpec, unit: Unit, values: Mapping[str, np.ndarray], file_rows: int) -> None:
+    """Reject rows of another episode or that contradict meta/; `values` are all of its rows."""
 
-    Later checks need valid index columns and shapes: stop at the first finding.
-    """
-
-    def fail(text: str, remedy: str, expected: str = "") -> Finding:
-        return Finding("fail", "rows", text, place=spec.place(unit), expected=expected, remedy=remedy)
+    def fail(text: str, remedy: str) -> NoReturn:
+        raise ValueError(f"{spec.place(unit)}: {text}; {remedy}")
 
     begin, end = unit.data_offset, unit.data_offset + unit.length
     if end > file_rows:
-        yield fail(f"has {file_rows} rows, but meta/episodes places the episode at rows {begin} to {end}", DISAGREE)
+        fail(f"has {file_rows} rows, but meta/episodes places the episode at rows {begin} to {end}", DISAGREE)
     for name, kinds in INDEX_KINDS.items():
         if values[name].ndim != 1 or values[name].dtype.kind not in kinds:
             expected = f"{'a number' if 'f' in kinds else 'an integer'} per row"
-            yield fail(f"column '{name}' holds {_type_name(values[name])}", "fetch the file again", expected)
+            fail(f"column '{name}' holds {_type_name(values[name])}, expected {expected}", "fetch the file again")
     frames = np.arange(len(values["index"]))
     expected = {"episode_index": unit.episode_index, "frame_index": frames, "index": unit.from_row + frames}
     wrong = np.any([values[name] != numbers for name, numbers in expected.items()], axis=0)
@@ -101,54 +98,38 @@ def check_rows(spec: ReadSpec, unit: Unit, values: Mapping[str, np.ndarray], fil
             ", ".join(f"{name} {int(np.broadcast_to(of[name], len(frames))[row])}" for name in expected)
             for of in (values, expected)
         )
-        yield fail(f"row {begin + row} is {found}", DISAGREE, right)
+        fail(f"row {begin + row} is {found}, expected {right}", DISAGREE)
     times_s = values["timestamp"]
-    wrong = is_not_rising(times_s)
-    if wrong.any():
-        row = int(np.argmax(wrong))
+    if is_not_rising(times_s).any():
+        row = int(np.argmax(is_not_rising(times_s)))
         after = f" after {times_s[row - 1]:.4f} s" if row else ""
-        text = f"frame {row} has the timestamp {times_s[row]:.4f} s{after}"
-        yield fail(text, "record or convert the episode again", "increasing times")
-    yield from _check_tasks(spec, unit, values["task_index"], fail)
+        text = f"frame {row} has the timestamp {times_s[row]:.4f} s{after}, expected increasing times"
+        fail(text, "record or convert the episode again")
+    tasks = values["task_index"]
+    unknown, other = tasks[(tasks < 0) | (tasks >= len(spec.tasks))], tasks[tasks != unit.task]
+    if len(unknown):
+        text = f"task_index {unknown[0]} is not in meta/tasks, expected 0 to {len(spec.tasks) - 1}"
+        fail(text, "add the task to meta/tasks, or fetch meta/ again")
+    if unit.task >= 0 and len(other):
+        text = f"its rows have task_index {other[0]}, and meta/episodes has task_index {unit.task}"
+        fail(text, f"{DISAGREE}, or correct the wrong one")
     for vector in spec.vectors:
         column, what = values[vector.name], f"column '{vector.name}'"
         if column.shape[1:] != vector.shape and column.size != len(column) * int(np.prod(vector.shape)):
             text = f"{what} has rows of shape {column.shape[1:]}, meta/info.json has {vector.shape}"
-            yield fail(text, "fetch the file again, or correct the feature's shape")
+            fail(text, "fetch the file again, or correct the feature's shape")
         declared = vector.recorded_dtype
         if declared is not None and not can_stand_for(column.dtype, np.dtype(declared)):
-            text = (
-                f"{what} holds {_type_name(column)}, meta/info.json has {'text' if declared == 'object' else declared}"
-            )
-            yield fail(
-                text, "write the file with that type, or correct the dtype in meta/info.json if all files have it"
-            )
+            known = "text" if declared == "object" else declared
+            text = f"{what} holds {_type_name(column)}, meta/info.json has {known}"
+            fail(text, "write the file with that type, or correct the dtype in meta/info.json if all files have it")
         used = vector.used(column)
         if used.dtype.kind == "f" and not np.isfinite(used).all():  # a NaN state would be binned silently
             used_ND = used.reshape(len(used), -1)
             frame, dim = np.argwhere(~np.isfinite(used_ND))[0].tolist()
             recorded_dim = dim if vector.dims is None else vector.dims[dim]
-            remedy = "record or convert the episode again, or leave bad episodes out with on_bad_episode=skip"
-            text = f"frame {frame}: {what} has {used_ND[frame, dim]} in dim {recorded_dim}"
-            yield fail(text, remedy, "a finite number")
-
-
-def _check_tasks(spec: ReadSpec, unit: Unit, task_index: np.ndarray, fail: Callable[..., Finding]) -> Iterator[Finding]:
-    unknown = task_index[(task_index < 0) | (task_index >= len(spec.tasks))]
-    if len(unknown):
-        text, remedy = (
-            f"task_index {unknown[0]} is not in meta/tasks",
-            "add the task to meta/tasks, or fetch meta/ again",
-        )
-        yield fail(text, remedy, f"0 to {len(spec.tasks) - 1}")
-        return
-    other = task_index[task_index != unit.task]
-    if unit.task >= 0 and len(other):
-        text = (
-            f"its rows have task_index {other[0]}, which is {spec.tasks[other[0]]!r:.80} in meta/tasks, and meta/episodes "
-            f"has {spec.tasks[unit.task]!r:.80}, task_index {unit.task}"
-        )
-        yield fail(text, f"{DISAGREE}, or correct the wrong one")
+            text = f"frame {frame}: {what} has {used_ND[frame, dim]} in dim {recorded_dim}, expected a finite number"
+            fail(text, "record or convert the episode again, or leave bad episodes out with on_bad_episode=skip")
 
 
 def is_not_rising(times_s: np.ndarray) -> np.ndarray:

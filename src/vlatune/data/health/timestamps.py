@@ -12,7 +12,6 @@ frames as rows. The choice depends only on the dataset and the selected episodes
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal
 
@@ -24,19 +23,16 @@ from vlatune.data.frames.recorded import camera_fps
 from vlatune.data.health.row_checks import can_stand_for, is_not_rising, is_regular
 from vlatune.data.health.video_health import frame_times, nearest
 from vlatune.data.meta.dataset_meta import DatasetMeta
-from vlatune.data.meta.listing import by_file
 from vlatune.data.order.partition import Selection
-from vlatune.data.read_spec import DERIVABLE, ReadSpec
+from vlatune.data.read_spec import ReadSpec
 from vlatune.data.tables import read_rows
 from vlatune.findings import Finding
-from vlatune.storage.parquet import opened
 
 type Timestamps = Literal["auto", "recorded", "frame_index"]
 SMALL_FRAMES = 200_000
 """Local datasets up to this many frames are checked completely, others by sampled episodes."""
 SAMPLED = 8
 """Number of sampled episodes, and of irregular episodes whose videos are checked."""
-THREADS = 8
 
 
 def is_small(metas: Sequence[DatasetMeta], selection: Selection) -> bool:
@@ -91,27 +87,20 @@ def _why_not_recorded(meta: DatasetMeta, spec: ReadSpec, positions: Sequence[int
     return ""
 
 
-def _recorded_times(meta: DatasetMeta, positions: Sequence[int]) -> list[tuple[int, np.ndarray | None]]:
-    """Return the episodes' timestamps, None if missing; unreadable episodes are skipped."""
-
-    def read(group: Sequence[int]) -> list[tuple[int, np.ndarray | None]]:
-        found = []
-        for position in group:
-            begin, file = int(meta.episodes.data_offset[position]), meta.data_path(position)
-            end = begin + int(meta.episodes.length[position])
-            try:
-                rows = read_rows(meta.root, file, ["timestamp"], begin, end, optional=["timestamp"])
-            except ValueError:  # other checks report it
-                continue
-            column = rows.columns.get("timestamp")
-            if column is None:
-                found.append((position, None))
-            elif column.dtype.kind in "iuf" and column.size == len(column):
-                found.append((position, column.reshape(-1)[begin - rows.begin : end - rows.begin].astype(np.float64)))
-        return found
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [one for group in pool.map(read, by_file(meta, None, positions)) for one in group]
+def _recorded_times(meta: DatasetMeta, positions: Sequence[int]) -> Iterator[tuple[int, np.ndarray | None]]:
+    """Yield the episodes' timestamps, None if missing; unreadable episodes are skipped."""
+    for position in positions:
+        begin, file = int(meta.episodes.data_offset[position]), meta.data_path(position)
+        end = begin + int(meta.episodes.length[position])
+        try:
+            rows = read_rows(meta.root, file, ["timestamp"], begin, end, optional=["timestamp"])
+        except ValueError:  # other checks report it
+            continue
+        column = rows.columns.get("timestamp")
+        if column is None:
+            yield position, None
+        elif column.dtype.kind in "iuf" and column.size == len(column):
+            yield position, column.reshape(-1)[begin - rows.begin : end - rows.begin].astype(np.float64)
 
 
 def _frames_of(meta: DatasetMeta, spec: ReadSpec, position: int) -> Iterator[tuple[CameraSpec, np.ndarray]]:
@@ -151,28 +140,6 @@ def _fits_index(meta: DatasetMeta, spec: ReadSpec, camera: CameraSpec, position:
 
 def _has_own_rate(meta: DatasetMeta, camera: CameraSpec) -> bool:
     return camera_fps(meta, camera.name) == meta.fps
-
-
-def all_conversions(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection) -> list[Finding]:
-    """Return which columns the reader derives or converts in each dataset's first data file."""
-    found: list[Finding] = []
-    for number, (meta, spec) in enumerate(zip(metas, specs, strict=True)):
-        positions = selection.position[selection.dataset == number]
-        if len(positions) == 0:
-            continue
-        try:
-            with opened(meta.root, meta.data_path(int(positions[0]))) as parquet:
-                schema = parquet.schema_arrow
-        except ValueError:  # other checks report it
-            continue
-        missing = ", ".join(f"'{name}'" for name in DERIVABLE if name not in schema.names)
-        texts = [f"the data files lack the columns {missing}, which are derived from meta/"] if missing else []
-        for vector in spec.vectors:
-            kind = schema.field(vector.name).type if vector.name in schema.names else None
-            if kind is not None and (name := converted(kind, vector.recorded_dtype)):
-                texts.append(f"column '{vector.name}' holds {name}, converted to {vector.recorded_dtype}")
-        found += [Finding("warn", "episodes", text, place=f"dataset '{meta.root.url}'") for text in texts]
-    return found
 
 
 def converted(kind: pa.DataType, declared: str | None) -> str:

@@ -12,6 +12,7 @@ import av.error
 import numpy as np
 
 from vlatune.data.frames.recorded import (
+    MISSING,
     Recorded,
     ffmpeg_message,
     is_out_of_reach,
@@ -20,7 +21,6 @@ from vlatune.data.frames.recorded import (
     video_stream,
 )
 from vlatune.data.frames.watchdog import still_alive, within_time
-from vlatune.data.meta.listing import missing_remedy
 from vlatune.storage.root import Root
 
 ALIVE_PACKETS = 100
@@ -45,7 +45,7 @@ def inspect_video[T](
         with root.open(file) as opened:
             return within_time(lambda: open_and_inspect(opened), place)
     except FileNotFoundError as error:
-        raise ValueError(f"{place}: the file is missing; {missing_remedy(root, file)}") from error
+        raise ValueError(f"{place}: {MISSING}") from error
     except av.error.FFmpegError as error:
         if is_out_of_reach(error):
             raise

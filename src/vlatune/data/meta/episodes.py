@@ -63,18 +63,16 @@ def check_episodes(root: Root, episodes: Episodes) -> None:
     number = np.flatnonzero(episodes.index != np.arange(len(episodes)))
     if len(number):
         here = int(number[0])
-        found = f"episode {episodes.index[here]}" + (f" after episode {episodes.index[here - 1]}" if here else " first")
         raise ValueError(
-            f"{where}: meta/ lists {found}, expected episode {here}: missing, or one occurs twice; {remedy}"
+            f"{where}: meta/ lists episode {episodes.index[here]} at place {here}: one is missing or occurs twice; {remedy}"
         )
     expected = np.cumsum(episodes.length) - episodes.length
     moved = np.flatnonzero(episodes.from_row != expected)
     if len(moved):
         here = int(moved[0])
-        how = "leaves a gap before it" if episodes.from_row[here] > expected[here] else "overlaps the episode before it"
         raise ValueError(
-            f"{where}: episode {episodes.index[here]} begins at row {episodes.from_row[here]} and {how}, "
-            f"expected row {expected[here]}; {remedy}"
+            f"{where}: episode {here} begins at row {episodes.from_row[here]}, expected row {expected[here]}: its rows overlap the "
+            f"episode before it or leave a gap; {remedy}"
         )
     for camera, span in episodes.videos.items():  # NaN times would compare as false everywhere
         bad = np.flatnonzero(~(span.from_s < MAX_S) | (span.from_s < 0) | (span.chunk < 0) | (span.file < 0))
@@ -92,25 +90,19 @@ def find_shared_frames(episodes: Episodes, camera: str, fps: float) -> dict[int,
     LeRobot appends episodes to a camera's files in the order of their index.
     """
     span = episodes.videos[camera]
-    order = np.lexsort((span.from_s, span.file, span.chunk))
-    before, after = order[:-1], order[1:]
-    is_same_file = (span.chunk[before] == span.chunk[after]) & (span.file[before] == span.file[after])
-    end_s = span.from_s[before] + (episodes.length[before] - 0.5) / fps
-    overlap = np.flatnonzero(is_same_file & (span.from_s[after] < end_s))
-    moved = np.flatnonzero(np.diff(np.argsort(order)) < 0)
-    pairs = [
-        *zip(before[overlap].tolist(), after[overlap].tolist(), strict=True),
-        *((at, at + 1) for at in moved.tolist()),
-    ]
+    end_s = span.from_s + (episodes.length - 0.5) / fps
+    order = np.argsort(np.lexsort((span.file, span.chunk)))  # equal files keep the order of the episodes
+    is_same_file = (np.diff(span.chunk) == 0) & (np.diff(span.file) == 0)
+    is_wrong = np.where(is_same_file, span.from_s[1:] < end_s[:-1], np.diff(order) < 0)
     wrong: dict[int, str] = {}
-    for first, second in pairs:
+    for first in np.flatnonzero(is_wrong).tolist():
         text = (
-            f"camera '{camera}': episode {episodes.index[second]} begins at {span.from_s[second]:.4f} s of mp4 file "
-            f"{span.file[second]}, before the end of episode {episodes.index[first]} ({episodes.length[first]} frames from "
+            f"camera '{camera}': episode {episodes.index[first + 1]} begins at {span.from_s[first + 1]:.4f} s of mp4 file "
+            f"{span.file[first + 1]}, before the end of episode {episodes.index[first]} ({episodes.length[first]} frames from "
             f"{span.from_s[first]:.4f} s of file {span.file[first]}), so one may show the other's images; convert the dataset "
             f"again, or leave bad episodes out with on_bad_episode=skip"
         )
-        wrong = {first: text, second: text} | wrong
+        wrong = {first: text, first + 1: text} | wrong
     return wrong
 
 

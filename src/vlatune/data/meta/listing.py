@@ -135,18 +135,15 @@ def check_present(meta: DatasetMeta, cameras: Sequence[str], positions: Sequence
         camera = wanted[missing[0]]
         whose = f", camera '{camera}'" if camera else ""
         of_kind = [name for name, one in wanted.items() if one == camera]
-        remedy = missing_remedy(meta.root, missing[0], can_skip=any(name in present for name in of_kind))
-        number = f"one of {len(missing)} missing files"
+        number, remedy = (
+            f"one of {len(missing)} missing files",
+            "fetch it, or leave bad episodes out with on_bad_episode=skip",
+        )
         if not any(name in present for name in of_kind):
-            number = f"as are all {len(of_kind)} of its files"
+            number, remedy = f"as are all {len(of_kind)} of its files", "fetch them"
+        folders = [entry for entry, size in _entries(meta.root, "") if size is None]
+        remedy = folder_remedy(missing[0].partition("/")[0], folders) or remedy
         raise ValueError(f"dataset '{meta.root.url}'{whose}: {missing[0]} is missing, {number}; {remedy}")
-
-
-def missing_remedy(root: Root, name: str, *, can_skip: bool = True) -> str:
-    """Return how to restore a missing file: rename a folder, or fetch the file."""
-    folder = name.partition("/")[0]
-    renamed = folder_remedy(folder, [entry for entry, size in _entries(root, "") if size is None])
-    return renamed or ("fetch it, or leave bad episodes out with on_bad_episode=skip" if can_skip else "fetch them")
 
 
 def folder_remedy(folder: str, folders: Collection[str]) -> str:

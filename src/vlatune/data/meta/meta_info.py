@@ -90,11 +90,7 @@ def read_info(root: Root, *, argument: str) -> Info:
     stated, fps, features = (raw.get(key) for key in ("codebase_version", "fps", "features"))
     version = f"v{str(stated).removeprefix('v')}"
     if version not in SUPPORTED:
-        remedy = "it is newer than this vlatune: update vlatune, or convert the dataset"
-        if stated is None:
-            remedy = "set it if the files are laid out as in one of them, else fetch meta/ again"
-        elif version.startswith(("v0.", "v1.", "v2.")):
-            remedy = "convert it with LeRobot's conversion scripts, version by version (v1.6, v2.0, v2.1)"
+        remedy = "convert it with LeRobot's conversion scripts, version by version, or update vlatune if it is newer"
         raise _invalid(root, f"codebase_version is {shortened(stated)}", " or ".join(SUPPORTED), remedy)
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not MIN_FPS <= fps <= MAX_FPS:
         expected = "frames per second, a number above 0"

@@ -13,7 +13,6 @@ Actions relative to the state have separate statistics (`relative_action_stats`)
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +25,6 @@ from vlatune.storage.parquet import opened
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 CHANNELS = 3
 REMEDY = "fetch the file again, or correct the feature in meta/info.json"
-PART_ROWS = 1 << 16
-"""Rows that are processed together."""
 MAX_RELATIVE_ROWS = 1 << 21
 """Maximum number of actions in relative statistics; beyond it, chunks are subsampled evenly."""
 
@@ -203,63 +200,15 @@ def measure_rows(parts: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
 
     The rows are kept in a temporary file, because those of a large dataset may not fit in memory.
     """
-    moments, quantiles = Moments(), list(QUANTILES.values())
+    num_rows = num_dims = 0
     with tempfile.TemporaryFile() as file:
-        for part_ND in _joined(parts):
-            moments.add(part_ND)
-            file.write(part_ND.data)
+        for part_ND in parts:
+            file.write(np.ascontiguousarray(part_ND, np.float32).data)
+            num_rows, num_dims = num_rows + len(part_ND), part_ND.shape[1]
         file.flush()
-        rows_ND = np.memmap(file, np.float32, mode="r", shape=(moments.num_rows, moments.num_dims))
+        rows_ND = np.memmap(file, np.float32, mode="r", shape=(num_rows, num_dims))
         with np.errstate(invalid="ignore"):  # dims without statistics
-            values_DQ = [np.quantile(column.astype(np.float64), quantiles) for column in rows_ND.T]
-    found = moments.stats() | dict(zip(QUANTILES, np.array(values_DQ).T, strict=True))
-    return {name: np.where(moments.is_finite_D, values, np.nan) for name, values in found.items()}
-
-
-@dataclass
-class Moments:
-    """Running float64 moments over parts of rows, in the order they are added."""
-
-    num_rows: int = 0
-    num_dims: int = 0
-    mean_D: np.ndarray | float = 0.0
-    squares_D: np.ndarray | float = 0.0
-    """Sum of squared deviations from the mean."""
-    min_D: np.ndarray | float = np.inf
-    max_D: np.ndarray | float = -np.inf
-    is_finite_D: np.ndarray | bool = True
-
-    def add(self, part_ND: np.ndarray) -> None:
-        if len(part_ND) == 0:
-            return
-        finite = np.isfinite(part_ND)
-        part = np.where(finite, part_ND, 0.0).astype(np.float64)
-        total = self.num_rows + len(part)
-        mean, apart = part.mean(axis=0), part.mean(axis=0) - self.mean_D
-        self.squares_D = self.squares_D + ((part - mean) ** 2).sum(axis=0)
-        self.squares_D = self.squares_D + apart**2 * self.num_rows * len(part) / total
-        self.mean_D = self.mean_D + apart * len(part) / total
-        self.min_D, self.max_D = np.minimum(self.min_D, part.min(axis=0)), np.maximum(self.max_D, part.max(axis=0))
-        self.is_finite_D = np.logical_and(self.is_finite_D, finite.all(axis=0))
-        self.num_rows, self.num_dims = total, part.shape[1]
-
-    def stats(self) -> dict[str, np.ndarray]:
-        std = np.sqrt(np.asarray(self.squares_D) / self.num_rows)
-        return {
-            "min": np.asarray(self.min_D),
-            "max": np.asarray(self.max_D),
-            "mean": np.asarray(self.mean_D),
-            "std": std,
-        }
-
-
-def _joined(parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Convert parts to float32 and merge them into larger ones."""
-    waiting: list[np.ndarray] = []
-    for part in parts:
-        waiting.append(part.astype(np.float32, copy=False))
-        if sum(map(len, waiting)) >= PART_ROWS:
-            yield np.concatenate(waiting)
-            waiting = []
-    if waiting:
-        yield np.concatenate(waiting)
+            of_dims = [compute_stats(column[:, None]) for column in rows_ND.T]
+            is_finite_D = np.array([np.isfinite(column).all() for column in rows_ND.T])
+    found = {name: np.concatenate([stats[name] for stats in of_dims]) for name in of_dims[0]}
+    return {name: np.where(is_finite_D, values, np.nan) for name, values in found.items()}
