@@ -192,7 +192,7 @@ def _windows(meta: DatasetMeta, request: Request, names: Mapping[str, str]) -> d
 
 
 def _disagreement(name: str, specs: Sequence[ReadSpec], layouts: Sequence[Mapping[str, tuple]]) -> str:
-    found = "; ".join(
+    found = ", ".join(
         f"dataset '{spec.root.url}' has {f'{of[name][0]} of {of[name][1]}' if name in of else 'none'}"
         for spec, of in zip(specs, layouts, strict=True)
     )

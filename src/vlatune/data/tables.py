@@ -35,6 +35,10 @@ class RowRange:
     """The row of the file at row 0 of the columns."""
     file_rows: int
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.nbytes for values in self.columns.values())
+
 
 _cache: OrderedDict[tuple, RowRange] = OrderedDict()
 _lock = threading.Lock()
@@ -90,13 +94,11 @@ def _keep(key: tuple, rows: RowRange) -> RowRange:
     with _lock:
         _cache[key] = rows
         _cache.move_to_end(key)
-        while len(_cache) > 1 and (len(_cache) > CACHED_FILES or sum(map(_num_bytes, _cache.values())) > CACHED_BYTES):
+        while len(_cache) > 1 and (
+            len(_cache) > CACHED_FILES or sum(one.num_bytes for one in _cache.values()) > CACHED_BYTES
+        ):
             _cache.popitem(last=False)
     return rows
-
-
-def _num_bytes(rows: RowRange) -> int:
-    return sum(values.nbytes for values in rows.columns.values())
 
 
 def _is_small(parquet: pq.ParquetFile, columns: Sequence[str]) -> bool:

@@ -16,7 +16,6 @@ import collections
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -122,20 +121,15 @@ def plan_segment(
     end = min(begin + most, last_step)
     parts = list(split_epochs(plan.order, begin, end))
     pieces = _plan_parts(plan.order, share, parts)
-    samples_SG = np.concatenate([step_samples(plan.order, part.order, part.begin, part.end) for part in parts])
+    samples_SG = np.concatenate([step_samples(plan.order, order, first, last) for _, first, last, order in parts])
     segment = Segment(
         begin, end, reorder_rows(pieces, plan.batch_size, budget.block_rows), count_actions(plan, samples_SG)
     )
     return segment, list(cut_tasks(make_units(plan, share, pieces), budget.block_rows, budget.task_blocks))
 
 
-class EpochPart(NamedTuple):
-    """Optimizer steps [begin, end) of one epoch, and the epoch's order."""
-
-    epoch: int
-    begin: int
-    end: int
-    order: np.ndarray
+EpochPart = tuple[int, int, int, np.ndarray]
+"""Epoch, its optimizer steps [begin, end), and its order."""
 
 
 def split_epochs(spec: OrderSpec, begin: int, end: int) -> Iterator[EpochPart]:
@@ -143,7 +137,7 @@ def split_epochs(spec: OrderSpec, begin: int, end: int) -> Iterator[EpochPart]:
     while begin < end:
         epoch, batch = divmod(begin, spec.batches_per_epoch)
         stop = min(spec.batches_per_epoch, batch + end - begin)
-        yield EpochPart(epoch, batch, stop, epoch_order(spec, epoch))
+        yield epoch, batch, stop, epoch_order(spec, epoch)
         begin += stop - batch
 
 
@@ -156,9 +150,9 @@ def _plan_parts(spec: OrderSpec, share: Share, parts: Iterable[EpochPart]) -> li
     """Return the pieces with slots counted from the run's first sample."""
     per_epoch = spec.batches_per_epoch * share.slots_per_step(spec)
     return [
-        replace(piece, slots=piece.slots + part.epoch * per_epoch)
-        for part in parts
-        for piece in plan_pieces(spec, part.order, share, begin_batch=part.begin, end_batch=part.end)
+        replace(piece, slots=piece.slots + epoch * per_epoch)
+        for epoch, begin, end, order in parts
+        for piece in plan_pieces(spec, order, share, begin_batch=begin, end_batch=end)
     ]
 
 

@@ -80,25 +80,9 @@ def read_lerobot(
         on_bad_episode: "fail" raises at the first bad episode; "skip" first checks all rows and mp4
             files and excludes bad episodes, with a warning (`plan_read(...).skipped` lists them).
     """
+    options = {name: value for name, value in locals().items() if name not in ("root", "concurrency")}
     num_cpus = ray.cluster_resources().get("CPU", 1) if ray.is_initialized() else usable_cpus()
-    plan = plan_read(
-        root,
-        resize=resize,
-        action_horizon=action_horizon,
-        cameras=cameras,
-        episodes=episodes,
-        exclude_episodes=exclude_episodes,
-        delta_timestamps=delta_timestamps,
-        partitioning=partitioning,
-        storage_options=storage_options,
-        rename_map=rename_map,
-        select_dims=select_dims,
-        tolerance_s=tolerance_s,
-        timestamps=timestamps,
-        block_bytes=block_bytes,
-        on_bad_episode=on_bad_episode,
-        min_tasks=2 * max(1, int(num_cpus)),
-    )
+    plan = plan_read(root, min_tasks=2 * max(1, int(num_cpus)), **options)
     dataset = ray.data.read_datasource(
         LeRobotSource(plan), override_num_blocks=len(plan.tasks), concurrency=concurrency
     )

@@ -294,11 +294,9 @@ def _choose_store(host: Host, run: RunShape, *, readers: int) -> tuple[int, str]
 def _check_shared_memory(host: Host, store_bytes: int) -> Iterator[str]:
     if store_bytes <= host.shm_bytes:
         return
-    lower = max(MIN_STORE_BYTES, int(SHM_SHARE * host.shm_bytes))
-    remedy = f"lower {STORE_FLAG} to {lower} or " if lower <= host.shm_bytes else ""
     text = (
-        f"an object store of {format_bytes(store_bytes)} does not fit the {format_bytes(host.shm_bytes)} free in /dev/shm; "
-        f"{remedy}enlarge /dev/shm (docker run --shm-size={-(-store_bytes * 5 // 4 // 10**6)}m)"
+        f"an object store of {format_bytes(store_bytes)} does not fit the {format_bytes(host.shm_bytes)} free in /dev/shm; lower "
+        f"{STORE_FLAG} or enlarge /dev/shm (docker run --shm-size={-(-store_bytes * 5 // 4 // 10**6)}m)"
     )
     if store_bytes > DISK_STORE_BYTES:
         raise ValueError(text)

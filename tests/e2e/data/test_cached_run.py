@@ -131,17 +131,6 @@ def test_a_kill_or_a_deleted_cache_while_it_fills_changes_nothing(
 
 
 @pytest.mark.slow
-def test_two_workers_get_the_same_samples(dataset_v3: Path, small_base: Path, uncached: Path, tmp_path: Path):
-    flags = ("--num_workers=2", "--batch_size=2")
-    without = train(dataset_v3, small_base, tmp_path / "without", "--dataset.cache=off", *flags)
-    cache = f"--dataset.cache={tmp_path / 'frames'}"
-    for name in ("filling", "warm"):
-        assert results(train(dataset_v3, small_base, tmp_path / name, cache, *flags)) == results(without)
-    assert set(cached_shares(tmp_path / "warm")) == {1.0}
-    assert results(without)[2] == results(uncached)[2]
-
-
-@pytest.mark.slow
 def test_two_runs_that_fill_one_cache_at_once_are_both_right(
     dataset_v3: Path, small_base: Path, uncached: Path, tmp_path: Path
 ):

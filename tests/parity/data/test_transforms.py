@@ -21,7 +21,7 @@ from lerobot.processor import (
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns
 from vlatune.data.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.data.reader import CameraSpec, ReadSpec, VectorSpec, make_unit, read_unit
-from vlatune.data.transforms import Normalise, Rename, apply_all
+from vlatune.data.transforms import Normalise, apply_all
 from vlatune.policies.base import NoiseSpec
 from vlatune.policies.binding import bind
 from vlatune.policies.flow_matching import FlowNoise
@@ -38,33 +38,6 @@ def objects(*values) -> np.ndarray:
     array = np.empty(len(values), dtype=object)
     array[:] = values
     return array
-
-
-def test_rename_changes_names_without_copies():
-    top, action = np.zeros(2), np.ones(2)
-    renamed = Rename({"top": "observation.images.base"})({"top": top, "action": action})
-    assert list(renamed) == ["observation.images.base", "action"]
-    assert renamed["observation.images.base"] is top
-    assert renamed["action"] is action
-
-
-@pytest.mark.parametrize(
-    ("mode", "low", "high", "expected"),
-    [
-        ("QUANTILES", [0.0, 10.0], [4.0, 20.0], [[-0.5, 0.0]]),
-        ("MIN_MAX", [0.0, 10.0], [4.0, 20.0], [[-0.5, 0.0]]),
-        ("MEAN_STD", [2.0, 5.0], [0.5, 5.0], [[-2.0, 2.0]]),
-    ],
-)
-def test_normalise(mode, low, high, expected):
-    normalise = Normalise("action", mode, np.array(low), np.array(high))
-    columns = {"action": np.array([[1.0, 15.0]], np.float32), "index": np.array([3])}
-    out = normalise(columns)
-    assert out["action"].tolist() == expected
-    assert out["action"].dtype == np.float32
-    assert out["index"] is columns["index"]
-    assert columns["action"].tolist() == [[1.0, 15.0]]
-    assert normalise.inverse(out["action"]).tolist() == [[1.0, 15.0]]
 
 
 @st.composite

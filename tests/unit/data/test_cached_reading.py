@@ -115,32 +115,6 @@ def test_augmented_blocks_are_the_same_because_transforms_follow_the_cache(
     assert_equal(read_all(replace(spec, cache=cache), order)[0], plain)  # stored without augmentation
 
 
-def test_a_dataset_recorded_again_in_the_same_place_does_not_hit(tmp_path: Path, cache: CacheSettings):
-    spec = SyntheticSpec(episodes=1, frames=12, cameras=1, height=64, width=80, fps=10)
-    order = [(0, range(12))]
-    first, second = (tmp_path / name for name in ("dataset", "second"))
-    make_dataset(first, spec)
-    read_all(replace(make_spec(Root(str(first))), cache=cache), order)
-    make_dataset(second, replace(spec, seed=spec.seed + 1))
-    first.rename(tmp_path / "old")
-    second.rename(first)
-    loaded.cache_clear()
-    blocks, share = read_all(replace(make_spec(Root(str(first))), cache=cache), order)
-    assert share == 0
-    assert_equal(blocks, read_all(make_spec(Root(str(first))), order)[0])
-
-
-def test_another_size_or_padding_does_not_hit(dataset: Path, cache: CacheSettings):
-    order = [(0, range(4))]
-    read_all(replace(make_spec(Root(str(dataset))), cache=cache), order)
-    other = make_spec(Root(str(dataset)), pad="left_top")
-    larger = replace(other, cameras=tuple(replace(one, height=32, width=32) for one in other.cameras))
-    for spec in (other, larger):
-        blocks, share = read_all(replace(spec, cache=cache), order)
-        assert share == 0
-        assert_equal(blocks, read_all(spec, order)[0])
-
-
 class UnversionedFileSystem(MemoryFileSystem):
     """Files in memory whose information has a size, but neither a version nor a time."""
 

@@ -237,18 +237,6 @@ def test_only_requested_cameras_and_episodes_are_checked(root: Path):
     assert [task.episodes for task in plan.tasks] == [(6,)]
 
 
-def test_several_datasets_are_checked_each(root: Path, dataset_v3: Path, dataset_v21: Path, tmp_path: Path):
-    old = Path(shutil.copytree(dataset_v21, tmp_path / "old"))
-    (old / f"videos/chunk-000/{TOP}/episode_000004.mp4").unlink()
-    video(root, 2).unlink()
-    plan = vlatune.plan_read([dataset_v3, old, root], on_bad_episode="skip", **OPTIONS)
-    assert [(bad.dataset_index, bad.dataset, bad.episode) for bad in plan.skipped] == [
-        (1, str(old), 4),
-        (2, str(root), 6),
-    ]
-    assert len(plan.tasks) == 7 + 6 + 6
-
-
 def test_the_other_datasets_are_read_if_one_is_completely_bad(root: Path, dataset_v3: Path):
     shutil.rmtree(root / "data")
     plan = vlatune.plan_read([root, dataset_v3], on_bad_episode="skip", **OPTIONS)
@@ -281,8 +269,3 @@ def test_a_dataset_behind_a_url_is_checked_like_a_folder(root: Path):
     local = vlatune.plan_read(root, on_bad_episode="skip", **OPTIONS)
     assert [bad.episode for bad in plan.skipped] == [bad.episode for bad in local.skipped] == [1, 2, 6]
     assert read_all(plan) == ([0, 3, 4, 5], {})
-
-
-def test_an_unknown_value_of_on_bad_episode_is_an_error(root: Path):
-    with pytest.raises(ValueError, match="on_bad_episode='ignore': expected one of fail, skip"):
-        vlatune.plan_read(root, on_bad_episode="ignore")

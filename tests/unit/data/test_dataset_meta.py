@@ -125,13 +125,6 @@ def test_episodes_may_be_spread_over_files_in_any_order(copy_of, dataset_v3):
         assert np.array_equal(getattr(mixed, column), getattr(ordered, column))
 
 
-def test_a_dataset_without_statistics_has_none(copy_of):
-    for version, name in {"v3.0": "stats.json", "v2.1": "episodes_stats.jsonl"}.items():
-        folder = copy_of(version)
-        (folder / "meta" / name).unlink()
-        assert load_meta(str(folder)).stats == {}
-
-
 @pytest.mark.parametrize(
     ("version", "changes", "file"),
     [
@@ -144,17 +137,6 @@ def test_templates_and_chunk_sizes_have_defaults(version, changes, file, copy_of
     folder = copy_of(version)
     change_info(folder, **changes)
     assert load_meta(str(folder)).data_path(4) == file
-
-
-def test_metadata_is_read_from_a_url(dataset_v3):
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.put(str(dataset_v3 / "meta"), "/meta-from-a-url/meta", recursive=True)
-    remote, local = load_meta("memory://meta-from-a-url"), load_meta(str(dataset_v3))
-    assert remote.tasks == local.tasks
-    assert np.array_equal(remote.episodes.from_row, local.episodes.from_row)
-    assert remote.stats.keys() == local.stats.keys()
 
 
 @pytest.mark.parametrize(
@@ -172,12 +154,6 @@ def test_the_recorded_size_is_found_in_either_order(shape, names, expected):
     assert Feature("video", shape, names, {}).height_width == expected
 
 
-def test_depth_cameras_are_recognised_by_either_key():
-    for key in ("is_depth_map", "video.is_depth_map"):
-        assert Feature("video", (4, 4, 1), None, {key: True}).is_depth
-    assert not Feature("video", (4, 4, 3), None, {"is_depth_map": False}).is_depth
-
-
 @pytest.mark.parametrize("odd", [3, "x", [3], {}, {"motors": 3}])
 def test_unknown_forms_of_names_and_info_are_ignored(odd, copy_of):
     folder = copy_of("v3.0")
@@ -186,12 +162,6 @@ def test_unknown_forms_of_names_and_info_are_ignored(odd, copy_of):
         feature |= {"names": odd, "info": odd}
     change_info(folder, **info)
     assert load_meta(str(folder)).features["action"].shape == (3,)
-
-
-def test_a_template_takes_known_fields():
-    numbers, texts = {"chunk_index": 2, "file_index": 1234}, {"video_key": "observation.images.top"}
-    template = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}-{file_index}.mp4"
-    assert fill_template(template, numbers, texts) == "videos/observation.images.top/chunk-002/file-1234-1234.mp4"
 
 
 @pytest.mark.parametrize("field", [".__class__", ".__class__.__mro__", "[0]", "!r", ":>10", ":03d"])
@@ -220,7 +190,7 @@ INFO_ERRORS = [
         tuple({"action": {"dtype": "float32", "shape": one}} for one in (7, None, [0], [2.5], [[7]])),
         "shape",
     ),
-    ("features", ({"top": {"dtype": "video", "shape": [96, 96]}},), "camera 'top' has shape [96, 96]"),
+    ("features", ({"top": {"dtype": "video", "shape": [96, 96]}},), "feature 'top' has shape [96, 96]"),
     ("chunks_size", ("x", 0), "'chunks_size' is"),
     ("total_episodes", (-1,), "'total_episodes' is"),
     ("data_path", (3, ["a"], "data/{secret}.parquet", "data/{chunk_index"), "meta/info.json: "),
@@ -315,13 +285,6 @@ def test_damage_of_v21_metadata_is_named(name, change, found, copy_of):
     message = error_of(folder)
     assert message.startswith(f"dataset '{folder}': ")
     assert found in message
-
-
-@pytest.mark.parametrize("name", ["episodes.jsonl", "tasks.jsonl"])
-def test_a_missing_file_of_v21_is_named(name, copy_of):
-    folder = copy_of("v2.1")
-    (folder / "meta" / name).unlink()
-    assert f"dataset '{folder}': no meta/{name}" in error_of(folder)
 
 
 def test_fewer_episodes_than_info_states_are_an_error(copy_of):

@@ -56,12 +56,6 @@ def test_rows_are_right_in_any_order_of_reads(rows_per_group, kind, tmp_path):
         assert np.array_equal(read(root, rows), expected), rows
 
 
-def test_images_are_resized_like_frames(tmp_path):
-    out = read(write(tmp_path), [4], size=(12, 12))
-    assert not out[:, :, :1].any()  # bars above and below: 8 wide, 6 high
-    assert out[:, :, 2:10].any()
-
-
 def test_a_stream_continues_where_it_stopped(tmp_path, monkeypatch):
     root = write(tmp_path, rows_per_group=100)
     opened, real = [], images.ImageStream

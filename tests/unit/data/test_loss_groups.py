@@ -33,12 +33,6 @@ def test_every_row_has_a_column_per_group():
     assert numbers.tolist() == [[0, 3, 7 + 2], [1, 3, 7 + 3], [1, 4, 7 + 4]]
 
 
-def test_one_robot_with_one_task_has_groups_for_dims_and_episodes():
-    groups = make_loss_groups([["fold"]], [4], dims=3, robots=0)
-    assert (groups.tasks, groups.interval, groups.columns) == ((), 3, 7)
-    assert groups.numbers(columns([0, 0], [3, 0], ["fold", "fold"])).tolist() == [[6], [3]]
-
-
 def test_the_number_of_tasks_and_episodes_is_limited(monkeypatch):
     monkeypatch.setattr(loss_groups, "MOST_TASKS", 2)
     monkeypatch.setattr(loss_groups, "MOST_EPISODES", 3)

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlatune.batch import SLOT
-from vlatune.config.flags import parse_flags
 from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.config.validate import validate
 from vlatune.data.features import camera_spec, vector_spec
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.order.sample_order import (
@@ -44,11 +42,6 @@ def test_quotas_are_rounded_shares_of_the_epoch(weights, num_samples):
     found = np.asarray(quotas(Mixture((), tuple(weights)), num_samples))
     assert found.sum() == num_samples
     assert np.abs(found - np.asarray(weights) / sum(weights) * num_samples).max() < 1
-
-
-def test_only_ratios_of_weights_count():
-    assert quotas(MIXED, 80) == [72, 8]
-    assert quotas(Mixture((), (9.0, 1.0)), 80) == [72, 8]
 
 
 @unhurried
@@ -102,12 +95,6 @@ def test_lanes_hold_the_epochs_samples_except_an_incomplete_batch(weight, drop_l
     assert (given_ - taken).clip(min=0).sum() == max(0, -extra)
 
 
-def test_by_size_every_frame_is_used_once_in_an_epoch():
-    by_size = Mixture(MIXED.dataset, (55.0, 25.0))
-    for epoch in range(3):
-        assert sorted(samples_of(epoch, mixture=by_size).tolist()) == list(range(80))
-
-
 def test_by_size_a_dataset_that_is_completely_held_out_gives_no_samples():
     mixture = Mixture((0, 0, 2, 2), (1.0, 0.0, 1.0))
     check_mixture(mixture, tuple(LENGTHS.tolist()))
@@ -119,16 +106,6 @@ def test_consecutive_epochs_use_other_frames_of_a_rare_dataset():
     rare = [{sample for sample in samples_of(epoch).tolist() if 30 <= sample < 40 or sample >= 65} for epoch in (0, 1)]
     assert [len(one) for one in rare] == [8, 8]
     assert not rare[0] & rare[1]
-
-
-def test_frames_stay_in_runs_of_neighbours():
-    begin, end = mixed_runs(MIXED, LENGTHS, 6, seed=5, epoch=3)
-    assert (end - begin).max() <= 6
-    assert (end - begin).mean() > 3.5  # short ones: the first of an episode, and at the edges of the epoch
-
-
-def test_other_seeds_take_other_frames():
-    assert sorted(samples_of(0, seed=5).tolist()) != sorted(samples_of(0, seed=6).tolist())
 
 
 @pytest.mark.parametrize(
@@ -185,28 +162,6 @@ def test_a_frame_that_a_unit_repeats_is_delivered_twice(dataset_v3):
     once = read_unit(spec, make_unit(meta, spec, 1, np.array([2, 3, 4]), np.array([0, 1, 3])))
     for name in rows.keys() - {SLOT}:
         assert np.array_equal(rows[name], once[name][[0, 1, 1, 2, 2]]), name
-
-
-def test_weights_are_given_like_roots():
-    argv = ["--dataset.root=a", "--dataset.root=b", "--dataset.weight=0.7", "--dataset.weight=3e-1"]
-    assert parse_flags(argv, RunConfig).dataset.weight == (0.7, 0.3)
-    assert parse_flags(["--dataset.weight=[1,2]", "--dataset.drop_last=false"], RunConfig).dataset == DatasetConfig(
-        weight=(1.0, 2.0), drop_last=False
-    )
-
-
-@pytest.mark.parametrize(
-    ("root", "weight", "message"),
-    [
-        (("a", "b"), (1.0,), "--dataset.weight: 1 weights for 2 datasets; give one for each --dataset.root, or none"),
-        (("a",), (1.0, 2.0), "2 weights for 1 datasets"),
-        (("a", "b"), (1.0, 0.0), r"--dataset.weight=\(1.0, 0.0\): must be above 0"),
-        (("a", "b"), (-1.0, 1.0), r"--dataset.weight=\(-1.0, 1.0\): must be above 0"),
-    ],
-)
-def test_invalid_weights_are_rejected(root, weight, message):
-    with pytest.raises(ValueError, match=message):
-        validate(RunConfig(dataset=DatasetConfig(root=root, weight=weight), policy=PolicyConfig(path="base")))
 
 
 def test_the_order_of_a_run_has_its_weights_and_last_batch(dataset_v3, small_base):

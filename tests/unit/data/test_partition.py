@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlatune.data.order.partition import EpisodeFiles, Span, partition
+from vlatune.data.order.partition import EpisodeFiles, partition
 
 PARTITIONINGS = ("episode", "file_group", "chain", "sequential", "row_block")
 
@@ -43,13 +43,6 @@ def test_every_row_is_read_once_and_in_order(how, files, task_rows, block_rows):
     assert rows_of(tasks) == all_rows(files)
     assert all(span.rows > 0 for task in tasks for span in task)
     assert all(tasks)
-
-
-@settings(deadline=None, max_examples=80)
-@given(layouts(), st.integers(1, 40))
-def test_an_episode_is_a_task(files, task_rows):
-    tasks = partition("episode", files, task_rows=task_rows, block_rows=1)
-    assert tasks == [[Span(episode, 0, length)] for episode, length in enumerate(files.lengths_E)]
 
 
 @settings(deadline=None, max_examples=80)
@@ -91,17 +84,6 @@ def test_sequential_tasks_are_equal_and_row_blocks_are_full(files, rows):
     assert max(equal) <= rows
     full = sizes(partition("row_block", files, task_rows=1, block_rows=rows))
     assert full[:-1] == [rows] * (len(full) - 1)
-
-
-def test_the_example_of_the_module():
-    files = EpisodeFiles(np.array([4, 4, 4, 4]), np.array([0, 0, 0, 1]), np.array([[0], [0], [1], [1]]))
-    tasks = {how: partition(how, files, task_rows=10, block_rows=2) for how in PARTITIONINGS}
-    episodes = {how: [[span.episode for span in task] for task in made] for how, made in tasks.items()}
-    assert episodes["episode"] == [[0], [1], [2], [3]]
-    assert episodes["file_group"] == [[0, 1], [2, 3]]
-    assert episodes["chain"] == [[0, 1], [2, 3]]
-    assert episodes["sequential"] == [[0, 1], [2, 3]]
-    assert episodes["row_block"] == [[0], [0], [1], [1], [2], [2], [3], [3]]
 
 
 def test_an_unknown_partitioning_is_an_error_that_lists_the_known_ones():

@@ -1,6 +1,5 @@
 """The reader delivers LeRobot's values and pixels, the right frames by their burned-in ids, and errors for damaged files."""
 
-import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import pytest
 
 from vlatune.batch import Columns
 from vlatune.data.frames import decoder as video
-from vlatune.data.frames.resize import letterbox_box
 from vlatune.data.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.data.reader import (
     CameraSpec,
@@ -112,15 +110,6 @@ def test_rows_have_the_types_of_the_contract(meta):
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_every_frame_of_an_episode_is_the_right_one(version, dataset_v3, dataset_v21):
-    meta = load_meta(str({"v3.0": dataset_v3, "v2.1": dataset_v21}[version]))
-    for episode, length in enumerate(meta.episodes.length):
-        columns = read(meta, make_spec(meta), episode, range(length))
-        for camera in meta.cameras:
-            assert ids_of(columns[camera]) == [(episode, frame) for frame in range(length)]
-
-
-@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 def test_single_frames_and_gaps_are_the_right_ones(version, dataset_v3, dataset_v21):
     meta = load_meta(str({"v3.0": dataset_v3, "v2.1": dataset_v21}[version]))
     spec = make_spec(meta, cameras=[TOP])
@@ -144,30 +133,6 @@ def test_units_fill_their_own_rows_of_a_block(meta):
         assert np.array_equal(block[key][2:], alone[key])
 
 
-@pytest.mark.parametrize("size_hw", [(48, 96), (96, 48), (128, 64)])
-def test_a_letterboxed_image_has_black_bars(size_hw, meta):
-    height, width = size_hw
-    spec = replace(make_spec(meta), cameras=(CameraSpec(TOP, "video", height, width),))
-    images = read(meta, spec, 1, [2, 3])[TOP]
-    top, left, inner_height, inner_width = box = letterbox_box((96, 96), size_hw)
-    assert ids_of(images, box=box) == [(1, 2), (1, 3)]
-    outside = np.ones(size_hw, bool)
-    outside[top : top + inner_height, left : left + inner_width] = False
-    assert not images[:, :, outside].any()
-
-
-def test_windows_of_images_reach_back_and_mark_clamped_frames(meta):
-    spec = make_spec(meta, cameras=[TOP], offsets=(-2, 0))
-    columns = read(meta, spec, 4, [0, 1, 2, 7])
-    assert [ids_of(window) for window in columns[TOP]] == [
-        [(4, 0), (4, 0)],
-        [(4, 0), (4, 1)],
-        [(4, 0), (4, 2)],
-        [(4, 5), (4, 7)],
-    ]
-    assert columns[f"{TOP}_is_pad"].tolist() == [[True, False], [True, False], [False, False], [False, False]]
-
-
 def test_a_frame_of_several_windows_is_decoded_once(meta, monkeypatch):
     taken, sought, take, seek = [], [], video._take, video.Decoder._seek
     monkeypatch.setattr(video, "_decoders", OrderedDict())
@@ -179,76 +144,6 @@ def test_a_frame_of_several_windows_is_decoded_once(meta, monkeypatch):
     assert len(sought) == 1
     assert [ids_of(window)[-1] for window in columns[TOP]] == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 6)]
     assert [ids_of(window)[0] for window in columns[TOP]] == [(4, 0), (4, 0), (4, 0), (4, 1), (4, 4)]
-
-
-def test_windows_of_images_states_and_actions_equal_lerobots(meta, dataset_v3):
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    looks, acts = (-1, 0), tuple(range(-1, HORIZON))
-    windows = {TOP: looks, "observation.state": looks, "action": acts}
-    deltas = {key: [offset / 10 for offset in offsets] for key, offsets in windows.items()}
-    theirs = LeRobotDataset("synthetic/test", root=dataset_v3, video_backend="pyav", delta_timestamps=deltas)
-    vectors = [replace(one, offsets=windows[one.name]) for one in make_spec(meta).vectors]
-    spec = replace(make_spec(meta, cameras=[TOP], offsets=looks), vectors=tuple(vectors))
-    for episode in (0, 3):
-        first, length = int(meta.episodes.from_row[episode]), int(meta.episodes.length[episode])
-        compare(theirs, first, read(meta, spec, episode, range(length)), windows)
-
-
-def test_windows_of_images_in_parquet_equal_lerobots(tmp_path, monkeypatch):
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    from vlatune.data.frames import images
-
-    camera, looks = "observation.image", (-2, -1, 0)
-    windows = {camera: looks, "action": (-1, 0, 1)}
-    root = write_images(tmp_path / "images", camera)
-    deltas = {key: [offset / 10 for offset in offsets] for key, offsets in windows.items()}
-    theirs = LeRobotDataset("a/b", root=root, delta_timestamps=deltas)
-    meta, decoded, decode = load_meta(str(root)), [], images.decode_image
-    monkeypatch.setattr(images, "decode_image", lambda *args: decoded.append(1) or decode(*args))
-    spec = ReadSpec(
-        root=meta.root,
-        dataset_index=0,
-        tolerance_s=1e-4,
-        cameras=(CameraSpec(camera, "image", 24, 32, looks),),
-        vectors=(VectorSpec("action", "float32", (2,), windows["action"]),),
-        tasks=meta.tasks,
-    )
-    for episode in (0, 1):
-        first, length = int(meta.episodes.from_row[episode]), int(meta.episodes.length[episode])
-        decoded.clear()
-        compare(theirs, first, read(meta, spec, episode, range(length)), windows)
-        assert len(decoded) == length
-
-
-def write_images(root: Path, camera: str) -> Path:
-    """Write two episodes with LeRobot, of four and three rows."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    features = {
-        camera: {"dtype": "image", "shape": (24, 32, 3), "names": ["height", "width", "channels"]},
-        "action": {"dtype": "float32", "shape": (2,), "names": ["x", "y"]},
-    }
-    dataset = LeRobotDataset.create("a/b", fps=10, features=features, root=root, use_videos=False)
-    rng = np.random.default_rng(0)
-    for length in (4, 3):
-        for _ in range(length):
-            image = rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)
-            dataset.add_frame({camera: image, "action": rng.random(2, dtype=np.float32), "task": "look"})
-        dataset.save_episode()
-    dataset.finalize()
-    return root
-
-
-def compare(theirs, first: int, ours: Columns, windows: dict[str, tuple[int, ...]]) -> None:
-    """Compare rows of an episode with LeRobot's rows from `first`."""
-    for row in range(len(ours["index"])):
-        expected = theirs[first + row]
-        for key in windows:
-            found = ours[key][row] / 255.0 if ours[key].dtype == np.uint8 else ours[key][row]
-            assert np.allclose(found, expected[key].numpy(), atol=1e-6), (key, row)
-            assert ours[f"{key}_is_pad"][row].tolist() == expected[f"{key}_is_pad"].tolist(), (key, row)
 
 
 def test_a_dataset_behind_a_url_gives_the_same_rows(meta, dataset_v3):
@@ -337,15 +232,3 @@ def frames_or_errors(folder: Path, episodes) -> tuple[dict[tuple[int, int], np.n
                 assert ids_of(columns[TOP]) == [(episode, frame)]
                 right[episode, frame] = columns[TOP][0]
     return right, errors
-
-
-def test_a_vector_of_another_width_is_named(damaged, meta):
-    info = json.loads((damaged / "meta/info.json").read_text())
-    (width,) = meta.features["action"].shape
-    info["features"]["action"]["shape"] = [width + 1]
-    (damaged / "meta/info.json").write_text(json.dumps(info))
-    message = error_of(damaged, 0, [0], cameras=())
-    assert (
-        f"{meta.data_path(0)}: column 'action' has rows of shape ({width},), meta/info.json has ({width + 1},)"
-        in message
-    )

@@ -26,16 +26,3 @@ def test_features_that_are_left_out_are_named(dataset_v3, tmp_path, caplog):
     assert {"reward", "action"} <= {vector.name for vector in spec.vectors}
     assert {"reward", "action", "action_is_pad"} <= set(columns)
     assert not {"note", "tree"} & set(columns)
-
-
-def test_nothing_is_logged_if_all_features_are_delivered(dataset_v3, caplog):
-    make_read_specs([load_meta(str(dataset_v3))], Request(), [{}])
-    assert caplog.messages == []
-
-
-def test_read_specs_have_the_properties_in_info(dataset_v3):
-    (spec,), _ = make_read_specs([load_meta(str(dataset_v3))], Request(), [{}])
-    top = spec.cameras[0].recorded
-    assert top is not None
-    assert (top.height, top.width, top.fps) == (96, 96, 10.0)
-    assert {vector.recorded_dtype for vector in spec.vectors} == {"float32"}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from vlatune.data.order.sample_order import (
     MAX_LANES,
-    Cursor,
     Mixture,
     OrderSpec,
     check_order,
@@ -122,26 +121,6 @@ def test_the_order_after_n_steps_is_the_tail_of_all_steps(spec, data):
     assert np.array_equal(tail, steps_of_run[done:])
 
 
-@unhurried
-@given(specs(weighted=(False, True)), st.integers(0, 3))
-def test_samples_of_an_epoch_are_the_steps_one_after_the_other(spec, epoch):
-    assert np.array_equal(step_samples(spec, epoch_order(spec, epoch)), all_steps(spec, epoch))
-
-
-def test_a_cursor_counts_epochs_and_batches():
-    assert PLAIN.batches_per_epoch == 75
-    assert cursor_at(PLAIN, 0) == Cursor(0, 0)
-    assert cursor_at(PLAIN, 74) == Cursor(0, 74)
-    assert cursor_at(PLAIN, 75) == Cursor(1, 0)
-    assert cursor_at(PLAIN, 2 * 75 + 3) == Cursor(2, 3)
-
-
-@unhurried
-@given(specs(), st.integers(0, 5))
-def test_equal_specs_give_equal_orders(spec, epoch):
-    assert np.array_equal(epoch_order(spec, epoch), epoch_order(replace(spec), epoch))
-
-
 def test_the_order_of_a_spec_does_not_change_between_versions():
     """Checkpoints store a step, not an order: another order for the same spec would repeat and skip samples."""
     spec = OrderSpec(lengths=(5, 9, 4), seed=1000, global_batch=4, lanes=2, run_length=3, window_rows=4)
@@ -158,13 +137,6 @@ def test_other_seeds_and_epochs_give_other_orders(seed, seeds_apart, epoch, epoc
         assert np.mean(order == other) < 0.1  # by chance, 1/600 of the positions agree
 
 
-def test_every_epoch_drops_other_frames():
-    spec = replace(PLAIN, lengths=(29,) * 20)  # 580 frames: 4 are left over
-    dropped = [set(range(580)) - set(epoch_order(spec, epoch).reshape(-1).tolist()) for epoch in range(4)]
-    assert [len(one) for one in dropped] == [4] * 4
-    assert len(set.union(*dropped)) > 8
-
-
 @unhurried
 @given(specs(), st.data())
 def test_window_edges_partition_the_lane(spec, data):
@@ -174,11 +146,6 @@ def test_window_edges_partition_the_lane(spec, data):
     assert edges[-1] == spec.batches_per_epoch * spec.samples_per_lane_step
     assert np.diff(edges).min() >= 1
     assert np.diff(edges).max() <= spec.window_rows
-
-
-def test_windows_of_different_lanes_begin_at_different_steps():
-    first_edges = [int(window_edges(PLAIN, lane)[1]) for lane in range(PLAIN.lanes)]
-    assert first_edges == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
 @unhurried

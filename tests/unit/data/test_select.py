@@ -49,12 +49,6 @@ def test_an_episode_is_selected_by_its_index_not_by_its_position(meta):
         select_episodes([shifted], [12, 2])
 
 
-def test_an_unknown_episode_is_named(meta):
-    with pytest.raises(ValueError, match=r"there is no episode 7; .* 0 to 6; correct the list of episodes") as caught:
-        select_episodes([meta], [0, 7, 9])
-    assert meta.root.url in str(caught.value)
-
-
 @unhurried
 @given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 2**40))
 def test_held_out_and_training_episodes_are_disjoint_and_complete(count, share, seed):
@@ -68,15 +62,3 @@ def test_held_out_and_training_episodes_are_disjoint_and_complete(count, share, 
     else:
         assert abs(len(held) - share * count) <= 1
         assert len(held) >= 1
-
-
-@unhurried
-@given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 2**40))
-def test_the_same_episodes_are_held_out_every_time(count, share, seed):
-    first, second = (hold_out(made_selection(count), share, seed)[1] for _ in range(2))
-    assert rows(first) == rows(second)
-
-
-def test_another_seed_holds_out_other_episodes():
-    held = {tuple(hold_out(made_selection(50), 0.1, seed)[1].position.tolist()) for seed in range(10)}
-    assert len(held) == 10

@@ -196,16 +196,6 @@ def test_too_many_dims_are_rejected_with_flags_that_work(wide):
     assert (binding.state_dim, binding.action_dim) == (32, 32)
 
 
-def test_a_binding_tells_names_and_recorded_dims(wide):
-    binding = bind(SPEC, selected(wide), {})
-    assert binding.action_names == ("right_gripper", "left_arm_3", "left_arm_7", "left_arm_8", "left_arm_9")
-    assert binding.state_names == ("left_arm_0", "right_arm_3", "right_arm_4", "right_arm_5", "right_arm_6")
-    assert [tuple(one) for one in binding.selected] == [
-        (STATE, (0, 20, 21, 22, 23), 34),
-        (ACTION, (33, 3, 7, 8, 9), 34),
-    ]
-
-
 def test_relative_actions_need_the_same_joints(wide):
     """An action dim is relative to the state dim at its place, which must not become another joint."""
     relative = replace(SPEC, relative_exclude=("gripper",), max_state_dim=40)
@@ -242,14 +232,6 @@ def test_names_of_any_depth_end():
     for _ in range(500):
         deep = [deep]
     assert len(flat_names(deep) or ()) == 1
-
-
-@pytest.mark.parametrize("form", [lambda names: [list(names)], lambda names: {"motors": list(names)}])
-def test_nested_names_are_joint_names_everywhere(tmp_path, form):
-    folder = make_wide(tmp_path / "nested", names=form(NAMES))
-    meta = load_meta(str(folder))
-    assert meta.features[ACTION].names == NAMES
-    assert selected(folder).features[ACTION].names == tuple(NAMES[dim] for dim in INDICES[ACTION])
 
 
 def test_two_dims_of_one_name_keep_their_figures_apart(tmp_path):

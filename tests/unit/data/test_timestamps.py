@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
+import damage as do
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,16 +42,8 @@ def data_files(root: Path) -> list[Path]:
     return sorted((root / "data").glob("*/*.parquet"))
 
 
-def change_table(file: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    pq.write_table(change(pq.read_table(file)), file)
-
-
 def change_times(file: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    def changed(table: pa.Table) -> pa.Table:
-        times = change(table.column("timestamp").to_numpy().astype(np.float64)).astype(np.float32)
-        return table.set_column(table.column_names.index("timestamp"), "timestamp", pa.array(times))
-
-    change_table(file, changed)
+    do.change_column(file, "timestamp", lambda times, _: change(times))
 
 
 def by_the_clock(times: np.ndarray) -> np.ndarray:
@@ -132,15 +125,11 @@ def test_missing_index_columns_are_derived_and_doubles_converted(v21: Path, caps
     tasks = [json.loads(line) for line in (v21 / "meta/tasks.jsonl").read_text().splitlines()]
     expected = read_ids(v21)
 
-    def change(table: pa.Table) -> pa.Table:
-        action = table.column("action").cast(pa.list_(pa.float64(), 3))
-        table = table.set_column(table.column_names.index("action"), "action", action)
-        frame_index = table.column("frame_index").cast(pa.float64())
-        table = table.set_column(table.column_names.index("frame_index"), "frame_index", frame_index)
-        return table.drop_columns(["index", "task_index", "timestamp"])
-
     for file in data_files(v21):
-        change_table(file, change)
+        do.cast_column(file, "action", pa.list_(pa.float64(), 3))
+        do.cast_column(file, "frame_index", pa.float64())
+        for name in ("index", "task_index", "timestamp"):
+            do.drop_column(file, name)
     assert read_ids(v21) == expected
     assert len(tasks) > 1  # each episode names its one task
     assert cli.main(["inspect", str(v21), "--json"]) == cli.OK
@@ -150,11 +139,9 @@ def test_missing_index_columns_are_derived_and_doubles_converted(v21: Path, caps
 
 
 def test_a_required_column_that_info_does_not_name_is_reported(v21: Path, capsys):
-    info = json.loads((v21 / "meta/info.json").read_text())
-    del info["features"]["episode_index"]
-    (v21 / "meta/info.json").write_text(json.dumps(info))
+    do.change_info(v21, lambda info: info["features"].pop("episode_index"))
     for file in data_files(v21):
-        change_table(file, lambda table: table.drop_columns(["episode_index"]))
+        do.drop_column(file, "episode_index")
     assert cli.main(["inspect", str(v21)]) == cli.FAILED
     text = " ".join(capsys.readouterr().out.split())
     assert "missing columns" in text
@@ -199,100 +186,69 @@ def test_missing_videos_of_some_episodes_and_of_all(v21: Path, capsys):
     assert "vlatune train" not in text
 
 
-def _of_file(change: Callable[[Path], None]) -> Callable[[Path, int], None]:
-    return lambda root, number: change(data_files(root)[number % len(data_files(root))])
+def damage_file(folder: str, change: Callable[[Path], object]) -> Callable[[Path, int], None]:
+    """Return a damage of one of the files below a folder of the dataset."""
 
-
-def _of_video(change: Callable[[Path], object]) -> Callable[[Path, int], None]:
     def changed(root: Path, number: int) -> None:
-        files = sorted((root / "videos").glob("**/*.mp4"))
+        files = sorted(path for path in (root / folder).rglob("*") if path.is_file())
         if files:
             change(files[number % len(files)])
 
     return changed
 
 
-def _set_info(key: str, value: object) -> Callable[[Path, int], None]:
-    def changed(root: Path, number: int) -> None:
-        info = json.loads((root / "meta/info.json").read_text())
-        info[key] = value
-        (root / "meta/info.json").write_text(json.dumps(info))
-
-    return changed
+def damage_times(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path, int], None]:
+    return damage_file("data", lambda file: change_times(file, change))
 
 
-def _swap_videos(root: Path, number: int) -> None:
+def damage_type(name: str, kind: pa.DataType) -> Callable[[Path, int], None]:
+    return damage_file("data", lambda file: do.cast_column(file, name, kind))
+
+
+def set_info(key: str, value: object) -> Callable[[Path, int], None]:
+    return lambda root, number: do.change_info(root, lambda info: info.update({key: value}))
+
+
+def swap_videos(root: Path, number: int) -> None:
     files = sorted((root / "videos").glob("**/*.mp4"))
-    if len(files) > 1:
-        first, second = files[number % len(files)], files[(number + 1) % len(files)]
-        kept = first.read_bytes()
-        first.write_bytes(second.read_bytes())
-        second.write_bytes(kept)
+    first, second = files[number % len(files)], files[(number + 1) % len(files)]
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
 
 
-def _drop(name: str) -> Callable[[Path, int], None]:
-    def drop(file: Path) -> None:
-        if name in pq.read_schema(file).names:
-            change_table(file, lambda table: table.drop_columns([name]))
+def add_nan(file: Path) -> None:
+    def change(values: np.ndarray, _: np.ndarray) -> np.ndarray:
+        values[len(values) // 2, 0] = np.nan
+        return values
 
-    return _of_file(drop)
-
-
-def _times(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path, int], None]:
-    def changed(file: Path) -> None:
-        if "timestamp" in pq.read_schema(file).names:
-            change_times(file, change)
-
-    return _of_file(changed)
-
-
-def _cast(name: str, kind: pa.DataType) -> Callable[[Path, int], None]:
-    def changed(file: Path) -> None:
-        if name in pq.read_schema(file).names:
-            change_table(
-                file,
-                lambda table: table.set_column(table.column_names.index(name), name, table.column(name).cast(kind)),
-            )
-
-    return _of_file(changed)
-
-
-def _nan(file: Path) -> None:
-    def changed(table: pa.Table) -> pa.Table:
-        rows = table.column("action").to_pylist()
-        rows[len(rows) // 2][0] = float("nan")
-        kind = table.schema.field("action").type
-        return table.set_column(table.column_names.index("action"), "action", pa.array(rows, kind))
-
-    change_table(file, changed)
+    do.change_column(file, "action", change)
 
 
 DAMAGES: dict[str, Callable[[Path, int], None]] = {
-    "clock": _times(by_the_clock),
-    "late start": _times(lambda times: times + 0.03),
-    "stamped since 1970": _times(lambda times: times + 1.7e9),
-    "times that fall": _times(lambda times: times[::-1]),
-    "one time of NaN": _times(lambda times: np.where(np.arange(len(times)) == 3, np.nan, times)),
-    "twice the times": _times(lambda times: 2 * times),
-    "a row less": _of_file(lambda file: change_table(file, lambda table: table.slice(1))),
-    "no index": _drop("index"),
-    "no task_index": _drop("task_index"),
-    "no timestamp": _drop("timestamp"),
-    "no frame_index": _drop("frame_index"),
-    "no episode_index": _drop("episode_index"),
-    "no action": _drop("action"),
-    "doubles": _cast("action", pa.list_(pa.float64(), 3)),
-    "frame_index as floats": _cast("frame_index", pa.float64()),
-    "index as text": _cast("index", pa.string()),
-    "NaN": _of_file(_nan),
-    "no data file": _of_file(Path.unlink),
-    "half a data file": _of_file(lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])),
-    "no video": _of_video(Path.unlink),
-    "half a video": _of_video(lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])),
-    "an empty video": _of_video(lambda file: file.write_bytes(b"")),
-    "videos swapped": _swap_videos,
-    "another fps": _set_info("fps", 20),
-    "fewer episodes promised": _set_info("total_episodes", 3),
+    "clock": damage_times(by_the_clock),
+    "late start": damage_times(lambda times: times + 0.03),
+    "stamped since 1970": damage_times(lambda times: times + 1.7e9),
+    "times that fall": damage_times(lambda times: times[::-1]),
+    "one time of NaN": damage_times(lambda times: np.where(np.arange(len(times)) == 3, np.nan, times)),
+    "twice the times": damage_times(lambda times: 2 * times),
+    "a row less": damage_file("data", lambda file: do.drop_row(file, 0)),
+    **{
+        f"no {name}": damage_file("data", lambda file, name=name: do.drop_column(file, name))
+        for name in ("index", "task_index", "timestamp", "frame_index", "episode_index", "action")
+    },
+    "doubles": damage_type("action", pa.list_(pa.float64(), 3)),
+    "frame_index as floats": damage_type("frame_index", pa.float64()),
+    "index as text": damage_type("index", pa.string()),
+    "NaN": damage_file("data", add_nan),
+    "no data file": damage_file("data", Path.unlink),
+    "half a data file": damage_file("data", lambda file: do.cut(file, 0.5)),
+    "no video": damage_file("videos", Path.unlink),
+    "half a video": damage_file("videos", lambda file: do.cut(file, 0.5)),
+    "an empty video": damage_file("videos", lambda file: do.cut(file, 0)),
+    "videos swapped": swap_videos,
+    "another fps": set_info("fps", 20),
+    "fewer episodes promised": set_info("total_episodes", 3),
 }
 
 

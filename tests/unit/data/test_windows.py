@@ -10,18 +10,6 @@ from vlatune.data.reader import offsets_from_timestamps, window_frames
 unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 
 
-def test_the_last_frame_stands_in_after_the_end():
-    frames, is_pad = window_frames(np.array([3]), range(4), 5)
-    assert frames.tolist() == [[3, 4, 4, 4]]
-    assert is_pad.tolist() == [[False, False, True, True]]
-
-
-def test_the_first_frame_stands_in_before_the_beginning():
-    frames, is_pad = window_frames(np.array([1, 4]), (-2, 0), 5)
-    assert frames.tolist() == [[0, 1], [2, 4]]
-    assert is_pad.tolist() == [[True, False], [False, False]]
-
-
 @unhurried
 @given(st.data())
 def test_a_frame_of_the_episode_is_itself_and_another_is_the_nearest_and_padded(data):

@@ -63,10 +63,6 @@ def test_the_store_size_that_an_error_suggests_is_enough(machine):
     assert budget.block_rows >= 1
 
 
-def test_a_row_larger_than_a_block_fits_a_large_store():
-    assert plan_budget(store_bytes=2**40, row_bytes=FEED_BLOCK_BYTES + 1, num_workers=1, num_cpus=1).block_rows == 1
-
-
 @examples
 @given(machines, st.integers(1, 512))
 def test_a_store_planned_for_task_rows_gives_such_tasks(machine, task_rows):

@@ -76,16 +76,6 @@ def test_slots_of_all_workers_together_are_the_global_batches(plan, epoch):
         assert joined == step_samples(spec, order, step, step + 1)[0].tolist()
 
 
-@examples
-@given(plans())
-def test_a_later_start_gives_the_rest_of_the_epoch(plan):
-    spec, share, begin, _ = plan
-    epoch = samples_by_slot(spec, pieces_of(spec, share, 0, spec.batches_per_epoch))
-    rest = samples_by_slot(spec, pieces_of(spec, share, begin, spec.batches_per_epoch))
-    first = begin * share.slots_per_step(spec)
-    assert rest == {slot: sample for slot, sample in epoch.items() if slot >= first}
-
-
 def peak_rows(pieces: list[Piece], batch_rows: int, block_rows: int) -> int:
     """Return the maximum rows of a consumer that takes batches as soon as they are complete."""
     blocks = cut_units(pieces, block_rows)  # pyright: ignore[reportArgumentType]  pieces have frames and slots
@@ -126,16 +116,6 @@ def test_runs_of_one_episode_that_are_needed_at_different_times_are_separate_pie
         [28, 29, 30, 31],
         [4, 5, 6, 7],
     ]
-
-
-def test_slots_count_step_by_step_and_lane_by_lane():
-    """See the sketch in plan.py: two lanes, two samples per lane and step."""
-    spec = OrderSpec(lengths=(8,), seed=0, global_batch=4, lanes=2, run_length=8, window_rows=8)
-    order = np.array([[0, 1, 2, 3], [4, 5, 6, 7]])
-    one_worker = plan_pieces(spec, order, Share(0, 1), begin_batch=0, end_batch=2)
-    assert samples_by_slot(spec, one_worker) == {0: 0, 1: 1, 4: 2, 5: 3, 2: 4, 3: 5, 6: 6, 7: 7}
-    second = plan_pieces(spec, order, Share(1, 2), begin_batch=0, end_batch=2)
-    assert samples_by_slot(spec, second) == {0: 4, 1: 5, 2: 6, 3: 7}
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,6 @@ def test_rows_leave_in_the_order_of_their_slots(data):
             assert taken[key].dtype == values.dtype
 
 
-def test_memory_is_reused():
-    buffer = ReorderBuffer(capacity=2, first_slot=0, total_slots=8)
-    for begin in range(0, 8, 2):
-        buffer.put(block([begin + 1, begin]))
-        assert buffer.take(begin, begin + 2)["wide"].tolist() == [begin * 1000.0, (begin + 1) * 1000.0]
-
-
 def test_rows_that_do_not_fit_or_arrive_twice_raise():
     buffer = ReorderBuffer(capacity=3, first_slot=0, total_slots=9)
     buffer.put(block([4, 5]))

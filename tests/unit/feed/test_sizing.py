@@ -160,8 +160,6 @@ def test_a_store_size_set_by_the_user_is_used_or_rejected_with_one_that_works(ho
         assert isinstance(plan_or_message(plan_on_host, roomy, run, store_bytes=int(suggested[1])), Sizing)
     else:
         assert store_bytes > host.shm_bytes
-        suggested = re.search(r"lower --ray.object_store_bytes to (\d+) or enlarge /dev/shm", sizing)
-        assert suggested is None or int(suggested[1]) <= host.shm_bytes
 
 
 def test_more_workers_than_gpus_are_rejected():
@@ -176,7 +174,7 @@ def test_little_shared_memory_gives_a_warning():
     (warning,) = plan_on_host(Host(2, 8 * GB, 64 * 1024 * 1024), run).warnings
     assert "docker run --shm-size=672m" in warning
     assert plan_on_host(Host(2, 8 * GB, 200 * MB), run).store_bytes == 160 * MB
-    with pytest.raises(ValueError, match=r"lower --ray.object_store_bytes to 800000000 or enlarge /dev/shm"):
+    with pytest.raises(ValueError, match=r"lower --ray.object_store_bytes or enlarge /dev/shm"):
         plan_on_host(Host(2, 64 * GB, GB), run, store_bytes=20 * GB)
 
 

@@ -144,22 +144,35 @@ def check_size(height: int, width: int, recorded: Recorded, place: object) -> No
 
 
 def video_stream(container: Any, place: object, recorded: Recorded | None) -> Any:
-    """Return the checked video stream of an open file; reject unsupported codecs by name."""
+    """Return the video stream of an open file; reject unsupported codecs and headers that differ from info.json."""
     streams = container.streams.video
     if not streams:
         raise ValueError(f"{place}: there is no video stream in it; fetch or re-encode it")
-    if streams[0].codec_context is None or not streams[0].time_base:
+    stream = streams[0]
+    if stream.codec_context is None or not stream.time_base:
         raise ValueError(
             f"{place}: its video is of a kind that FFmpeg does not decode; re-encode it as h264, hevc or av1"
         )
-    name = streams[0].codec_context.codec.name
+    name = stream.codec_context.codec.name
     if name not in DECODERS:
         raise ValueError(f"{place}: its video is '{name}', which is not read; re-encode it as h264, hevc or av1")
-    pixels = streams[0].codec_context.height * streams[0].codec_context.width
+    pixels = stream.codec_context.height * stream.codec_context.width
     check_limit("image_pixels", pixels, f"{place}: its images have pixels:")
     if recorded is not None:
-        check_stream(streams[0], recorded, place)
-    return streams[0]
+        check_size(stream.codec_context.height, stream.codec_context.width, recorded, place)
+        fps = float(stream.average_rate or 0.0)
+        if recorded.fps is not None and not is_rate(fps, recorded.fps, stream.frames):
+            raise ValueError(
+                f"{place}: it has {fps:g} frames per second, meta/info.json has {recorded.fps:g}; re-encode it at that rate, or correct "
+                f"the camera's video.fps in meta/info.json if the rows' timestamps agree with the file"
+            )
+        if recorded.num_frames is not None and stream.frames not in (0, recorded.num_frames):
+            raise ValueError(
+                f"{place}: it has {stream.frames} frames, the episode {recorded.num_frames} rows with other timestamps than the "
+                f"frames, so neither time nor number identifies a row's frame; record the episode again, or leave it out with "
+                f"--dataset.on_bad_episode=skip"
+            )
+    return stream
 
 
 def no_frame(nearest_s: float | None, wanted_s: float, tolerance_s: float, *, is_last: bool) -> str:
@@ -182,23 +195,6 @@ def ffmpeg_message(error: Exception) -> str:
     """Return FFmpeg's message without error number and file name."""
     log = getattr(error, "log", None)
     return f"{getattr(error, 'strerror', None) or error}{f': {log[2].strip()}' if log else ''}"
-
-
-def check_stream(stream: Any, recorded: Recorded, place: object) -> None:
-    """Reject a video stream whose header differs from info.json."""
-    check_size(stream.codec_context.height, stream.codec_context.width, recorded, place)
-    fps = float(stream.average_rate or 0.0)
-    if recorded.fps is not None and not is_rate(fps, recorded.fps, stream.frames):
-        raise ValueError(
-            f"{place}: it has {fps:g} frames per second, meta/info.json has {recorded.fps:g}; re-encode it at that rate, or correct "
-            f"the camera's video.fps in meta/info.json if the rows' timestamps agree with the file"
-        )
-    if recorded.num_frames is not None and stream.frames not in (0, recorded.num_frames):
-        raise ValueError(
-            f"{place}: it has {stream.frames} frames, the episode {recorded.num_frames} rows with other timestamps than the "
-            f"frames, so neither time nor number identifies a row's frame; record the episode again, or leave it out with "
-            f"--dataset.on_bad_episode=skip"
-        )
 
 
 def is_rate(fps: float, expected: float, num_frames: int) -> bool:

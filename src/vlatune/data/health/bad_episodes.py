@@ -17,7 +17,7 @@ from vlatune.data.frames.decoder import VideoPlace
 from vlatune.data.frames.frame_source import CameraSpec, Unit
 from vlatune.data.frames.images import check_image_columns
 from vlatune.data.health.row_checks import RECORDED, matched_unit, read_values
-from vlatune.data.health.video_health import check_ends, check_frames, frame_times
+from vlatune.data.health.video_health import check_ends, frame_times, why_no_frame
 from vlatune.data.meta.dataset_meta import DatasetMeta
 from vlatune.data.meta.episodes import find_shared_frames
 from vlatune.data.meta.listing import by_file, check_present
@@ -114,9 +114,7 @@ def _check_video(
     if not good:
         return {}
     places = {position: _place(meta, spec, camera, position) for position in good}
-    from_s = meta.episodes.videos[camera.name].from_s
-    wanted_s = {position: from_s[position] + rows[position][1]["timestamp"].astype(float) for position in good}
-    first = places[good[0]]
+    first, from_s = places[good[0]], meta.episodes.videos[camera.name].from_s
     num_frames = matched_unit(spec, *rows[good[0]]).num_video_frames
     recorded = camera.recorded and replace(camera.recorded, num_frames=num_frames)
     try:
@@ -124,7 +122,12 @@ def _check_video(
     except ValueError as error:  # its prefix names the first episode
         text = str(error).removeprefix(str(first))
         return {position: f"{place}{text}" for position, place in places.items()}
-    return check_frames(found_s, wanted_s, places, tolerance_s=spec.tolerance_s)
+    bad: Reasons = {}
+    for position, place in places.items():
+        wanted_s = from_s[position] + rows[position][1]["timestamp"].astype(float)
+        if reason := why_no_frame(found_s, wanted_s, spec.tolerance_s):
+            bad[position] = f"{place}: {reason}"
+    return bad
 
 
 def check_first(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection) -> None:

@@ -4,7 +4,7 @@ The header is compared with info.json, and all packets are read, which detects t
 missing frames and wrong times at disk speed. Errors that only show when decoding are not found.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import IO, Any
 
 import av
@@ -95,21 +95,15 @@ def _packet_times(container: Any, stream: Any) -> np.ndarray:
     return np.sort(np.array(ticks, dtype=np.float64)) * float(stream.time_base)
 
 
-def check_frames(
-    times_s: np.ndarray, wanted_s: Mapping[int, np.ndarray], places: Mapping[int, object], *, tolerance_s: float
-) -> dict[int, str]:
-    """Map episodes to the reason why the file lacks frames at `wanted_s`, their row times."""
-    bad: dict[int, str] = {}
-    for episode, wanted in wanted_s.items():
-        near = nearest(times_s, wanted)
-        far = np.flatnonzero(~(np.abs(near - wanted) <= tolerance_s))
-        if len(far):
-            at, found = float(wanted[far[0]]), float(near[far[0]])
-            text = no_frame(
-                found if np.isfinite(found) else None, at, tolerance_s, is_last=len(times_s) > 0 and at > times_s[-1]
-            )
-            bad[episode] = f"{places[episode]}: {text}"
-    return bad
+def why_no_frame(times_s: np.ndarray, wanted_s: np.ndarray, tolerance_s: float) -> str:
+    """Return why a file lacks a frame at one of the rows' times; empty if it has all of them."""
+    near_s = nearest(times_s, wanted_s)
+    far = np.flatnonzero(~(np.abs(near_s - wanted_s) <= tolerance_s))
+    if len(far) == 0:
+        return ""
+    at, found = float(wanted_s[far[0]]), float(near_s[far[0]])
+    is_last = len(times_s) > 0 and at > times_s[-1]
+    return no_frame(found if np.isfinite(found) else None, at, tolerance_s, is_last=is_last)
 
 
 def nearest(times_s: np.ndarray, wanted_s: np.ndarray) -> np.ndarray:

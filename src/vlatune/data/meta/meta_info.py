@@ -122,10 +122,9 @@ def _feature(root: Root, name: str, raw: Any) -> Feature:
         raise ValueError(f"dataset '{root.url}': meta/info.json: feature '{name}' lacks dtype or shape; {FETCH}")
     dtype, shape = raw["dtype"], raw["shape"]
     expected = "three sides, as [480, 640, 3]" if dtype in CAMERA_DTYPES else "a list of integers, as [7]"
-    if not isinstance(shape, list) or not all(type(side) is int and side > 0 for side in shape):
+    is_shape = isinstance(shape, list) and all(type(side) is int and side > 0 for side in shape)
+    if not is_shape or (dtype in CAMERA_DTYPES and len(shape) != 3):
         raise _invalid(root, f"feature '{name}' has shape {shortened(shape)}", expected, FETCH)
-    if dtype in CAMERA_DTYPES and len(shape) != 3:
-        raise _invalid(root, f"camera '{name}' has shape {shortened(shape)}", expected, FETCH)
     where = f"dataset '{root.url}': meta/info.json: feature '{name[:80]}'"
     if dtype in CAMERA_DTYPES:
         check_limit("image_side", max(shape), f"{where} has a side of")

@@ -119,15 +119,11 @@ def image_stats(
         if imagenet and set(names) <= IMAGENET_STATS.keys():
             found[key] = {name: np.array(IMAGENET_STATS[name], np.float32).reshape(CHANNELS, 1, 1) for name in names}
             continue
-        missing = [name for name in names if name not in meta.stats.get(own, {})]
-        if missing:
+        stats = meta.stats.get(own, {})
+        if any(name not in stats or stats[name].size != CHANNELS for name in names):
             raise ValueError(
-                f"dataset '{meta.root.url}': camera '{own}' has no statistics {', '.join(missing)}, which the policy normalises "
-                f"images with; write them with LeRobot (lerobot.datasets.compute_stats)"
-            )
-        if any(meta.stats[own][name].size != CHANNELS for name in names):
-            raise ValueError(
-                f"dataset '{meta.root.url}': camera '{own}': its statistics must be {CHANNELS} values each; fetch meta again"
+                f"dataset '{meta.root.url}': camera '{own}' needs statistics {', '.join(names)} of {CHANNELS} values each, which the "
+                f"policy normalises images with; write them with LeRobot (lerobot.datasets.compute_stats)"
             )
         found[key] = {name: meta.stats[own][name].reshape(CHANNELS, 1, 1) for name in names}
     return found
@@ -208,7 +204,7 @@ def measure_rows(parts: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
         file.flush()
         rows_ND = np.memmap(file, np.float32, mode="r", shape=(num_rows, num_dims))
         with np.errstate(invalid="ignore"):  # dims without statistics
-            of_dims = [compute_stats(column[:, None]) for column in rows_ND.T]
-            is_finite_D = np.array([np.isfinite(column).all() for column in rows_ND.T])
+            of_dims = [compute_stats(rows_ND[:, dim : dim + 1]) for dim in range(num_dims)]
+            is_finite_D = np.array([np.isfinite(rows_ND[:, dim]).all() for dim in range(num_dims)])
     found = {name: np.concatenate([stats[name] for stats in of_dims]) for name in of_dims[0]}
     return {name: np.where(is_finite_D, values, np.nan) for name, values in found.items()}
