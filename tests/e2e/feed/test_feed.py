@@ -107,17 +107,6 @@ def test_a_damaged_video_raises_with_its_episode_and_camera(dataset_v3, small_ba
     assert feed_threads() == []
 
 
-def test_segments_cover_every_step_once_across_epochs(plan):
-    first, last = 3, 2 * plan.order.batches_per_epoch + 2
-    short, budget, step, slots = replace(plan, segment_tasks=2), small_blocks(plan), first, []
-    while step < last:
-        segment, tasks = plan_segment(short, Share(0, 1), budget, step, last)
-        slots += [slot for blocks in tasks for units in blocks for unit in units for slot in unit.slots.tolist()]
-        assert segment.begin_step == step
-        step = segment.end_step
-    assert sorted(slots) == list(range(first * GLOBAL_BATCH, last * GLOBAL_BATCH))
-
-
 def test_missing_data_is_an_error_that_names_the_step(plan, expected):
     segment, _ = plan_segment(plan, Share(0, 1), small_blocks(plan), 0, 2)
     rows = joined(expected(0, 1)) | {name: np.zeros(GLOBAL_BATCH, np.float32) for name in (CACHED, READ_S)}

@@ -78,12 +78,6 @@ def test_stored_frames_are_returned_unchanged_and_others_are_missing(cache: Fram
     np.testing.assert_array_equal(out[found], make_frames(np.array(wanted))[found])
 
 
-def test_another_identity_does_not_hit(cache: FrameCache):
-    write(cache, make_part("a"), np.arange(8))
-    assert not read(cache, make_part("b"), np.arange(8))[0].any()
-    assert part_identity("ab", "c") != part_identity("a", "bc")
-
-
 @pytest.mark.parametrize("offset", [0, 10, 41, HEADER_BYTES + 3 * FRAME_BYTES + 17])
 def test_a_changed_byte_is_a_missing_frame_and_can_be_stored_again(cache: FrameCache, tmp_path: Path, offset: int):
     part = make_part()

@@ -102,12 +102,6 @@ def test_by_size_a_dataset_that_is_completely_held_out_gives_no_samples():
     assert sorted(epoch_order(spec, 0).ravel().tolist()) == list(range(80))
 
 
-def test_consecutive_epochs_use_other_frames_of_a_rare_dataset():
-    rare = [{sample for sample in samples_of(epoch).tolist() if 30 <= sample < 40 or sample >= 65} for epoch in (0, 1)]
-    assert [len(one) for one in rare] == [8, 8]
-    assert not rare[0] & rare[1]
-
-
 @pytest.mark.parametrize(
     ("mixture", "message"),
     [

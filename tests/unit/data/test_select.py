@@ -35,11 +35,6 @@ def test_all_episodes_of_all_datasets_in_order(meta):
     assert len(selection) == 14
 
 
-def test_wanted_episodes_are_in_the_order_of_the_table(meta):
-    lengths = meta.episodes.length.tolist()
-    assert rows(select_episodes([meta], [5, 2, 5])) == [(0, 2, lengths[2]), (0, 5, lengths[5])]
-
-
 def test_an_episode_is_selected_by_its_index_not_by_its_position(meta):
     shifted = replace(meta, episodes=replace(meta.episodes, index=meta.episodes.index + 10))
     assert select_episodes([shifted], [12]).position.tolist() == [2]

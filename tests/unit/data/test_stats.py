@@ -38,15 +38,6 @@ def write_episode_stats(folder: Path, parts: list[np.ndarray]) -> Root:
     return Root(str(folder))
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_pooled_statistics_of_v21_equal_those_of_its_rows(key, dataset_v21):
-    stats, rows = load_meta(str(dataset_v21)).stats[key], rows_of(dataset_v21, key)
-    assert set(stats) == {"min", "max", "mean", "std", "count"}
-    for name in ("min", "max", "mean", "std"):
-        np.testing.assert_allclose(stats[name], getattr(rows, name)(axis=0), rtol=1e-9, atol=1e-12)
-    assert stats["count"].tolist() == [len(rows)]
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
 def test_pooling_equals_numpy_for_episodes_of_any_length(tmp_path_factory, lengths, seed):

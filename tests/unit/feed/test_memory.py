@@ -1,7 +1,5 @@
 """The byte budget adds up."""
 
-import re
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,18 +47,6 @@ def test_blocks_in_flight_fit_the_share_of_all_workers(machine):
     assert 1 <= budget.block_rows <= MAX_BLOCK_ROWS
     assert 1 <= budget.task_blocks <= MAX_TASK_BLOCKS
     assert TASKS_PER_READER * budget.readers * budget.task_blocks <= budget.max_blocks
-
-
-@examples
-@given(machines)
-def test_the_store_size_that_an_error_suggests_is_enough(machine):
-    message = budget_or_message(machine)
-    if isinstance(message, Budget):
-        return
-    suggested = re.search(r"raise --ray.object_store_bytes to (\d+) or more", message)
-    assert suggested is not None
-    budget = plan_budget(**machine | {"store_bytes": int(suggested.group(1))})
-    assert budget.block_rows >= 1
 
 
 @examples
