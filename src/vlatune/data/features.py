@@ -57,18 +57,17 @@ def check_map(metas: Sequence[DatasetMeta], names: Names, what: str) -> None:
             raise ValueError(f"{what}: '{name}' keeps its name; leave it out of the map")
 
 
-def delivered_names(meta: DatasetMeta, names: Names, what: str) -> dict[str, str]:
-    """Map every feature of the dataset to its delivered name, and reject duplicates."""
-    delivered = {own: names.get(own, own) for own in meta.features}
+def check_delivered(meta: DatasetMeta, names: Names, what: str) -> None:
+    """Reject a map with which two columns would have the same name."""
     own_of: dict[str, str] = {}
-    for own, name in delivered.items():
+    for own in meta.features:
+        name = names.get(own, own)
         if name in own_of or (name in RESERVED and name != own):
             other = f"'{own_of[name]}' is" if name in own_of else "every row has a column"
             raise ValueError(
                 f"dataset '{meta.root.url}': '{own}' cannot be called '{name}', as {other} called that; correct {what}"
             )
         own_of[name] = own
-    return delivered
 
 
 def with_names(
@@ -80,7 +79,7 @@ def with_names(
     for meta, own in zip(metas, each or [{}] * len(metas), strict=True):
         check_map([meta], own, what[1])
         names = own_map(meta, common, own)
-        delivered_names(meta, names, " or ".join(dict.fromkeys(what)))
+        check_delivered(meta, names, " or ".join(dict.fromkeys(what)))
         made.append(replace(meta, names={name: other for name, other in names.items() if name != other}))
     return tuple(made)
 

@@ -18,8 +18,6 @@ from vlatune.data.features import (
     Dims,
     Names,
     camera_spec,
-    check_map,
-    delivered_names,
     likely_name,
     numpy_type,
     vector_spec,
@@ -78,20 +76,12 @@ class Request:
                 )
 
 
-def make_read_specs(
-    metas: Sequence[DatasetMeta], request: Request, renames: Sequence[Mapping[str, str]]
-) -> tuple[tuple[ReadSpec, ...], tuple[str, ...]]:
+def make_read_specs(metas: Sequence[DatasetMeta], request: Request) -> tuple[tuple[ReadSpec, ...], tuple[str, ...]]:
     """Return a spec per dataset and the columns that all of them deliver in the same form.
 
-    `renames` has a name map for each dataset. Other columns than cameras, actions and states are
-    left out if they differ.
+    Other columns than cameras, actions and states are left out if they differ.
     """
-    for rename in renames:
-        check_map(metas, rename, "rename_map")
-    specs = [
-        _make_spec(number, meta, request, delivered_names(meta, rename, "rename_map"))
-        for number, (meta, rename) in enumerate(zip(metas, renames, strict=True))
-    ]
+    specs = [_make_spec(number, meta, request) for number, meta in enumerate(metas)]
     layouts = [row_layout(spec, meta) for spec, meta in zip(specs, metas, strict=True)]
     kept = [name for name, layout in layouts[0].items() if all(other.get(name) == layout for other in layouts[1:])]
     required = {ACTION, STATE, *(camera.column for spec in specs for camera in spec.cameras)}
@@ -118,7 +108,8 @@ def row_bytes(spec: ReadSpec, columns: Sequence[str]) -> int:
     return sum(row[name].nbytes for name in columns) + max(map(len, spec.tasks), default=0)
 
 
-def _make_spec(number: int, meta: DatasetMeta, request: Request, names: Mapping[str, str]) -> ReadSpec:
+def _make_spec(number: int, meta: DatasetMeta, request: Request) -> ReadSpec:
+    names = {own: meta.names.get(own, own) for own in meta.features}
     windows = _windows(meta, request, names)
     cameras = tuple(
         camera_spec(meta, name, request.resize, windows.get(name), called=names[name])

@@ -7,14 +7,14 @@ dataset is large or remote). All data and video files are read only with `on_bad
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vlatune.console import progress_bar
-from vlatune.data.features import with_dims
+from vlatune.data.features import with_dims, with_names
 from vlatune.data.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, skip_line
 from vlatune.data.health.timestamps import with_timestamps
 from vlatune.data.meta.dataset_meta import DatasetMeta, check_complete, load_meta
@@ -122,16 +122,13 @@ def plan_read(root: Roots, *, min_tasks: int = MIN_TASKS, **options: Any) -> Rea
     metas = [load_meta(Root(str(url), dict(request.storage_options or {})), argument="root") for url in urls]
     for meta in metas:
         check_complete(meta)
-    given, select_dims = request.rename_map or {}, request.select_dims
-    renames = [given] * len(metas) if isinstance(given, Mapping) else list(given)
-    if len(renames) != len(metas):
-        raise ValueError(
-            f"rename_map: {len(renames)} maps for {len(metas)} datasets; give one for all, or one for each"
-        )
-    if select_dims:
-        named = [replace(meta, names=names) for meta, names in zip(metas, renames, strict=True)]
-        metas = with_dims(named, [select_dims] if isinstance(select_dims, Mapping) else select_dims, "select_dims")
-    specs, columns = make_read_specs(metas, request, renames)
+    given, dims = request.rename_map or {}, request.select_dims or ()
+    common, each = (given, ()) if isinstance(given, Mapping) else ({}, given)
+    if each and len(each) != len(metas):
+        raise ValueError(f"rename_map: {len(each)} maps for {len(metas)} datasets; give one for all, or one for each")
+    metas = with_names(metas, common, each, what=("rename_map", "rename_map"))
+    metas = with_dims(metas, [dims] if isinstance(dims, Mapping) else dims, "select_dims")
+    specs, columns = make_read_specs(metas, request)
     selection = select_episodes(metas, request.episodes, request.exclude_episodes)
     if len(selection) == 0:
         raise ValueError("episodes=[]: no episode is selected; leave it out to read all")

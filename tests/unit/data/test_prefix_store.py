@@ -112,7 +112,7 @@ def test_images_of_kept_rows_are_not_read(dataset_v3, tmp_path):
     """The videos are gone, so that reading an image would fail."""
     copy = shutil.copytree(dataset_v3, tmp_path / "dataset")
     meta = load_meta(str(copy))
-    (spec,), _ = make_read_specs([meta], Request(), [{}])
+    (spec,), _ = make_read_specs([meta], Request())
     frames = np.arange(4)
     unit = make_unit(meta, spec, 0, frames, frames + 100)
     store = open_store(tmp_path / "store")

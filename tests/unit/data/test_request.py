@@ -18,7 +18,7 @@ def test_features_that_are_left_out_are_named(dataset_v3, tmp_path, caplog):
     }
     (root / "meta/info.json").write_text(json.dumps(info))
     with caplog.at_level(logging.WARNING):
-        (spec,), columns = make_read_specs([load_meta(str(root))], Request(), [{}])
+        (spec,), columns = make_read_specs([load_meta(str(root))], Request())
     [message] = caplog.messages
     assert str(root) in message
     assert all(name in message for name in ("'note'", "'tree'"))
