@@ -252,32 +252,26 @@ def _list(level: Level, check: str, text: str, examples: Sequence[str], **fields
     return [Finding(level, check, text, examples=tuple(examples[:MAX_EXAMPLES]), count=len(examples), **fields)]
 
 
-type Row = tuple[Level, str, list[str], str, str]
-"""Level, text, examples, expectation and remedy of a finding about files."""
+type Row = tuple[str, list[str], str, str]
+"""Text, examples, expectation and remedy of a failure of files."""
 
 
 def _file_findings(check: str, place: str, table: Sequence[Row]) -> list[Finding]:
     """Return a finding for each row with examples; some remedies have the flag that skips episodes."""
     found = []
-    for level, text, examples, expected, remedy in table:
+    for text, examples, expected, remedy in table:
         flags = (SKIP,) if remedy in LEAVES_OUT else ()
-        found += _list(level, check, text, examples, place=place, expected=expected, remedy=remedy, flags=flags)
+        found += _list("fail", check, text, examples, place=place, expected=expected, remedy=remedy, flags=flags)
     return found
 
 
 def _check_totals(meta: DatasetMeta) -> Iterator[Finding]:
     info = parse_json(meta.root.read_bytes(INFO), INFO)
-    counted = {"total_episodes": len(meta.episodes), "total_frames": meta.num_frames, "total_tasks": len(meta.tasks)}
-    for name, number in counted.items():
+    for name, number in {"total_episodes": len(meta.episodes), "total_frames": meta.num_frames}.items():
         if info.get(name, number) != number:
-            yield Finding(
-                "warn" if name == "total_tasks" else "fail",
-                "meta",
-                f"{name} is {info[name]}",
-                place=INFO,
-                expected=f"{number}, as in meta/{'tasks' if name == 'total_tasks' else 'episodes'}",
-                remedy=f"set {name} to {number} if nothing is missing, else fetch the dataset again",
-            )
+            text, expected = f"{name} is {info[name]}", f"{number}, as in meta/episodes"
+            remedy = f"set {name} to {number} if nothing is missing, else fetch the dataset again"
+            yield Finding("fail", "meta", text, place=INFO, expected=expected, remedy=remedy)
 
 
 def _check_names(meta: DatasetMeta) -> Iterator[Finding]:
@@ -296,16 +290,9 @@ def _check_names(meta: DatasetMeta) -> Iterator[Finding]:
         yield Finding(level, "names", text, place=INFO, expected=f"'{key}'", remedy=remedy, flags=flags)
     for name in cameras:
         if not name.startswith("observation.image"):
+            text, expected = f"the camera is named '{name}'", f"'{camera_name(name)}'"
             flags = (f'--rename_map={{"{name}": "{camera_name(name)}"}}',)
-            yield Finding(
-                "warn",
-                "names",
-                f"the camera is named '{name}'",
-                place=INFO,
-                expected=f"'{camera_name(name)}'",
-                remedy="rename it",
-                flags=flags,
-            )
+            yield Finding("warn", "names", text, place=INFO, expected=expected, remedy="rename it", flags=flags)
     if not cameras:
         yield Finding("warn", "names", f"there is no camera (there are {listed})", place=INFO, remedy="record one")
     most = POLICY.max_dims
@@ -387,18 +374,13 @@ def _incomplete_episodes(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles)
 def _check_files(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles, *, can_skip: bool) -> Iterator[Finding]:
     """Report missing and stray files; `can_skip` is False if every episode lacks a file."""
     used = {camera.name for camera in spec.cameras}
-    videos, unused = (
-        [name for camera, names in files.videos.items() if (camera in used) == is_used for name in names]
-        for is_used in (True, False)
-    )
+    videos = [name for camera, names in files.videos.items() if camera in used for name in names]
+    named = {*files.data, *(name for names in files.videos.values() for name in names)}
     flags, none_complete = ((SKIP,), "") if can_skip else ((), ", so no episode is complete")
-    for which, kind, wanted, others in (
-        ("data_path", "data", [*files.data], []),
-        ("video_path", "videos", videos, unused),
-    ):
+    for which, kind, wanted in (("data_path", "data", [*files.data]), ("video_path", "videos", videos)):
         present, suffix, folder = files.present[kind], SUFFIXES[which], top_folder(meta.templates[which])
         missing = [name for name in wanted if name not in present]
-        stray = sorted(name for name in present if name.endswith(suffix) and name not in {*wanted, *others})
+        stray = sorted(name for name in present if name.endswith(suffix) and name not in named)
         number = "all" if len(missing) == len(wanted) else f"{len(missing):,} of"
         remedy = folder_remedy(folder, files.folders)
         if not remedy and stray:
@@ -407,8 +389,6 @@ def _check_files(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles, *, can_
         place = f"{folder or '.'}/"
         text, expected = f"{number} {len(wanted):,} {suffix} files are missing{none_complete}", meta.templates[which]
         yield from _list("fail", "files", text, missing, place=place, expected=expected, remedy=remedy, flags=flags)
-        absent = [name for name in others if name not in present]
-        yield from _list("warn", "files", f"{suffix} files of unused cameras are missing", absent, place=place)
         remedy = "remove them, or fetch meta/ again if it is older"
         yield from _list("warn", "files", f"{suffix} files without an episode", stray, place=place, remedy=remedy)
 
@@ -419,11 +399,9 @@ def _check_headers(meta: DatasetMeta, camera: str, headers: Sequence[VideoHeader
         return []
     feature, fps = meta.features[camera], camera_fps(meta, camera)
     height, width = feature.height_width
-    codec = feature.declared("codec")
     good = [one for one in headers if not one.error]
     other_size = [f"{one.file}: {one.height}x{one.width}" for one in good if (one.height, one.width) != (height, width)]
     other_rate = [f"{one.file}: {one.fps:g} fps" for one in good if not is_rate(one.fps, fps, one.num_frames)]
-    other_codec = [f"{one.file}: {one.codec}" for one in good if codec and one.codec != codec]
     positions, group = one_per_file(meta, camera)
     first_s = np.full(len(positions), np.inf)
     np.minimum.at(first_s, group, np.nan_to_num(meta.episodes.videos[camera].from_s))
@@ -438,13 +416,11 @@ def _check_headers(meta: DatasetMeta, camera: str, headers: Sequence[VideoHeader
     retime = (
         f"set fps and video.fps in {INFO} if the rows' timestamps agree with the files; else encode the files again"
     )
-    recode = f"correct the feature's video.codec in {INFO}; reading does not depend on it"
     table: list[Row] = [
-        ("fail", "files that cannot be opened as video", unreadable, "mp4 files", FETCH),
-        ("fail", f"files with another image size than {INFO}", other_size, f"{height}x{width}", resize),
-        ("fail", f"files with another frame rate than {INFO}", other_rate, f"{fps:g} fps", retime),
-        ("fail", "files that begin after the first row", late, "a frame at the time of every row", ENCODE),
-        ("warn", f"files with another codec than {INFO}", other_codec, str(codec), recode),
+        ("files that cannot be opened as video", unreadable, "mp4 files", FETCH),
+        (f"files with another image size than {INFO}", other_size, f"{height}x{width}", resize),
+        (f"files with another frame rate than {INFO}", other_rate, f"{fps:g} fps", retime),
+        ("files that begin after the first row", late, "a frame at the time of every row", ENCODE),
     ]
     return _file_findings("videos", f"camera '{camera}'", table)
 
@@ -472,26 +448,24 @@ def _check_data_files(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles, *,
     good = [footer for footer in footers if not footer.error]
     read = {*spec.columns, *(camera.name for camera in spec.cameras)}
     dtypes = {name: numpy_type(one) or one.dtype for name, one in meta.features.items() if one.dtype != "video"}
-    needed, unused, derived, other, converts = ([] for _ in range(5))
+    needed, other = [], []
     for footer in good:
         for name in (*dtypes, *(name for name in INDEX_KINDS if name not in dtypes)):
-            if name not in footer.types:
-                kind = derived if name in DERIVABLE else needed if name in read or name not in dtypes else unused
-                kind.append(f"{footer.file}: '{name}'")
-            elif name in dtypes and not _has_dtype(footer.types[name], dtypes[name]):
-                is_index = name in INDEX_KINDS and pa.types.is_floating(footer.types[name])
-                kind = converts if is_index or converted(footer.types[name], dtypes[name]) else other
-                kind.append(f"{footer.file}: '{name}' is {footer.types[name]}, not {meta.features[name].dtype}")
+            found = footer.types.get(name)
+            if found is None:
+                is_read = name not in DERIVABLE and (name in read or name not in dtypes)
+                needed += [f"{footer.file}: '{name}'"] if is_read else []
+            elif name in dtypes and not _has_dtype(found, dtypes[name]):
+                is_index = name in INDEX_KINDS and pa.types.is_floating(found)
+                text = f"{footer.file}: '{name}' is {found}, not {meta.features[name].dtype}"
+                other += [] if is_index or converted(found, dtypes[name]) else [text]
     again = "fetch or convert the files again"
     rewrite = f"write the files again, or correct the dtype in {INFO}"
     columns = "a column for every feature without video"
     table: list[Row] = [
-        ("fail", "files that cannot be read", [one.error for one in footers if one.error], "parquet files", FETCH),
-        ("fail", "missing columns", needed, columns, f"{again}, or correct the features in {INFO}"),
-        ("warn", "missing index columns", derived, ", ".join(INDEX_KINDS), "nothing for vlatune; LeRobot needs them"),
-        ("warn", "missing columns that training does not read", unused, columns, f"remove the features from {INFO}"),
-        ("fail", f"columns of another type than in {INFO}", other, "the feature's dtype", rewrite),
-        ("warn", "columns of another numeric type", converts, "the feature's dtype", "nothing: they are converted"),
+        ("files that cannot be read", [one.error for one in footers if one.error], "parquet files", FETCH),
+        ("missing columns", needed, columns, f"{again}, or correct the features in {INFO}"),
+        (f"columns of another type than in {INFO}", other, "the feature's dtype", rewrite),
     ]
     return _file_findings("data", "data files", table)
 
@@ -567,27 +541,15 @@ def _check_feature_rows(meta: DatasetMeta, own: str, place: str, limits: Mapping
     constant_D = (seen.stats["min"] == seen.stats["max"]) & seen.is_finite_D
     has_range = {"q01", "q99"} <= stats.keys() and stats["q01"].shape == stats["q99"].shape == constant_D.shape
     flat_D = is_flat(stats["q01"], stats["q99"]) & ~constant_D if has_range else np.zeros(width, bool)
-    table: list[tuple[Level, str, np.ndarray, str, tuple[str, ...]]] = [
-        ("warn", f"dims that never change, {rows}", constant_D, "nothing if the joint was not used", ()),
-        (
-            "fail",
-            f"dims that vary {rows}, although their q01 is not below q99",
-            flat_D,
-            "compute them from the rows",
-            (COMPUTE,),
-        ),
-    ]
-    for level, text, is_wrong_D, remedy, flags in table:
-        dims = [dim_text(int(dim), feature.names, width) for dim in np.flatnonzero(is_wrong_D)]
-        yield from _list(level, "statistics", text, dims, place=f"feature '{own}'", remedy=remedy, flags=flags)
+    constant, flat = (
+        [dim_text(int(dim), feature.names, width) for dim in np.flatnonzero(is_wrong_D)]
+        for is_wrong_D in (constant_D, flat_D)
+    )
+    of, compute = f"feature '{own}'", {"remedy": "compute them from the rows", "flags": (COMPUTE,)}
+    text, remedy = f"dims that never change, {rows}", "nothing if the joint was not used"
+    yield from _list("warn", "statistics", text, constant, place=of, remedy=remedy)
+    text = f"dims that vary {rows}, although their q01 is not below q99"
+    yield from _list("fail", "statistics", text, flat, place=of, **compute)
     for doubt in doubts(stats, seen, feature.names):
-        yield from _list(
-            "warn",
-            "statistics",
-            f"{doubt.text}, {rows}",
-            doubt.examples,
-            place=f"feature '{own}'",
-            expected="statistics of the rows",
-            remedy="compute them from the rows; LeRobot's are averages over episodes",
-            flags=(COMPUTE,),
-        )
+        text, expected = f"{doubt.text}, {rows}", "statistics of the rows"
+        yield from _list("warn", "statistics", text, doubt.examples, place=of, expected=expected, **compute)

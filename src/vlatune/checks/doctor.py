@@ -7,10 +7,8 @@ outside of the run folder, so that `train` can start there. The page is self-con
 """
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +49,7 @@ class Check:
 
 def all_checks() -> tuple[Check, ...]:
     """Return all checks in order, cheapest first; imports them, which is slow."""
-    from vlatune.checks import cache_check, machine_checks, policy_checks, run_checks
+    from vlatune.checks import machine_checks, policy_checks, run_checks
 
     return (
         Check("settings", run_checks.check_settings),
@@ -69,12 +67,11 @@ def all_checks() -> tuple[Check, ...]:
         Check("first batch", run_checks.check_batch, ("samples",)),
         Check("prompts", run_checks.check_prompts, ("first batch",)),
         Check("weights", policy_checks.check_weights, ("samples",)),
-        Check("trainable", policy_checks.check_trainable, ("weights",)),
         Check("loss", policy_checks.check_loss, ("weights", "first batch")),
         Check("images", run_checks.check_images, ("first batch",)),
         Check("memory", machine_checks.check_memory, ("first batch",)),
         Check("reading", machine_checks.check_reading, ("first batch",)),
-        Check("cache", cache_check.check_cache, ("reading",)),
+        Check("cache", machine_checks.check_cache, ("reading",)),
         Check("duration", machine_checks.check_duration, ("reading",)),
         Check("storage", machine_checks.check_storage, ("settings",)),
         Check("cluster", machine_checks.check_cluster, ("samples",)),
@@ -162,14 +159,13 @@ def examine(
     def show_files(number: int, name: str, done: int, total: int) -> None:
         on_check(number, len(checks), f"{name}: {done:,} of {total:,} files")
 
-    with _torch_threads_restored():
-        for number, check in enumerate(checks):
-            on_check(number, len(checks), check.name)
-            case.on_file = partial(show_files, number, check.name)
-            for one in map(_redact, run_check(check, case, failed)):
-                findings.append(one)
-                on_finding(one)
-        on_check(len(checks), len(checks), "")
+    for number, check in enumerate(checks):
+        on_check(number, len(checks), check.name)
+        case.on_file = partial(show_files, number, check.name)
+        for one in map(_redact, run_check(check, case, failed)):
+            findings.append(one)
+            on_finding(one)
+    on_check(len(checks), len(checks), "")
     return Examination(tuple(findings), case, config)
 
 
@@ -190,15 +186,6 @@ def run_check(check: Check, case: Case, failed: dict[str, str]) -> list[Finding]
     elif level == "skipped":
         failed[check.name] = f"'{check.name}' was skipped"
     return found
-
-
-@contextmanager
-def _torch_threads_restored() -> Iterator[None]:
-    torch = sys.modules.get("torch")
-    before = torch.get_num_threads() if torch else None
-    yield
-    if torch and before:
-        torch.set_num_threads(before)
 
 
 def _redact(one: Finding) -> Finding:

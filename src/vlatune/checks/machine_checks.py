@@ -6,15 +6,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from vlatune.batch import num_rows
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import open_store
 from vlatune.checks import device_memory
 from vlatune.checks.case import Case
-from vlatune.config.settings import RunConfig
 from vlatune.data.reader import read_unit
 from vlatune.data.transforms import apply_all
 from vlatune.feed.plan import Share, make_units, plan_steps
@@ -23,11 +24,11 @@ from vlatune.findings import Finding, finding_of
 from vlatune.formatting import format_bytes, format_number, format_seconds, format_share, plural
 from vlatune.gpu_driver import find_problem, read_gpu
 from vlatune.policies.base import ModuleOptions
-from vlatune.ray_internals import count_gpus
+from vlatune.train.cache_choice import USED, StepCost, plan_stores
 from vlatune.train.driver.launch import run_shape
 from vlatune.train.driver.ray_cluster import connected, read_nodes, size_for_this_host, worker_resources
 from vlatune.train.driver.resume_rules import check_run
-from vlatune.train.prefix_choice import GPU_FLOPS, cache_folder, run_figures
+from vlatune.train.prefix_choice import GPU_FLOPS, prefix_levels
 
 CPU_SHARE = 0.8
 """Share of free memory for all workers without GPUs; readers and the object store need the rest."""
@@ -148,6 +149,23 @@ def check_reading(case: Case) -> Iterator[Finding]:
     yield Finding("warn", "reading", text, remedy=remedy, flags=flags, figures=figures)
 
 
+def check_cache(case: Case) -> Iterator[Finding]:
+    """Check what the run stores instead of computing it again: show the table of all levels; the text states what the frame cache is worth."""
+    assert case.setup is not None
+    step, on_gpu = StepCost(), any(node.gpus for node in plan_sizing(case).nodes)
+    if case.step_s is not None and case.batch is not None:
+        step = StepCost(case.step_s / num_rows(case.batch.rows), is_on_readers_cores=not on_gpu)
+    decision = f"--policy.keep_prefix={case.config.policy.keep_prefix}"
+    others = partial(prefix_levels, case.config, case.setup, on_gpu=on_gpu, decision=decision)
+    plan = plan_stores(case.config, case.setup, others, step)
+    text, frames = plan.frames.decision, plan.frames
+    without_s, with_s = (plan.epoch_s(frames, is_stored=stored) for stored in (False, True))
+    if frames.decision == USED and without_s is not None and with_s is not None:
+        times = f"an epoch takes {format_seconds(without_s)} without them, {format_seconds(with_s)} with them"
+        text = f"decoded frames are kept in '{plan.settings and plan.settings.folder}': {times}"
+    yield Finding("pass", "cache", text, figures=plan.to_json() | {"table": plan.lines()})
+
+
 def check_duration(case: Case) -> Iterator[Finding]:
     """Estimate the duration of the run from the cost of a sample."""
     config = case.config
@@ -191,28 +209,26 @@ def plan_sizing(case: Case) -> Sizing:
 
 
 def check_storage(case: Case) -> Iterator[Finding]:
-    """Check that checkpoints and a kept prefix can be written and fit on the disk."""
-    store = open_store(case.config.run_dir, case.config.storage_path)
-    if isinstance(store, LocalStore):
-        yield _check_disk(case, _existing(store.staging))
-    else:
-        store.check_writable()
-        yield Finding("pass", "storage", "a test file was written and removed", place=str(case.config.storage_path))
-    yield from _check_prefix(case)
-
-
-def _check_disk(case: Case, folder: Path) -> Finding:
+    """Check that checkpoints can be written and fit on the disk."""
     config = case.config
+    store = open_store(config.run_dir, config.storage_path)
+    if not isinstance(store, LocalStore):
+        store.check_writable()
+        yield Finding("pass", "storage", "a test file was written and removed", place=str(config.storage_path))
+        return
+    folder = _existing(store.staging)
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"vlatune")
     except OSError as error:
-        text, flags = f"'{folder}' is not writable ({error.strerror})", _other_disk(config, 0)
-        return Finding("fail", "storage", text, remedy="choose another --output_dir", flags=flags)
+        text = f"'{folder}' is not writable ({error.strerror})"
+        yield Finding("fail", "storage", text, remedy="choose another --output_dir")
+        return
     free = shutil.disk_usage(folder).free
     if case.footprint is None:
         text = f"'{folder}' is writable and has {format_bytes(free)} free"
-        return Finding("pass", "storage", text, figures={"free_bytes": free})
+        yield Finding("pass", "storage", text, figures={"free_bytes": free})
+        return
     each = case.footprint.checkpoint_bytes(ema=config.optimizer.ema_decay > 0)
     kept = config.keep_checkpoints + config.kept_best
     needed = (kept + 1) * each
@@ -220,53 +236,18 @@ def _check_disk(case: Case, folder: Path) -> Finding:
     text = f"{kept:,} checkpoints of {format_bytes(each)} and one being written take {format_bytes(needed)}"
     text = f"{text}; '{folder}' has {format_bytes(free)} free"
     if needed <= FREE_SHARE * free:
-        return Finding("pass", "storage", text, figures=figures)
+        yield Finding("pass", "storage", text, figures=figures)
+        return
     most = int(FREE_SHARE * FREE_SHARE * free // max(1, each)) - 1 - config.kept_best  # with a margin for others
-    if most >= 1:
-        flags: tuple[str, ...] = (f"--keep_checkpoints={most}",)
-    elif config.keep_best and int(FREE_SHARE * free // max(1, each)) >= 2 + (config.early_stop > 0):
-        flags = ("--keep_checkpoints=1", "--keep_best=0")
-    else:
-        flags = _other_disk(config, needed)
-    remedy = "keep fewer checkpoints" if most >= 1 else "choose a disk with more space"
-    return Finding("fail", "storage", text, remedy=remedy, flags=flags, figures=figures)
-
-
-def _check_prefix(case: Case) -> Iterator[Finding]:
-    """Check the space for the kept prefix; a run keeps as much as fits."""
-    if case.setup is None or case.config.policy.keep_prefix == "false":
-        return
-    try:
-        _, figures = run_figures(case.config, case.setup, on_gpu=count_gpus() > 0)
-    except ValueError:  # with `auto`, nothing is kept
-        return
-    free = shutil.disk_usage(_existing(cache_folder(case.config))).free
-    budget = case.config.dataset.cache_bytes or free
-    values = {"prefix_bytes": figures.total_bytes, "free_bytes": free, "read_bytes_per_s": figures.read_bytes_per_s}
-    text = f"the kept prefix takes {format_bytes(figures.total_bytes)}, {format_bytes(min(budget, free))} are available"
-    if figures.total_bytes <= FREE_SHARE * min(budget, free):
-        yield Finding("pass", "storage", text, figures=values)
-        return
-    flags, remedy = (
-        ("--policy.keep_prefix=false",),
-        "name a larger disk with --dataset.cache, or compute it in each epoch",
-    )
-    yield Finding("warn", "storage", text, remedy=remedy, flags=flags, figures=values)
+    flags = (f"--keep_checkpoints={most}",) if most >= 1 else ()
+    remedy = "keep fewer checkpoints" if flags else "name a disk with more space with --output_dir"
+    yield Finding("fail", "storage", text, remedy=remedy, flags=flags, figures=figures)
 
 
 def _existing(folder: Path) -> Path:
     """Return the folder or its nearest existing parent."""
     folder = folder.absolute()
     return next(one for one in (folder, *folder.parents) if one.is_dir())
-
-
-def _other_disk(config: RunConfig, needed: int) -> tuple[str, ...]:
-    """Suggest a run folder on a disk with enough space."""
-    for folder in (Path.cwd() / "runs", Path.home() / "runs", Path(tempfile.gettempdir()) / "runs"):
-        there = _existing(folder)
-        if os.access(there, os.W_OK) and FREE_SHARE * shutil.disk_usage(there).free > needed:
-            return (f"--output_dir={folder / config.run_dir.name}",)
-    return ()
 
 
 def check_cluster(case: Case) -> Iterator[Finding]:
