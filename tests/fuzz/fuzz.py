@@ -15,7 +15,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import queue
 import random
 import resource
 import shutil
@@ -27,6 +26,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -265,10 +265,10 @@ def _read(folder: Path, kind: str, changed: Path) -> str:
 
 
 def _differs(folder: Path, kind: str, dataset: str, work: Path) -> str:
-    from vlatune.checks.inspect import command_text, inspect_dataset, inspection_text
+    from vlatune.checks.inspect import inspect_dataset, inspection_text, train_command
 
     found = inspect_dataset(dataset, videos=True)
-    assert inspection_text(found, width=120) + command_text([found], {}) + json.dumps(found.to_json())
+    assert inspection_text(found, width=120) + str(train_command([found], {})) + json.dumps(found.to_json())
     original = json.loads((folder / "digests.json").read_text())[source_of(kind).removesuffix(" with checksums")]
     is_same = read_rows(dataset, folder / "base", work) == original
     return "" if is_same else "reported" if found.findings else "changed"
@@ -400,40 +400,28 @@ def run_cases(
     subject: Subject | None = None,
 ) -> Iterator[Outcome]:
     """Yield the outcomes as they arrive; each of `jobs` threads asks one worker process."""
-    numbers, lock = itertools.count(), threading.Lock()
-    found: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
+    numbers, own, workers = itertools.count(), threading.local(), list[Worker]()
 
-    def ask() -> None:
-        worker = None
-        try:
-            while True:
-                with lock:
-                    case = next(cases, None)
-                if case is None:
-                    return
-                worker = worker or Worker(folder, work / str(next(numbers)), subject or Subject())
-                found.put(worker.run(case, hang_s))
-                if not worker.is_alive or worker.done >= BATCH:
-                    worker.end()
-                    worker = None
-        except BaseException as error:
-            found.put(error)
-        finally:
+    def ask(case: int) -> Outcome:
+        worker: Worker | None = getattr(own, "worker", None)
+        if worker is None or not worker.is_alive or worker.done >= BATCH:
             if worker is not None:
                 worker.end()
-            found.put(None)
+                workers.remove(worker)
+            own.worker = worker = Worker(folder, work / str(next(numbers)), subject or Subject())
+            workers.append(worker)
+        return worker.run(case, hang_s)
 
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
-    left = jobs
-    while left:
-        one = found.get()
-        left -= one is None
-        if isinstance(one, BaseException):
-            raise one
-        if one is not None:
-            yield one
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            asked = {pool.submit(ask, case) for case in itertools.islice(cases, jobs)}
+            while asked:
+                done, asked = wait(asked, return_when=FIRST_COMPLETED)
+                asked |= {pool.submit(ask, case) for case in itertools.islice(cases, len(done))}
+                yield from (one.result() for one in done)
+        finally:
+            for worker in workers:
+                worker.end()
 
 
 def main() -> int:

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
-from vlatune.checks.case import Case, FirstBatch, check_input, with_flags
-from vlatune.checks.text import finding_lines
+from vlatune.checks.case import Case, FirstBatch, check_input, finding_lines, with_flags
 from vlatune.config.flags import flags_of, quote_flags
 from vlatune.config.settings import DoctorConfig, RunConfig
 from vlatune.console import printable, redacted
 from vlatune.findings import LEVELS, Finding, Level, finding_of, worst
 from vlatune.formatting import Html, join, plural, shorten, tag
 from vlatune.report.chart import Chart, Line, draw, legend, scale_of
-from vlatune.report.page import command, make_page, row, section, table
+from vlatune.report.page import command, make_page, section
 from vlatune.report.page import image as image_tag
 from vlatune.storage.files import make_output_folder, write_text
 
@@ -62,8 +61,7 @@ def all_checks() -> tuple[Check, ...]:
         Check("cameras", run_checks.check_cameras, ("base",)),
         Check("horizon", policy_checks.check_horizon, ("base",)),
         Check("episodes", run_checks.check_episodes, ("files", "dims", "cameras")),
-        Check("statistics", run_checks.check_statistics, ("episodes",)),
-        Check("samples", run_checks.check_samples, ("statistics",)),
+        Check("samples", run_checks.check_samples, ("episodes",)),
         Check("first batch", run_checks.check_batch, ("samples",)),
         Check("prompts", run_checks.check_prompts, ("first batch",)),
         Check("weights", policy_checks.check_weights, ("samples",)),
@@ -231,7 +229,6 @@ def doctor_page(found: Examination) -> str:
         _first_batch(found.case, batch)
         if batch
         else section("The first batch", tag("p", f"Not shown: {why}.", class_="missing")),
-        _memory(found.findings),
         section("Stored instead of computed again", tag("pre", "\n".join(_stores(found.findings)))),
     ]
     return make_page(f"{found.given.job_name} · vlatune doctor", join(body))
@@ -328,14 +325,3 @@ def _action_plots(case: Case, batch: FirstBatch, row: int) -> Iterator[Html]:
 def _stores(findings: Iterable[Finding]) -> Sequence[str]:
     """Return the table of what the run would store instead of computing it again."""
     return next((one.figures.get("table", ()) for one in findings if one.check == "cache"), ())
-
-
-def _memory(findings: Iterable[Finding]) -> Html:
-    rows = next((one.figures.get("table") for one in findings if one.check == "memory"), None)
-    if not rows:
-        return Html("")
-    from vlatune.checks.device_memory import GPU_SIZES
-
-    heads = ["fine-tuning mode", "weights and optimizer", "each sample", *(f"{size} GB: batch" for size in GPU_SIZES)]
-    text = "Estimated GPU memory of each fine-tuning mode with this base model, and the largest batch per worker that fits."
-    return section("What fits which GPU", tag("p", text), table(heads, (row(*cells) for cells in rows), kind="sizes"))

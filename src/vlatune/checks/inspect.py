@@ -3,8 +3,7 @@
 Names and tasks come from the dataset, so unprintable characters, which could move the cursor, are
 replaced. `--json` prints the facts and the findings of an `Inspection`; the text shows the same facts.
 
-The command has the roots, the name map and the flags that fix findings. Cameras whose names differ
-between datasets are paired by position; the text marks this as a guess.
+The command has the roots and the flags that fix findings.
 """
 
 import io
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from vlatune.batch import ACTION, STATE
-from vlatune.checks.case import common_map
+from vlatune.checks.case import finding_lines
 from vlatune.checks.dataset_checks import (
     COMPUTE,
     INFO,
@@ -30,9 +29,8 @@ from vlatune.checks.dataset_checks import (
     is_normalised,
     read_files,
 )
-from vlatune.checks.text import finding_lines
 from vlatune.console import printable
-from vlatune.data.features import RESERVED, SELECT_DIMS, as_flag, camera_name, likely_name, own_map, with_names
+from vlatune.data.features import as_flag, own_map, with_names
 from vlatune.data.frames.recorded import camera_fps
 from vlatune.data.meta.dataset_meta import SUPPORTED, DatasetMeta, Feature, load_meta
 from vlatune.data.meta.listing import list_files
@@ -47,9 +45,6 @@ from vlatune.storage.root import CHECKSUMS, Root, write_checksums
 
 MAX_ROWS = 20
 """Maximum rows of a table; `--json` prints all."""
-
-type Names = dict[str, str]
-"""Maps a dataset's own feature names to delivered names."""
 
 
 @dataclass(frozen=True)
@@ -260,98 +255,23 @@ def check_names(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> N
             raise ValueError(f"--rename_map: no dataset has a feature '{name}'{hint}")
 
 
-def command_text(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> str:
-    """Return the command in one line and the guesses in it; empty if none would train."""
-    command, maps = train_command(found, rename_map), _all_maps(found, rename_map)
-    if command is None or maps is None:
-        return ""
-    lines = ["a tiny model trains on it, also on a CPU, with:", f"  {command}"]
-    for one, names in list(zip(found, maps, strict=True))[1:]:
-        lines += [
-            f"  a guess: {json.dumps(own)} of {shlex.quote(one.dataset)} shows the same as {json.dumps(name)} of "
-            f"{shlex.quote(found[0].dataset)}; correct the map if not"
-            for own, name in _cameras(one, names).items()
-            if own not in rename_map and name != camera_name(own)
-        ]
-    return "\n".join(lines)
-
-
 def train_command(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> str | None:
-    """Return the command, or None if flags do not fix all failures."""
-    maps = _all_maps(found, rename_map)
-    failed = [one for inspection in found for one in inspection.findings if one.level == "fail" and not one.flags]
-    if maps is None or failed:
+    """Return a command that trains a tiny model, or None if flags do not fix all failures."""
+    findings = [finding for one in found for finding in one.findings]
+    has_cameras = all(any(one.is_camera and not one.is_depth for one in each.features.values()) for each in found)
+    if not has_cameras or any(one.level == "fail" and not one.flags for one in findings):
         return None
-    roots = [f"--dataset.root={shlex.quote(one.dataset)}" for one in found]
-    words = ["vlatune", "train", *_policy_flags(found, maps), *roots, *_map_flags(found, maps)]
-    fixes = {flag for one in found for finding in one.findings for flag in finding.flags}
+    fixes = {flag for one in findings for flag in one.flags}
+    names = dict(rename_map)
+    for flag in sorted(fixes):
+        if flag.startswith("--rename_map="):
+            names |= json.loads(flag.partition("=")[2])
+    is_used = {ACTION, STATE, *(own for own, name in names.items() if name in (ACTION, STATE))}
+    widest = max(one.features[own].shape[0] for one in found for own in is_used & one.features.keys())
+    recipe = POLICY.small_recipe if widest <= POLICY.max_dims else recipes_for(widest, small=True)[0]
+    words = ["vlatune", "train", f"--recipe={recipe}", *(f"--dataset.root={shlex.quote(one.dataset)}" for one in found)]
+    words += [as_flag(names)] if names else []
     words += [COMPUTE] if COMPUTE in fixes and len(found) == 1 else []  # always computed for several datasets
     words += [SKIP] if SKIP in fixes else []
     text = " ".join(words)
     return text if text.isprintable() else None
-
-
-def _policy_flags(found: Sequence[Inspection], maps: Sequence[Names]) -> list[str]:
-    """Select a tiny model that fits the datasets, or else the first dims of their vectors."""
-    tiny, most = f"--recipe={POLICY.small_recipe}", POLICY.max_dims
-    dims = []
-    for one, names in zip(found, maps, strict=True):
-        vectors = {names.get(own, own): f.shape[0] for own, f in one.features.items() if not f.is_camera and f.shape}
-        dims.append({key: vectors.get(key, 0) for key in (ACTION, STATE)})
-    widest = max(max(each.values()) for each in dims)
-    sizes = {one.features[own].shape for one in found for own in _colour_cameras(one.features)}
-    if widest <= most:
-        return [tiny]
-    if len(sizes) == 1 and all(each == dims[0] for each in dims):  # required by policies without padding
-        return [f"--recipe={recipes_for(widest, small=True)[0]}"]
-    cuts = [{key: [f"0:{most}"] for key, width in each.items() if width > most} for each in dims]
-    return [tiny, *(as_flag(cut, SELECT_DIMS) for cut in cuts)]
-
-
-def _all_maps(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> list[Names] | None:
-    """Return each dataset's name map; None if an action, state or camera is missing."""
-    maps = [_own_map(one.features, rename_map) for one in found]
-    complete = [names for names in maps if names is not None]
-    if len(complete) < len(found):
-        return None
-    targets = _cameras(found[0], complete[0]).values()
-    for one, names in zip(found[1:], complete[1:], strict=True):
-        own = _cameras(one, names)
-        unmatched = [name for name, target in own.items() if target not in targets and name not in rename_map]
-        names |= dict(zip(unmatched, (name for name in targets if name not in own.values()), strict=False))
-    return complete
-
-
-def _own_map(features: Mapping[str, Feature], rename_map: Mapping[str, str]) -> Names | None:
-    names = {own: rename_map[own] for own in features if own in rename_map}
-    taken = {names.get(own, own) for own in features}
-    vectors = [own for own, one in features.items() if not (one.is_camera or own in RESERVED or own in names)]
-    for key in (ACTION, STATE):
-        if key not in taken:
-            likely = likely_name(key, vectors)
-            if likely is None:
-                return None
-            names[likely] = key
-    colour = _colour_cameras(features)
-    for own in colour:
-        if own not in names and camera_name(own) not in taken:
-            names[own] = camera_name(own)
-            taken.add(camera_name(own))
-    return names if colour else None
-
-
-def _colour_cameras(features: Mapping[str, Feature]) -> list[str]:
-    return [own for own, one in features.items() if one.is_camera and not one.is_depth]
-
-
-def _cameras(one: Inspection, names: Names) -> Names:
-    """Map own names of colour cameras to delivered names."""
-    return {own: names.get(own, own) for own in _colour_cameras(one.features)}
-
-
-def _map_flags(found: Sequence[Inspection], maps: Sequence[Names]) -> list[str]:
-    """Return one map for all datasets if their names are compatible, else one for each."""
-    if not any(maps):
-        return []
-    common = common_map([one.features for one in found], maps)
-    return [as_flag(each, "--dataset.rename_map") for each in maps] if common is None else [as_flag(common)]

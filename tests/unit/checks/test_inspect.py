@@ -270,7 +270,7 @@ def swap_episodes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "check", "place", "example"),
     [
-        (lambda folder: (folder / DATA).write_text("version https://git-lfs"), "data", "data files", DATA),
+        (lambda folder: (folder / DATA).write_text("version https://git-lfs"), "episodes", "", DATA),
         (set_values("task_index", {0: 99}), "episodes", "", "task_index"),
         (set_values("frame_index", {3: 7}), "episodes", "", "episode 0"),
         (set_values(f"videos/{TOP}/from_timestamp", {1: 0.3}, EPISODES), "episodes", "", "episode 1 begins"),
