@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -294,15 +294,7 @@ def warm_up(folder: Path, work: Path) -> None:
     ask_doctor(str(folder / "dataset"), folder / "base", work)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is fuzzed; the fuzzer's own test has another."""
-
-    warm_up: Callable[[Path, Path], None] = warm_up
-    run: Callable[[Path, int, Path], tuple[str, str, str]] = run_case
-
-
-def serve(connection: Connection, folder: Path, work: Path, subject: Subject) -> None:
+def serve(connection: Connection, folder: Path, work: Path) -> None:
     """Run in a worker process: answer each case with (what, result, message) until None arrives."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (work / "output").open("w") as output, (work / "stacks").open("w") as stacks:
@@ -310,21 +302,21 @@ def serve(connection: Connection, folder: Path, work: Path, subject: Subject) ->
         os.dup2(output.fileno(), 2)
         faulthandler.enable(output)
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        subject.warm_up(folder, work)
+        warm_up(folder, work)
         address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (address_space + 3 * MAX_BYTES,) * 2)
         connection.send("ready")
         while (case := connection.recv()) is not None:
             (work / str(case)).mkdir()
-            connection.send(_measured(subject, folder, case, work / str(case)))
+            connection.send(_measured(folder, case, work / str(case)))
             shutil.rmtree(work / str(case))
 
 
-def _measured(subject: Subject, folder: Path, case: int, work: Path) -> tuple[str, str, str]:
+def _measured(folder: Path, case: int, work: Path) -> tuple[str, str, str]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before_bytes, begin_s = _status("VmRSS"), time.process_time()
     try:
-        found = subject.run(folder, case, work)
+        found = run_case(folder, case, work)
     except UnhandledError as error:
         found = ("", "unhandled", f"{error}\n{''.join(traceback.format_exception(error.__cause__)[-6:])}")
     except MemoryError:
@@ -344,11 +336,11 @@ def _status(name: str) -> int:
 class Worker:
     """A worker process, seen from the process that asks it."""
 
-    def __init__(self, folder: Path, work: Path, subject: Subject) -> None:
+    def __init__(self, folder: Path, work: Path) -> None:
         work.mkdir()
         self._folder, self._work = folder, work
         self._connection, theirs = spawned.Pipe()
-        self._process = spawned.Process(target=serve, args=(theirs, folder, work, subject), daemon=True)
+        self._process = spawned.Process(target=serve, args=(theirs, folder, work), daemon=True)
         self._process.start()
         theirs.close()
         self.is_alive, self.done = True, 0
@@ -356,9 +348,9 @@ class Worker:
         if result:
             raise RuntimeError(f"a worker did not start ({result}): {message}")
 
-    def run(self, case: int, hang_s: float) -> Outcome:
+    def run(self, case: int) -> Outcome:
         self._connection.send(case)
-        what, result, message = self._receive(hang_s)
+        what, result, message = self._receive(HANG_S)
         self.done += 1
         return Outcome(case, what or ", ".join(choose(self._folder, case)[:2]), result, message)
 
@@ -390,15 +382,7 @@ class Worker:
         shutil.rmtree(self._work, ignore_errors=True)
 
 
-def run_cases(
-    folder: Path,
-    cases: Iterator[int],
-    *,
-    work: Path,
-    jobs: int = 1,
-    hang_s: float = HANG_S,
-    subject: Subject | None = None,
-) -> Iterator[Outcome]:
+def run_cases(folder: Path, cases: Iterator[int], *, work: Path, jobs: int = 1) -> Iterator[Outcome]:
     """Yield the outcomes as they arrive; each of `jobs` threads asks one worker process."""
     numbers, own, workers = itertools.count(), threading.local(), list[Worker]()
 
@@ -408,9 +392,9 @@ def run_cases(
             if worker is not None:
                 worker.end()
                 workers.remove(worker)
-            own.worker = worker = Worker(folder, work / str(next(numbers)), subject or Subject())
+            own.worker = worker = Worker(folder, work / str(next(numbers)))
             workers.append(worker)
-        return worker.run(case, hang_s)
+        return worker.run(case)
 
     with ThreadPoolExecutor(jobs) as pool:
         try:

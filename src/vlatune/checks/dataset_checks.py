@@ -180,16 +180,15 @@ def check_dataset(
     [spec], doubtful = with_timestamps([meta], [trained_spec(meta)], selection, "auto")
     incomplete = _incomplete_episodes(meta, spec, files)
     of_meta = [*_check_totals(meta), *_check_names(meta), *_check_stats(meta)]
-    of_files = [*_check_files(meta, spec, files, can_skip=len(incomplete) < len(selection))]
+    readable = [*_check_files(meta, spec, files, can_skip=len(incomplete) < len(selection))]
     for camera, headers in files.headers.items():
         found = _check_headers(meta, camera, headers)
         is_used = any(one.name == camera for one in spec.cameras)
-        of_files += found if is_used else [replace(one, level="warn") for one in found]
-    of_data = [*_check_rate(meta, files), *_check_rows(meta, every=every)]
+        readable += found if is_used else [replace(one, level="warn") for one in found]
     for text in map(str, doubtful):
         text = text.removeprefix(f"dataset '{meta.root.url}': ").removesuffix(f" ({FRAME_INDEX})")
-        of_files.append(Finding("warn", "timestamps", text, remedy="confirm it", flags=(FRAME_INDEX,)))
-    readable = [*of_files, *of_data]
+        readable.append(Finding("warn", "timestamps", text, remedy="confirm it", flags=(FRAME_INDEX,)))
+    readable += [*_check_rate(meta, files), *_check_rows(meta, every=every)]
     usable = len(selection) - len(incomplete)
     if episodes:
         complete = pick(selection, ~np.isin(selection.position, list(incomplete)))

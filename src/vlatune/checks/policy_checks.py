@@ -123,7 +123,7 @@ def check_weights(case: Case) -> Iterator[Finding]:
         yield replace(finding_of(error, "weights"), flags=flags, command=command)
         return
     every = list(case.module.parameters())
-    total, trained = (sum(one.numel() for one in every if one.requires_grad >= which) for which in (False, True))
+    total, trained = sum(one.numel() for one in every), sum(one.numel() for one in every if one.requires_grad)
     figures = {"bytes": size, "trainable": trained, "parameters": total}
     share = f"{trained:,} of {total:,} parameters ({format_share(trained / total)}) are trained"
     yield Finding("pass", "weights", f"{format_bytes(size)} loaded ({device}); {share}", figures=figures)

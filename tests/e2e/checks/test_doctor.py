@@ -171,17 +171,6 @@ def test_datasets_of_several_robots_pass(tmp_path, capsys, second):
     assert not [one for one in answer["findings"] if one["level"] in ("fail", "skipped")]
 
 
-def test_more_dims_than_the_policy_takes(folder, capsys):
-    mistakes.widen_action(folder / "first", folder / "base")
-    code, answer = run_doctor(capsys, words := command(folder))
-    assert (code, problems(answer)) == (cli.FAILED, [("dims", "fail")])
-    (found,) = [one for one in answer["findings"] if one["level"] == "fail"]
-    assert found["figures"] == {"dims": 40, "most": 32}
-    assert "--recipe=act-tiny" in found["flags"]  # tiny, like the recipe of the command
-    code, answer = run_doctor(capsys, with_remedy(found, words))
-    assert code == cli.OK, answer["findings"]
-
-
 def test_the_text_and_the_page_escape_untrusted_names(folder, capsys):
     hostile = "<script>alert('x')</script> \x1b[31mred"
     info = folder / "first/meta/info.json"

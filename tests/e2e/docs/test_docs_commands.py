@@ -76,8 +76,6 @@ class Place:
             for name in BASES:
                 if name in word or (name == "lerobot/smolvla_base" and word == "--recipe=smolvla"):
                     self._make_base(name)
-            if "train_config.json" in word:
-                self._make_train_config(Path(word.partition("=")[2]))
         if command.words[1] in ("eval", "export", "report"):
             for word in command.words[2:]:
                 if word.startswith("runs/"):
@@ -113,21 +111,6 @@ class Place:
         )
         folder.parent.mkdir(exist_ok=True)
         get_adapter(kind).make_base(folder, fit, small=True, place=folder)
-
-    def _make_train_config(self, file: Path) -> None:
-        from lerobot.configs.default import DatasetConfig
-        from lerobot.configs.train import TrainPipelineConfig
-        from lerobot.policies.pi05 import PI05Config
-
-        self._record("fold")
-        self._make_base("lerobot/pi05_base")
-        policy = PI05Config(device="cpu", push_to_hub=False, train_expert_only=True)
-        policy.pretrained_path = Path("lerobot/pi05_base")
-        root = str(self.folder / "data/fold")
-        made = TrainPipelineConfig(dataset=DatasetConfig(repo_id="me/fold", root=root), policy=policy, job_name="fold")
-        made.optimizer, made.scheduler = policy.get_optimizer_preset(), policy.get_scheduler_preset()
-        (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
-        made._save_pretrained((self.folder / file).parent)
 
     def make_run(self, name: str) -> None:
         """Make a run with the first command of the README, if it does not exist."""

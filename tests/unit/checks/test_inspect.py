@@ -144,20 +144,23 @@ def test_missing_and_stray_files(copy_of):
     assert (stray.level, stray.examples) == ("warn", (f"videos/{TOP}/chunk-000/episode_1.mp4",))
 
 
-def test_at_most_ten_examples(copy_of):
-    folder = copy_of("v2.1")
-    shutil.rmtree(folder / "videos")
-    finding = next(one for one in inspect_dataset(str(folder)).findings if one.level == "fail")
-    assert (len(finding.examples), finding.count) == (10, 14)
-
-
-@pytest.mark.parametrize("name", ["total_episodes", "total_frames"])
-def test_wrong_totals(copy_of, name):
+@pytest.mark.parametrize(
+    ("file", "change", "level", "check", "examples"),
+    [
+        ("info", lambda info: info.update(total_episodes=3), "fail", "meta", ()),
+        ("info", lambda info: info.update(total_frames=3), "fail", "meta", ()),
+        ("stats", lambda stats: stats["action"].pop("q99"), "warn", "quantiles", ("action",)),
+        ("stats", lambda stats: stats.clear(), "warn", "quantiles", ("observation.state", "action")),
+        ("stats", lambda stats: stats[TOP].update(max=[[[255.0]]] * 3), "warn", "statistics", (TOP,)),
+    ],
+)
+def test_wrong_values_of_a_file(copy_of, file, change, level, check, examples):
     folder = copy_of()
-    change_info(folder, lambda info: info.update({name: 3}))
+    change_json(folder / f"meta/{file}.json", change)
     finding = only_finding(folder)
-    assert (finding.level, finding.place) == ("fail", "meta/info.json")
-    assert name in finding.text
+    assert (finding.level, finding.check, finding.examples) == (level, check, examples)
+    assert finding.place == f"meta/{file}.json"
+    assert finding.remedy
 
 
 @pytest.mark.parametrize(("old", "new"), [("action", "actions"), ("observation.state", "state")])
@@ -201,15 +204,6 @@ def test_wide_actions_and_depth_cameras(copy_of):
     assert found["depth"].examples == (TOP,)
 
 
-def test_missing_statistics_and_quantiles(copy_of):
-    folder = copy_of()
-    change_stats(folder, lambda stats: stats["action"].pop("q99"))
-    finding = only_finding(folder)
-    assert (finding.level, finding.check, finding.examples) == ("warn", "quantiles", ("action",))
-    (folder / "meta/stats.json").unlink()
-    assert only_finding(folder).examples == ("observation.state", "action")
-
-
 def change_two_stats(stats: dict[str, Any]) -> None:
     stats["action"]["mean"][1] = float("nan")
     stats["observation.state"]["q01"][2] = stats["observation.state"]["q99"][2]
@@ -222,13 +216,6 @@ def test_wrong_statistics_name_their_dims_and_can_be_computed(copy_of):
     assert (nan.examples, nan.flags) == (("action: dim 1 'velocity_y'",), COMPUTE)
     assert (flat.examples, flat.flags) == (("dim 2 'gripper_open'",), COMPUTE)
     assert str(train_command([inspect_dataset(str(folder))], {})).endswith(COMPUTE[0])
-
-
-def test_statistics_of_images_in_255(copy_of):
-    folder = copy_of()
-    change_stats(folder, lambda stats: stats[TOP].update(max=[[[255.0]], [[255.0]], [[255.0]]]))
-    finding = only_finding(folder)
-    assert (finding.level, finding.examples, finding.expected) == ("warn", (TOP,), "0..1")
 
 
 def test_a_constant_dim(copy_of):
@@ -356,15 +343,12 @@ def test_invalid_metadata_is_one_failure(copy_of, damage):
     assert train_command([found], {}) is None
 
 
-def test_the_command_prints_tables(dataset_v3, capsys):
+def test_text_json_and_exit_codes(copy_of, dataset_v3, dataset_v21, tmp_path, capsys):
     assert cli.main(["inspect", str(dataset_v3)]) == cli.OK
     out = capsys.readouterr().out
     for text in ("LeRobot v3.0, synthetic", "velocity_x", "h264", "q99", "no problems found", "--recipe=tiny"):
         assert text in out
     assert out.isascii()
-
-
-def test_exit_codes_and_json(copy_of, dataset_v21, tmp_path, capsys):
     assert cli.main(["inspect", str(dataset_v21)]) == cli.OK
     assert "0 errors, 1 warning" in capsys.readouterr().out
     folder = copy_of()
