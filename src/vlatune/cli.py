@@ -13,12 +13,12 @@ import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vlatune import __version__
-from vlatune.config.flags import MissingOperandError, parse_command, takes_lerobot
+from vlatune.config.flags import parse_command, takes_lerobot
 from vlatune.config.settings import (
     DemoConfig,
     DoctorConfig,
@@ -69,7 +69,6 @@ def make_dataset(spec: Any, folder: str) -> None:
 def inspect(options: InspectConfig, *datasets: str) -> int:
     from vlatune.checks.inspect import (
         check_names,
-        command_text,
         inspect_dataset,
         inspection_text,
         train_command,
@@ -81,13 +80,15 @@ def inspect(options: InspectConfig, *datasets: str) -> int:
         found = [inspect_dataset(one, videos=options.videos, rename_map=names, on_video=show) for one in datasets]
     check_names(found, names)
     if options.json:
-        each = [asdict(one) for one in found]
+        each = [one.to_json() for one in found]
         content = each[0] if len(each) == 1 else {"datasets": each}
         print(json.dumps(content | {"command": train_command(found, names)}), flush=True)
     else:
         width = shutil.get_terminal_size().columns
-        texts = [*(inspection_text(one, width=width) for one in found), command_text(found, names)]
-        say("\n\n".join(text for text in texts if text))
+        texts = [inspection_text(one, width=width) for one in found]
+        if command := train_command(found, names):
+            texts.append(f"a tiny model trains on it, also on a CPU, with:\n  {command}")
+        say("\n\n".join(texts))
     if options.write_checksums:
         for one in found:
             warn(f"vlatune: {write_dataset_checksums(one)}")
@@ -249,10 +250,8 @@ def main(argv: Sequence[str] | None = None, program: Program = VLATUNE) -> int:
             print(text, flush=True)
             return OK
         command = program.commands[words[0]]
-        try:
-            config, operands = parse_command(words[1:], command.flags(), operands=command.operands)
-        except MissingOperandError as error:
-            raise ValueError(f"{error}; usage: {command.usage(program.name, words[0])}") from None
+        usage = command.usage(program.name, words[0])
+        config, operands = parse_command(words[1:], command.flags(), operands=command.operands, usage=usage)
         run_dir = command.run_dir(config, *operands) if command.run_dir else None
         code = command.call(config, *operands)
     except BrokenPipeError:  # e.g. `vlatune train --help | head`; discard buffered output

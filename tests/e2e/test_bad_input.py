@@ -35,9 +35,7 @@ def only_line(code: int, out: str, err: str) -> str:
         ({"dataset.episodes": "[999]"}, "999"),
         ({"dataset.on_bad_episode": "ignore"}, "--dataset.on_bad_episode=ignore: expected one of fail, skip"),
         ({"dataset.storage_options": '{"secret": "hunter2"}'}, "'secret' looks like a secret"),
-        ({"recipe": "pi05-head"}, "did you mean"),
         ({"batchsize": 4}, "did you mean --batch_size"),
-        ({"batch_size": 0}, "--batch_size=0"),
     ],
 )
 def test_a_wrong_flag_is_rejected_before_ray_starts(changes, message, flags, tmp_path, capsys, monkeypatch):

@@ -33,17 +33,12 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return err.rstrip("\n")
 
 
-def test_version(capsys) -> None:
+def test_version_and_the_list_of_commands(capsys) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"vlatune {__version__}\n"
-
-
-def test_help_lists_the_commands(capsys) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name, command in cli.COMMANDS.items():
-        assert f"  {name} " in out
-        assert command.description.split()[0] in out
+    assert all(f"  {name} " in out for name in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -52,13 +47,7 @@ def test_help_of_a_command_goes_to_stdout(name: str, capsys) -> None:
     out, err = capsys.readouterr()
     assert out.startswith(f"usage: vlatune {' '.join([name, *cli.COMMANDS[name].operands])}")
     assert err == ""
-
-
-def test_help_of_train_lists_the_recipes(capsys) -> None:
-    cli.main(["train", "--help"])
-    out = capsys.readouterr().out
-    assert "--policy.train=" in out
-    assert "  pi05-heads " in out
+    assert name != "train" or ("--policy.train=" in out and "  pi05-heads " in out)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -90,23 +79,6 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_usage_error_is_one_line_with_exit_code_2(words: list[str], message: str, capsys) -> None:
     assert cli.main(words) == 2
     assert one_line(capsys) == f"vlatune: error: {message}"
-
-
-def test_make_dataset(tmp_path, capsys) -> None:
-    folder = tmp_path / "data"
-    assert cli.main(["make-dataset", str(folder), "--episodes=1", "--frames", "3", "--cameras=1"]) == 0
-    assert (folder / "meta" / "info.json").is_file()
-    assert capsys.readouterr().out == f"{folder}: 1 episodes\n"
-    assert cli.main(["make-dataset", str(folder)]) == 2
-    assert "exists and is not empty" in one_line(capsys)
-
-
-def test_an_error_of_vlatune_has_no_traceback(tmp_path, capsys) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 2
-    text = one_line(capsys)
-    assert text.startswith(f"vlatune: error: '{tmp_path}' is not a run folder")
-    assert "traceback" not in text
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

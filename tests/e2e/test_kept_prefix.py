@@ -141,6 +141,7 @@ def test_doctor_states_the_space_that_is_needed(mode, dataset_v3, small_base, tm
     if mode == "full":  # the prefix changes with every step
         assert code == cli.FAILED
         return
-    (storage,) = (one for one in findings if "prefix_bytes" in one["figures"])
-    assert storage["level"] == "pass"
-    assert storage["figures"]["prefix_bytes"] > 0
+    (found,) = (one for one in findings if one["check"] == "cache")
+    assert found["level"] == "pass"
+    (kept,) = (one for one in found["figures"]["levels"] if one["name"] == "prefix")
+    assert kept["stored_bytes"] > 0

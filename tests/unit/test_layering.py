@@ -84,14 +84,6 @@ def test_imports_point_down(module: str) -> None:
     assert not up, f"{module} imports {', '.join(up)}, which is above it in LAYERS"
 
 
-def test_module_names_are_unique() -> None:
-    """Except in the packages of policies, which have the same layout."""
-    named = [path for path in MODULES.values() if path.name != "__init__.py"]
-    names = [path.name for path in named if path.parent.parent.name != "policies"]
-    repeated = {name for name in names if names.count(name) > 1}
-    assert not repeated, f"{', '.join(sorted(repeated))}: several modules have this name"
-
-
 def test_no_modules_import_each_other_in_a_cycle() -> None:
     try:
         TopologicalSorter({name: ours(name) for name in MODULES if name != "vlatune"}).prepare()

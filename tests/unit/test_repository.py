@@ -15,14 +15,8 @@ from repository_files import ROOT, repository_files
 # Written in pieces, so that this file passes its own test.
 FORBIDDEN = {
     "a package registry's host": "|".join(
-        re.escape(".".join(parts))
-        for parts in (
-            ("pypi", "org"),
-            ("pythonhosted", "org"),
-            ("pytorch", "org/whl"),
-            ("anaconda", "org"),
-            ("registry", "npmjs"),
-        )
+        rf"(?:{first})\.{rest}"
+        for first, rest in {"pypi|pythonhosted|anaconda": "org", "pytorch": "org/whl", "registry": "npmjs"}.items()
     ),
     "an index address": "--(?:extra-)?" + "index" + "-url[ =]|--find" + "-links[ =]",
     "a path of somebody's machine": r"(?<![\w.}])/(?:"

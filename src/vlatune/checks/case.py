@@ -1,20 +1,22 @@
-"""State that the checks of `vlatune doctor` share, and the early check of settings and paths.
+"""State that the checks of `vlatune doctor` share, the early check of settings and paths, and the text of a finding.
 
 A failed check whose flags fix the problem applies them to the config (`Case.apply`), so that later
 checks do not fail for the same reason. Heavy modules are not imported here.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vlatune.batch import Columns
-from vlatune.config.flags import flags_of, parse_flags
+from vlatune.config.flags import flags_of, parse_flags, quote_flags
 from vlatune.config.settings import RunConfig
 from vlatune.config.validate import validate
+from vlatune.console import printable
 from vlatune.findings import Finding, finding_of
 from vlatune.storage.paths import require_base, require_dataset, require_output
 
@@ -100,16 +102,6 @@ def map_flag(names: Mapping[str, str], flag: str = "--rename_map") -> str:
     return f"{flag}={json.dumps(dict(names))}"
 
 
-def common_map(features: Sequence[Collection[str]], maps: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
-    """Join the rename maps of several datasets; None if a name would be renamed in a wrong dataset."""
-    common = {own: name for names in maps for own, name in names.items()}
-    fits = all(
-        {own: name for own, name in common.items() if own in known} == dict(names)
-        for known, names in zip(features, maps, strict=True)
-    )
-    return common if fits else None
-
-
 def check_input(config: RunConfig) -> tuple[Finding, ...]:
     """Return findings for invalid settings and for paths that do not exist."""
     checks: list[tuple[str, Callable[[], None]]] = [("settings", lambda: validate(config))]
@@ -125,3 +117,34 @@ def check_input(config: RunConfig) -> tuple[Finding, ...]:
         except ValueError as error:
             found.append(finding_of(error, name))
     return tuple(found)
+
+
+def finding_lines(one: Finding, width: int, *, first: str) -> Iterator[str]:
+    """Yield wrapped lines: place and text, examples, expectation, remedy; flags stay on one line."""
+    indent = " " * len(first)
+    yield from _wrapped(f"{one.place}: {one.text}" if one.place else one.text, width, first=first, rest=indent)
+    if one.level not in ("warn", "fail"):
+        return
+    for example in one.examples:
+        yield from _wrapped(example, width, first=f"{indent}- ", rest=f"{indent}  ")
+    if one.count > len(one.examples) > 0:
+        yield f"{indent}- and {one.count - len(one.examples):,} more"
+    if one.expected:
+        yield from _wrapped(f"expected: {one.expected}", width, first=indent, rest=f"{indent}  ")
+    if one.remedy or one.flags or one.command:
+        colon = ":" if one.flags or one.command else ""
+        yield from _wrapped(f"to do: {one.remedy or 'add'}{colon}", width, first=indent, rest=f"{indent}  ")
+    for text in (one.command, quote_flags(one.flags)):
+        if text:
+            yield f"{indent}  {printable(text)}"
+
+
+def _wrapped(text: str, width: int, *, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        printable(text),
+        max(width, 60),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -1,9 +1,8 @@
 """Checks of a LeRobot dataset, for `vlatune inspect` and `vlatune doctor`.
 
 `read_files` lists the folders once and reads the headers of one mp4 file per camera (or of all).
-`check_dataset` checks meta/, the listed files, the footers of data files, the statistics against the
-rows, and the episodes with the functions of `vlatune train`: every row and packet of a small local
-dataset, else of a few episodes. Nothing is decoded, so that large datasets take seconds.
+`check_dataset` checks meta/, the listed files, the statistics against the rows, and the episodes with
+the functions of `vlatune train`: every row and packet of a small local dataset, else of a few episodes. Nothing is decoded, so that large datasets take seconds.
 
 A failed finding prevents training or makes it learn something else than was recorded.
 """
@@ -11,11 +10,10 @@ A failed finding prevents training or makes it learn something else than was rec
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import av.error
 import numpy as np
-import pyarrow as pa
 
 from vlatune.batch import ACTION, STATE
 from vlatune.data.features import (
@@ -25,7 +23,6 @@ from vlatune.data.features import (
     camera_name,
     camera_spec,
     likely_name,
-    numpy_type,
     vector_spec,
 )
 from vlatune.data.frames.recorded import DECODERS, camera_fps, ffmpeg_message, is_out_of_reach, is_rate, open_container
@@ -33,23 +30,20 @@ from vlatune.data.frames.watchdog import within_time
 from vlatune.data.health.bad_episodes import find_bad_episodes
 from vlatune.data.health.row_checks import INDEX_KINDS
 from vlatune.data.health.stats_check import compare_with_rows, dim_text, doubts, is_flat
-from vlatune.data.health.timestamps import converted, is_small, spread, with_timestamps
+from vlatune.data.health.timestamps import is_small, spread, with_timestamps
 from vlatune.data.health.video_health import is_cut_off
 from vlatune.data.meta.dataset_meta import DatasetMeta, Feature
 from vlatune.data.meta.listing import folder_remedy, list_files, one_per_file, top_folder
 from vlatune.data.order.partition import pick, select_episodes
-from vlatune.data.read_spec import DERIVABLE, ReadSpec
+from vlatune.data.read_spec import ReadSpec
 from vlatune.data.tables import read_rows
 from vlatune.findings import Finding, Level, worst
 from vlatune.registry import DEFAULT_TYPE, get_policy_info, policy_types
 from vlatune.storage.files import parse_json
-from vlatune.storage.parquet import opened
 from vlatune.storage.root import Root
 
 INFO = "meta/info.json"
 MAX_EXAMPLES = 10
-MAX_FOOTERS = 100
-"""Number of data files whose footers are read by default."""
 THREADS = 8
 """Number of files opened concurrently; the checks are I/O-bound."""
 TIME_TOLERANCE_S = 1e-4
@@ -67,9 +61,6 @@ FETCH = (
     "fetch them again (a file of some 130 bytes is a Git LFS pointer: run `git lfs pull`), or leave the episodes out"
 )
 ENCODE = "fetch or encode the files again, or leave the episodes out"
-CONVERT = "fetch or convert the files again, or leave the episodes out"
-LEAVES_OUT = (FETCH, ENCODE, CONVERT)
-"""Remedies with the flag that leaves the episodes out."""
 
 
 @dataclass(frozen=True)
@@ -182,26 +173,22 @@ def check_dataset(
 ) -> list[Finding]:
     """Return the findings, failures first.
 
-    `every` reads all footers, rows and packets. `episodes=False` leaves out the check of rows and
+    `every` reads all rows and packets. `episodes=False` leaves out the check of rows and
     packets, for a caller that checks the selected episodes.
     """
     selection = select_episodes([meta], None)
     [spec], doubtful = with_timestamps([meta], [trained_spec(meta)], selection, "auto")
     incomplete = _incomplete_episodes(meta, spec, files)
     of_meta = [*_check_totals(meta), *_check_names(meta), *_check_stats(meta)]
-    of_files = [*_check_files(meta, spec, files, can_skip=len(incomplete) < len(selection))]
+    readable = [*_check_files(meta, spec, files, can_skip=len(incomplete) < len(selection))]
     for camera, headers in files.headers.items():
         found = _check_headers(meta, camera, headers)
         is_used = any(one.name == camera for one in spec.cameras)
-        of_files += found if is_used else [replace(one, level="warn") for one in found]
-    of_data = _check_data_files(meta, spec, files, every=every)
-    of_data += _check_rate(meta, files)
+        readable += found if is_used else [replace(one, level="warn") for one in found]
     for text in map(str, doubtful):
         text = text.removeprefix(f"dataset '{meta.root.url}': ").removesuffix(f" ({FRAME_INDEX})")
-        of_files.append(Finding("warn", "timestamps", text, remedy="confirm it", flags=(FRAME_INDEX,)))
-    if worst(of_data) != "fail":
-        of_data += _check_rows(meta, every=every, has_failed=worst([*of_meta, *of_files]) == "fail")
-    readable = [*of_files, *of_data]
+        readable.append(Finding("warn", "timestamps", text, remedy="confirm it", flags=(FRAME_INDEX,)))
+    readable += [*_check_rate(meta, files), *_check_rows(meta, every=every)]
     usable = len(selection) - len(incomplete)
     if episodes:
         complete = pick(selection, ~np.isin(selection.position, list(incomplete)))
@@ -252,32 +239,13 @@ def _list(level: Level, check: str, text: str, examples: Sequence[str], **fields
     return [Finding(level, check, text, examples=tuple(examples[:MAX_EXAMPLES]), count=len(examples), **fields)]
 
 
-type Row = tuple[Level, str, list[str], str, str]
-"""Level, text, examples, expectation and remedy of a finding about files."""
-
-
-def _file_findings(check: str, place: str, table: Sequence[Row]) -> list[Finding]:
-    """Return a finding for each row with examples; some remedies have the flag that skips episodes."""
-    found = []
-    for level, text, examples, expected, remedy in table:
-        flags = (SKIP,) if remedy in LEAVES_OUT else ()
-        found += _list(level, check, text, examples, place=place, expected=expected, remedy=remedy, flags=flags)
-    return found
-
-
 def _check_totals(meta: DatasetMeta) -> Iterator[Finding]:
     info = parse_json(meta.root.read_bytes(INFO), INFO)
-    counted = {"total_episodes": len(meta.episodes), "total_frames": meta.num_frames, "total_tasks": len(meta.tasks)}
-    for name, number in counted.items():
+    for name, number in {"total_episodes": len(meta.episodes), "total_frames": meta.num_frames}.items():
         if info.get(name, number) != number:
-            yield Finding(
-                "warn" if name == "total_tasks" else "fail",
-                "meta",
-                f"{name} is {info[name]}",
-                place=INFO,
-                expected=f"{number}, as in meta/{'tasks' if name == 'total_tasks' else 'episodes'}",
-                remedy=f"set {name} to {number} if nothing is missing, else fetch the dataset again",
-            )
+            text, expected = f"{name} is {info[name]}", f"{number}, as in meta/episodes"
+            remedy = f"set {name} to {number} if nothing is missing, else fetch the dataset again"
+            yield Finding("fail", "meta", text, place=INFO, expected=expected, remedy=remedy)
 
 
 def _check_names(meta: DatasetMeta) -> Iterator[Finding]:
@@ -295,17 +263,10 @@ def _check_names(meta: DatasetMeta) -> Iterator[Finding]:
         remedy = "rename it" if alias else "name the feature that holds it with --rename_map, or record it"
         yield Finding(level, "names", text, place=INFO, expected=f"'{key}'", remedy=remedy, flags=flags)
     for name in cameras:
-        if not name.startswith("observation.image"):
+        if camera_name(name) not in features and not features[name].is_depth:
+            text, expected = f"the camera is named '{name}'", f"'{camera_name(name)}'"
             flags = (f'--rename_map={{"{name}": "{camera_name(name)}"}}',)
-            yield Finding(
-                "warn",
-                "names",
-                f"the camera is named '{name}'",
-                place=INFO,
-                expected=f"'{camera_name(name)}'",
-                remedy="rename it",
-                flags=flags,
-            )
+            yield Finding("warn", "names", text, place=INFO, expected=expected, remedy="rename it", flags=flags)
     if not cameras:
         yield Finding("warn", "names", f"there is no camera (there are {listed})", place=INFO, remedy="record one")
     most = POLICY.max_dims
@@ -387,18 +348,13 @@ def _incomplete_episodes(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles)
 def _check_files(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles, *, can_skip: bool) -> Iterator[Finding]:
     """Report missing and stray files; `can_skip` is False if every episode lacks a file."""
     used = {camera.name for camera in spec.cameras}
-    videos, unused = (
-        [name for camera, names in files.videos.items() if (camera in used) == is_used for name in names]
-        for is_used in (True, False)
-    )
+    videos = [name for camera, names in files.videos.items() if camera in used for name in names]
+    named = {*files.data, *(name for names in files.videos.values() for name in names)}
     flags, none_complete = ((SKIP,), "") if can_skip else ((), ", so no episode is complete")
-    for which, kind, wanted, others in (
-        ("data_path", "data", [*files.data], []),
-        ("video_path", "videos", videos, unused),
-    ):
+    for which, kind, wanted in (("data_path", "data", [*files.data]), ("video_path", "videos", videos)):
         present, suffix, folder = files.present[kind], SUFFIXES[which], top_folder(meta.templates[which])
         missing = [name for name in wanted if name not in present]
-        stray = sorted(name for name in present if name.endswith(suffix) and name not in {*wanted, *others})
+        stray = sorted(name for name in present if name.endswith(suffix) and name not in named)
         number = "all" if len(missing) == len(wanted) else f"{len(missing):,} of"
         remedy = folder_remedy(folder, files.folders)
         if not remedy and stray:
@@ -407,8 +363,6 @@ def _check_files(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles, *, can_
         place = f"{folder or '.'}/"
         text, expected = f"{number} {len(wanted):,} {suffix} files are missing{none_complete}", meta.templates[which]
         yield from _list("fail", "files", text, missing, place=place, expected=expected, remedy=remedy, flags=flags)
-        absent = [name for name in others if name not in present]
-        yield from _list("warn", "files", f"{suffix} files of unused cameras are missing", absent, place=place)
         remedy = "remove them, or fetch meta/ again if it is older"
         yield from _list("warn", "files", f"{suffix} files without an episode", stray, place=place, remedy=remedy)
 
@@ -419,11 +373,9 @@ def _check_headers(meta: DatasetMeta, camera: str, headers: Sequence[VideoHeader
         return []
     feature, fps = meta.features[camera], camera_fps(meta, camera)
     height, width = feature.height_width
-    codec = feature.declared("codec")
     good = [one for one in headers if not one.error]
     other_size = [f"{one.file}: {one.height}x{one.width}" for one in good if (one.height, one.width) != (height, width)]
     other_rate = [f"{one.file}: {one.fps:g} fps" for one in good if not is_rate(one.fps, fps, one.num_frames)]
-    other_codec = [f"{one.file}: {one.codec}" for one in good if codec and one.codec != codec]
     positions, group = one_per_file(meta, camera)
     first_s = np.full(len(positions), np.inf)
     np.minimum.at(first_s, group, np.nan_to_num(meta.episodes.videos[camera].from_s))
@@ -438,62 +390,17 @@ def _check_headers(meta: DatasetMeta, camera: str, headers: Sequence[VideoHeader
     retime = (
         f"set fps and video.fps in {INFO} if the rows' timestamps agree with the files; else encode the files again"
     )
-    recode = f"correct the feature's video.codec in {INFO}; reading does not depend on it"
-    table: list[Row] = [
-        ("fail", "files that cannot be opened as video", unreadable, "mp4 files", FETCH),
-        ("fail", f"files with another image size than {INFO}", other_size, f"{height}x{width}", resize),
-        ("fail", f"files with another frame rate than {INFO}", other_rate, f"{fps:g} fps", retime),
-        ("fail", "files that begin after the first row", late, "a frame at the time of every row", ENCODE),
-        ("warn", f"files with another codec than {INFO}", other_codec, str(codec), recode),
+    table = [
+        ("files that cannot be opened as video", unreadable, "mp4 files", FETCH),
+        (f"files with another image size than {INFO}", other_size, f"{height}x{width}", resize),
+        (f"files with another frame rate than {INFO}", other_rate, f"{fps:g} fps", retime),
+        ("files that begin after the first row", late, "a frame at the time of every row", ENCODE),
     ]
-    return _file_findings("videos", f"camera '{camera}'", table)
-
-
-class _Footer(NamedTuple):
-    file: str
-    types: Mapping[str, pa.DataType]
-    error: str
-
-
-def _read_footer(root: Root, name: str) -> _Footer:
-    try:
-        with opened(root, name) as parquet:
-            schema = parquet.schema_arrow
-            return _Footer(name, dict(zip(schema.names, schema.types, strict=True)), "")
-    except ValueError as error:
-        return _Footer(name, {}, " ".join(str(error).split()).removeprefix(f"dataset '{root.url}': "))
-
-
-def _check_data_files(meta: DatasetMeta, spec: ReadSpec, files: DatasetFiles, *, every: bool) -> list[Finding]:
-    """Check that data files are readable and have the rows, columns and types of meta/."""
-    names = [name for name in files.data if name in files.present["data"]][: None if every else MAX_FOOTERS]
-    with ThreadPoolExecutor(THREADS) as pool:
-        footers = list(pool.map(lambda name: _read_footer(meta.root, name), names))
-    good = [footer for footer in footers if not footer.error]
-    read = {*spec.columns, *(camera.name for camera in spec.cameras)}
-    dtypes = {name: numpy_type(one) or one.dtype for name, one in meta.features.items() if one.dtype != "video"}
-    needed, unused, derived, other, converts = ([] for _ in range(5))
-    for footer in good:
-        for name in (*dtypes, *(name for name in INDEX_KINDS if name not in dtypes)):
-            if name not in footer.types:
-                kind = derived if name in DERIVABLE else needed if name in read or name not in dtypes else unused
-                kind.append(f"{footer.file}: '{name}'")
-            elif name in dtypes and not _has_dtype(footer.types[name], dtypes[name]):
-                is_index = name in INDEX_KINDS and pa.types.is_floating(footer.types[name])
-                kind = converts if is_index or converted(footer.types[name], dtypes[name]) else other
-                kind.append(f"{footer.file}: '{name}' is {footer.types[name]}, not {meta.features[name].dtype}")
-    again = "fetch or convert the files again"
-    rewrite = f"write the files again, or correct the dtype in {INFO}"
-    columns = "a column for every feature without video"
-    table: list[Row] = [
-        ("fail", "files that cannot be read", [one.error for one in footers if one.error], "parquet files", FETCH),
-        ("fail", "missing columns", needed, columns, f"{again}, or correct the features in {INFO}"),
-        ("warn", "missing index columns", derived, ", ".join(INDEX_KINDS), "nothing for vlatune; LeRobot needs them"),
-        ("warn", "missing columns that training does not read", unused, columns, f"remove the features from {INFO}"),
-        ("fail", f"columns of another type than in {INFO}", other, "the feature's dtype", rewrite),
-        ("warn", "columns of another numeric type", converts, "the feature's dtype", "nothing: they are converted"),
-    ]
-    return _file_findings("data", "data files", table)
+    found, place = [], f"camera '{camera}'"
+    for text, examples, expected, remedy in table:
+        flags = (SKIP,) if remedy in (FETCH, ENCODE) else ()
+        found += _list("fail", "videos", text, examples, place=place, expected=expected, remedy=remedy, flags=flags)
+    return found
 
 
 def _check_rate(meta: DatasetMeta, files: DatasetFiles) -> Iterator[Finding]:
@@ -516,34 +423,14 @@ def _check_rate(meta: DatasetMeta, files: DatasetFiles) -> Iterator[Finding]:
         yield Finding("fail", "fps", text, place=INFO, expected=f"{found[0]:g}", remedy=remedy)
 
 
-def _has_dtype(kind: pa.DataType, dtype: str) -> bool:
-    """True if the column has the dtype; unknown types, such as images, are left to the reader."""
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    if dtype == "object":
-        return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    try:
-        return pa.from_numpy_dtype(np.dtype(dtype)) == kind
-    except (TypeError, pa.ArrowNotImplementedError):
-        return True
-
-
-def _check_rows(meta: DatasetMeta, *, every: bool, has_failed: bool) -> list[Finding]:
-    """Compare state and action with their statistics; `has_failed`: files are known to be bad."""
+def _check_rows(meta: DatasetMeta, *, every: bool) -> Iterator[Finding]:
+    """Compare state and action with their statistics."""
     limits = {"max_files": len(meta.episodes), "max_rows": meta.num_frames} if every else {}
-    found: list[Finding] = []
     for own in _state_and_action(meta):
-        place = f"data files, feature '{own}'"
         try:
-            found += _check_feature_rows(meta, own, place, limits)
-        except ValueError as error:  # null values or lists of different lengths, which footers do not show
-            if not has_failed:
-                text = " ".join(str(error).split()).removeprefix(f"dataset '{meta.root.url}': ").partition("; ")[0]
-                expected = "a value of the feature's shape in every row"
-                found.append(
-                    Finding("fail", "data", text, place=place, expected=expected, remedy=CONVERT, flags=(SKIP,))
-                )
-    return found
+            yield from _check_feature_rows(meta, own, f"data files, feature '{own}'", limits)
+        except ValueError:  # unreadable rows, which the check of episodes reports
+            return
 
 
 def _check_feature_rows(meta: DatasetMeta, own: str, place: str, limits: Mapping[str, int]) -> Iterator[Finding]:
@@ -567,27 +454,15 @@ def _check_feature_rows(meta: DatasetMeta, own: str, place: str, limits: Mapping
     constant_D = (seen.stats["min"] == seen.stats["max"]) & seen.is_finite_D
     has_range = {"q01", "q99"} <= stats.keys() and stats["q01"].shape == stats["q99"].shape == constant_D.shape
     flat_D = is_flat(stats["q01"], stats["q99"]) & ~constant_D if has_range else np.zeros(width, bool)
-    table: list[tuple[Level, str, np.ndarray, str, tuple[str, ...]]] = [
-        ("warn", f"dims that never change, {rows}", constant_D, "nothing if the joint was not used", ()),
-        (
-            "fail",
-            f"dims that vary {rows}, although their q01 is not below q99",
-            flat_D,
-            "compute them from the rows",
-            (COMPUTE,),
-        ),
-    ]
-    for level, text, is_wrong_D, remedy, flags in table:
-        dims = [dim_text(int(dim), feature.names, width) for dim in np.flatnonzero(is_wrong_D)]
-        yield from _list(level, "statistics", text, dims, place=f"feature '{own}'", remedy=remedy, flags=flags)
+    constant, flat = (
+        [dim_text(int(dim), feature.names, width) for dim in np.flatnonzero(is_wrong_D)]
+        for is_wrong_D in (constant_D, flat_D)
+    )
+    of, compute = f"feature '{own}'", {"remedy": "compute them from the rows", "flags": (COMPUTE,)}
+    text, remedy = f"dims that never change, {rows}", "nothing if the joint was not used"
+    yield from _list("warn", "statistics", text, constant, place=of, remedy=remedy)
+    text = f"dims that vary {rows}, although their q01 is not below q99"
+    yield from _list("fail", "statistics", text, flat, place=of, **compute)
     for doubt in doubts(stats, seen, feature.names):
-        yield from _list(
-            "warn",
-            "statistics",
-            f"{doubt.text}, {rows}",
-            doubt.examples,
-            place=f"feature '{own}'",
-            expected="statistics of the rows",
-            remedy="compute them from the rows; LeRobot's are averages over episodes",
-            flags=(COMPUTE,),
-        )
+        text, expected = f"{doubt.text}, {rows}", "statistics of the rows"
+        yield from _list("warn", "statistics", text, doubt.examples, place=of, expected=expected, **compute)

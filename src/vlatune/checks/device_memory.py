@@ -13,18 +13,16 @@ CPU with loaded weights. See docs/hardware.md.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlatune.batch import Columns
 from vlatune.config.settings import RunConfig
 from vlatune.feed.feed import queued_batches
-from vlatune.formatting import format_bytes
 from vlatune.policies.base import ModuleOptions, PolicyAdapter
-from vlatune.registry import get_policy_info
 from vlatune.run_setup import Setup
 
 GB = 10**9
@@ -52,8 +50,6 @@ class Footprint:
     saved_per_sample: int
     row_bytes: int
     """Bytes of a sample on the device."""
-    num_weights: int = 0
-    num_trained: int = 0
 
     def state_bytes(self, *, ema: bool) -> int:
         return self.weights + (4 if ema else 3) * self.trained
@@ -85,22 +81,6 @@ class Footprint:
         return (4 if ema else 3) * self.trained
 
 
-@dataclass(frozen=True)
-class ModeFit:
-    """A fine-tuning mode, and its largest batch for each GPU size."""
-
-    train: str
-    gradient_checkpointing: bool
-    footprint: Footprint
-    batches: Mapping[int, int]
-    """GB -> samples; 0 if it does not fit."""
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        checkpointing = ("--policy.gradient_checkpointing=true",) if self.gradient_checkpointing else ()
-        return (f"--policy.train={self.train}", *checkpointing)
-
-
 def measure(module: Any, columns: Columns, device: str) -> Footprint:
     """Measure a module with forward passes over one and two rows."""
     from vlatune.train.worker.transfer import collate
@@ -122,8 +102,6 @@ def measure(module: Any, columns: Columns, device: str) -> Footprint:
         saved=max(0, saved[0] - each),
         saved_per_sample=each,
         row_bytes=sum(values[:1].nbytes for values in tensors.values()),
-        num_weights=sum(one.numel() for one in parameters),
-        num_trained=sum(one.numel() for one in trained),
     )
 
 
@@ -173,23 +151,6 @@ def _address(tensor: Any) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def fit_modes(config: RunConfig, setup: Setup, columns: Columns) -> list[ModeFit]:
-    """Return what fits each GPU, for all modes with and without gradient checkpointing."""
-    info = get_policy_info(config.policy.type)
-    checkpointing = (False, True) if "gradient_checkpointing" in info.settings else (False,)
-    ema, found = config.optimizer.ema_decay > 0, []
-    for train in info.train_modes:
-        for checkpointed in checkpointing:
-            options = ModuleOptions.of(config.policy)
-            options = replace(options, compile=False, train=train, gradient_checkpointing=checkpointed)
-            footprint = plan_footprint(setup.adapter, setup, options, columns)
-            if footprint is None:
-                return []
-            batches = {size: footprint.largest_batch(size * GB, ema=ema) for size in GPU_SIZES}
-            found.append(ModeFit(train, checkpointed, footprint, batches))
-    return found
-
-
 def plan_footprint(
     adapter: PolicyAdapter[Any], setup: Setup, options: ModuleOptions, columns: Columns
 ) -> Footprint | None:
@@ -207,14 +168,17 @@ def weight_bytes(folder: str) -> int:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
 
 
-def flags_that_fit(config: RunConfig, modes: list[ModeFit], own: Footprint, device_bytes: float) -> tuple[str, ...]:
-    """Return flags that fit the device at the same global batch, smallest change first."""
+def flags_that_fit(
+    config: RunConfig, own: Footprint, checkpointed: Footprint | None, device_bytes: float
+) -> tuple[str, ...]:
+    """Return flags that fit the device at the same global batch, smallest change first; () if none does.
+
+    `checkpointed` is the footprint with gradient checkpointing, if the policy has that.
+    """
     ema = config.optimizer.ema_decay > 0
-    tried = [((), own)]
-    same = [one for one in modes if one.train == config.policy.train and one.gradient_checkpointing]
-    tried += [(one.flags[1:], one.footprint) for one in same]
-    tried += [(one.flags, one.footprint) for one in sorted(modes, key=lambda one: -one.footprint.num_trained)]
-    for flags, footprint in tried:
+    for flags, footprint in (((), own), (("--policy.gradient_checkpointing=true",), checkpointed)):
+        if footprint is None:
+            continue
         # A smaller batch accumulates.
         most = footprint.largest_batch(device_bytes, ema=ema, num_workers=config.num_workers, grad_accum=2)
         fits = [size for size in range(min(most, config.batch_size), 0, -1) if config.batch_size % size == 0]
@@ -223,15 +187,3 @@ def flags_that_fit(config: RunConfig, modes: list[ModeFit], own: Footprint, devi
             batch = (f"--batch_size={fits[0]}", f"--grad_accum={accum}") if fits[0] != config.batch_size else ()
             return (*flags, *batch)
     return ()
-
-
-def table_rows(modes: list[ModeFit]) -> list[list[str]]:
-    """Return table rows: mode, weights and optimizer, per sample, largest batch per GPU size."""
-    rows = []
-    for one in modes:
-        name = f"{one.train}{', gradient checkpointing' if one.gradient_checkpointing else ''}"
-        fits = [str(one.batches[size]) if one.batches[size] else "does not fit" for size in GPU_SIZES]
-        fits = [f"{MAX_BATCH} and more" if text == str(MAX_BATCH) else text for text in fits]
-        state = format_bytes(one.footprint.state_bytes(ema=False) + one.footprint.saved)
-        rows.append([name, state, format_bytes(one.footprint.saved_per_sample), *fits])
-    return rows

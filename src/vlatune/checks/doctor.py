@@ -7,10 +7,8 @@ outside of the run folder, so that `train` can start there. The page is self-con
 """
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +17,14 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, TASK, num_rows
-from vlatune.checks.case import Case, FirstBatch, check_input, with_flags
-from vlatune.checks.text import finding_lines
+from vlatune.checks.case import Case, FirstBatch, check_input, finding_lines, with_flags
 from vlatune.config.flags import flags_of, quote_flags
 from vlatune.config.settings import DoctorConfig, RunConfig
 from vlatune.console import printable, redacted
 from vlatune.findings import LEVELS, Finding, Level, finding_of, worst
 from vlatune.formatting import Html, join, plural, shorten, tag
 from vlatune.report.chart import Chart, Line, draw, legend, scale_of
-from vlatune.report.page import command, make_page, row, section, table
+from vlatune.report.page import command, make_page, section
 from vlatune.report.page import image as image_tag
 from vlatune.storage.files import make_output_folder, write_text
 
@@ -51,7 +48,7 @@ class Check:
 
 def all_checks() -> tuple[Check, ...]:
     """Return all checks in order, cheapest first; imports them, which is slow."""
-    from vlatune.checks import cache_check, machine_checks, policy_checks, run_checks
+    from vlatune.checks import machine_checks, policy_checks, run_checks
 
     return (
         Check("settings", run_checks.check_settings),
@@ -64,17 +61,15 @@ def all_checks() -> tuple[Check, ...]:
         Check("cameras", run_checks.check_cameras, ("base",)),
         Check("horizon", policy_checks.check_horizon, ("base",)),
         Check("episodes", run_checks.check_episodes, ("files", "dims", "cameras")),
-        Check("statistics", run_checks.check_statistics, ("episodes",)),
-        Check("samples", run_checks.check_samples, ("statistics",)),
+        Check("samples", run_checks.check_samples, ("episodes",)),
         Check("first batch", run_checks.check_batch, ("samples",)),
         Check("prompts", run_checks.check_prompts, ("first batch",)),
         Check("weights", policy_checks.check_weights, ("samples",)),
-        Check("trainable", policy_checks.check_trainable, ("weights",)),
         Check("loss", policy_checks.check_loss, ("weights", "first batch")),
         Check("images", run_checks.check_images, ("first batch",)),
         Check("memory", machine_checks.check_memory, ("first batch",)),
         Check("reading", machine_checks.check_reading, ("first batch",)),
-        Check("cache", cache_check.check_cache, ("reading",)),
+        Check("cache", machine_checks.check_cache, ("reading",)),
         Check("duration", machine_checks.check_duration, ("reading",)),
         Check("storage", machine_checks.check_storage, ("settings",)),
         Check("cluster", machine_checks.check_cluster, ("samples",)),
@@ -162,14 +157,13 @@ def examine(
     def show_files(number: int, name: str, done: int, total: int) -> None:
         on_check(number, len(checks), f"{name}: {done:,} of {total:,} files")
 
-    with _torch_threads_restored():
-        for number, check in enumerate(checks):
-            on_check(number, len(checks), check.name)
-            case.on_file = partial(show_files, number, check.name)
-            for one in map(_redact, run_check(check, case, failed)):
-                findings.append(one)
-                on_finding(one)
-        on_check(len(checks), len(checks), "")
+    for number, check in enumerate(checks):
+        on_check(number, len(checks), check.name)
+        case.on_file = partial(show_files, number, check.name)
+        for one in map(_redact, run_check(check, case, failed)):
+            findings.append(one)
+            on_finding(one)
+    on_check(len(checks), len(checks), "")
     return Examination(tuple(findings), case, config)
 
 
@@ -190,15 +184,6 @@ def run_check(check: Check, case: Case, failed: dict[str, str]) -> list[Finding]
     elif level == "skipped":
         failed[check.name] = f"'{check.name}' was skipped"
     return found
-
-
-@contextmanager
-def _torch_threads_restored() -> Iterator[None]:
-    torch = sys.modules.get("torch")
-    before = torch.get_num_threads() if torch else None
-    yield
-    if torch and before:
-        torch.set_num_threads(before)
 
 
 def _redact(one: Finding) -> Finding:
@@ -244,7 +229,6 @@ def doctor_page(found: Examination) -> str:
         _first_batch(found.case, batch)
         if batch
         else section("The first batch", tag("p", f"Not shown: {why}.", class_="missing")),
-        _memory(found.findings),
         section("Stored instead of computed again", tag("pre", "\n".join(_stores(found.findings)))),
     ]
     return make_page(f"{found.given.job_name} · vlatune doctor", join(body))
@@ -341,14 +325,3 @@ def _action_plots(case: Case, batch: FirstBatch, row: int) -> Iterator[Html]:
 def _stores(findings: Iterable[Finding]) -> Sequence[str]:
     """Return the table of what the run would store instead of computing it again."""
     return next((one.figures.get("table", ()) for one in findings if one.check == "cache"), ())
-
-
-def _memory(findings: Iterable[Finding]) -> Html:
-    rows = next((one.figures.get("table") for one in findings if one.check == "memory"), None)
-    if not rows:
-        return Html("")
-    from vlatune.checks.device_memory import GPU_SIZES
-
-    heads = ["fine-tuning mode", "weights and optimizer", "each sample", *(f"{size} GB: batch" for size in GPU_SIZES)]
-    text = "Estimated GPU memory of each fine-tuning mode with this base model, and the largest batch per worker that fits."
-    return section("What fits which GPU", tag("p", text), table(heads, (row(*cells) for cells in rows), kind="sizes"))

@@ -1,10 +1,9 @@
 """`vlatune inspect`: facts and findings of datasets as text and JSON, and a training command.
 
 Names and tasks come from the dataset, so unprintable characters, which could move the cursor, are
-replaced. `--json` prints `dataclasses.asdict` of an `Inspection`.
+replaced. `--json` prints the facts and the findings of an `Inspection`; the text shows the same facts.
 
-The command has the roots, the name map and the flags that fix findings. Cameras whose names differ
-between datasets are paired by position; the text marks this as a guess.
+The command has the roots and the flags that fix findings.
 """
 
 import io
@@ -19,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from vlatune.batch import ACTION, STATE
-from vlatune.checks.case import common_map
+from vlatune.checks.case import finding_lines
 from vlatune.checks.dataset_checks import (
     COMPUTE,
+    INFO,
     POLICY,
     SKIP,
     DatasetFiles,
@@ -29,13 +29,11 @@ from vlatune.checks.dataset_checks import (
     is_normalised,
     read_files,
 )
-from vlatune.checks.text import finding_lines
 from vlatune.console import printable
-from vlatune.data.features import RESERVED, SELECT_DIMS, as_flag, camera_name, likely_name, own_map, with_names
+from vlatune.data.features import as_flag, own_map, with_names
 from vlatune.data.frames.recorded import camera_fps
-from vlatune.data.meta.dataset_meta import SUPPORTED, DatasetMeta, load_meta
+from vlatune.data.meta.dataset_meta import SUPPORTED, DatasetMeta, Feature, load_meta
 from vlatune.data.meta.listing import list_files
-from vlatune.data.meta.meta_info import CAMERA_DTYPES
 from vlatune.data.meta.meta_v21 import EPISODES, read_lines
 from vlatune.errors import did_you_mean
 from vlatune.findings import Finding, worst
@@ -48,85 +46,27 @@ from vlatune.storage.root import CHECKSUMS, Root, write_checksums
 MAX_ROWS = 20
 """Maximum rows of a table; `--json` prints all."""
 
-type Names = dict[str, str]
-"""Maps a dataset's own feature names to delivered names."""
-
-
-@dataclass(frozen=True)
-class FeatureFacts:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    names: tuple[str, ...] | None
-    is_depth: bool = False
-
-    @property
-    def is_camera(self) -> bool:
-        return self.dtype in CAMERA_DTYPES
-
-
-@dataclass(frozen=True)
-class EpisodeFacts:
-    count: int
-    frames: int
-    fps: float
-    duration_s: float
-    min_length: int
-    median_length: float
-    max_length: int
-
-
-@dataclass(frozen=True)
-class TaskFacts:
-    task: str
-    episodes: int
-    """Number of episodes with this task."""
-    has_index: bool
-    """True if meta/tasks lists it, so that rows can refer to it."""
-
-
-@dataclass(frozen=True)
-class CameraFacts:
-    name: str
-    kind: str
-    """video or image"""
-    height: int
-    width: int
-    codec: str | None
-    pixel_format: str | None
-    fps: float
-    files: int
-    bytes: int
-    opened: int
-    """Number of opened mp4 files; the first provides size, codec, pixel format and fps."""
-
 
 @dataclass(frozen=True)
 class Inspection:
     dataset: str
-    version: str | None
-    robot_type: str | None = None
-    features: tuple[FeatureFacts, ...] = ()
-    episodes: EpisodeFacts | None = None
-    """None if the metadata is invalid."""
-    tasks: tuple[TaskFacts, ...] = ()
-    cameras: tuple[CameraFacts, ...] = ()
-    stats: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Maps features to the names of their statistics."""
-    bytes: Mapping[str, int] = field(default_factory=dict)
-    """Maps data, videos and meta to bytes on disk."""
-    has_checksums: bool = False
-    """True if meta/checksums.json exists; without it, silent data corruption is not detected."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...]
     """Failures first."""
+    features: Mapping[str, Feature] = field(default_factory=dict)
+    """Empty if the metadata is invalid."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Values for `--json`; without findings."""
 
     @property
     def has_failed(self) -> bool:
         return worst(self.findings) == "fail"
 
+    def to_json(self) -> dict[str, Any]:
+        return {"dataset": self.dataset, **self.facts, "findings": [one.to_json() for one in self.findings]}
+
 
 def inspect_dataset(
-    root: str | Root,
+    root: str,
     *,
     videos: bool = False,
     rename_map: Mapping[str, str] | None = None,
@@ -137,66 +77,51 @@ def inspect_dataset(
     `on_video` receives the number of opened mp4 files and their total. `rename_map` may contain
     names of other datasets.
     """
-    root = Root(root) if isinstance(root, str) else root
-    if not root.is_dir():
-        raise ValueError(f"dataset '{root.url}': there is no such folder; give a dataset's folder or URL")
-    info = _read_info(root)
-    version, robot_type = (
-        (None if (value := info.get(name)) is None else str(value)) for name in ("codebase_version", "robot_type")
-    )
+    place = Root(root)
+    if not place.is_dir():
+        raise ValueError(f"dataset '{place.url}': there is no such folder; give a dataset's folder or URL")
     try:
-        meta = load_meta(root)
+        meta = load_meta(place)
         meta = with_names([meta], own_map(meta, rename_map or {}, {}), what=("--rename_map", "--rename_map"))[0]
-        tasks = tuple(_task_facts(meta))
+        tasks = list(_task_facts(meta))
         files = read_files(meta, every=videos, on_file=on_video)
     except ValueError as error:
-        text, _, remedy = " ".join(str(error).split()).removeprefix(f"dataset '{root.url}': ").partition("; ")
+        text, _, remedy = " ".join(str(error).split()).removeprefix(f"dataset '{place.url}': ").partition("; ")
         expected = f"the metadata of a LeRobot dataset, {' or '.join(SUPPORTED)}"
         remedy = remedy or "fetch or convert the dataset again"
-        return Inspection(
-            root.url, version, robot_type, findings=(Finding("fail", "meta", text, expected=expected, remedy=remedy),)
-        )
+        return Inspection(place.url, (Finding("fail", "meta", text, expected=expected, remedy=remedy),))
     length = meta.episodes.length
-    return Inspection(
-        dataset=root.url,
-        version=meta.version,
-        robot_type=robot_type,
-        features=tuple(
-            FeatureFacts(name, one.dtype, one.shape, one.names, one.is_depth) for name, one in meta.features.items()
-        ),
-        episodes=EpisodeFacts(
-            count=len(length),
-            frames=meta.num_frames,
-            fps=meta.fps,
-            duration_s=meta.num_frames / meta.fps,
-            min_length=int(length.min()),
-            median_length=float(np.median(length)),
-            max_length=int(length.max()),
-        ),
-        tasks=tasks,
-        cameras=tuple(_camera_facts(meta, camera, files) for camera in meta.cameras),
-        stats={
-            name: tuple(meta.stats.get(name, {}))
+    facts = {
+        "version": meta.version,
+        "robot_type": parse_json(place.read_bytes(INFO), INFO).get("robot_type"),
+        "features": [
+            {"name": name, "dtype": one.dtype, "shape": one.shape, "names": one.names, "is_depth": one.is_depth}
+            for name, one in meta.features.items()
+        ],
+        "episodes": {
+            "count": len(length),
+            "frames": meta.num_frames,
+            "fps": meta.fps,
+            "duration_s": meta.num_frames / meta.fps,
+            "min_length": int(length.min()),
+            "median_length": float(np.median(length)),
+            "max_length": int(length.max()),
+        },
+        "tasks": tasks,
+        "cameras": [_camera_facts(meta, camera, files) for camera in meta.cameras],
+        "stats": {
+            name: list(meta.stats.get(name, {}))
             for name, one in meta.features.items()
             if name in meta.stats or is_normalised(name, one)
         },
-        bytes={kind: sum(present.values()) for kind, present in files.present.items()},
-        has_checksums=CHECKSUMS in files.present["meta"],
-        findings=tuple(check_dataset(meta, files, every=videos)),
-    )
+        "bytes": {kind: sum(present.values()) for kind, present in files.present.items()},
+        "has_checksums": CHECKSUMS in files.present["meta"],
+    }
+    return Inspection(place.url, tuple(check_dataset(meta, files, every=videos)), meta.features, facts)
 
 
-def _read_info(root: Root) -> dict[str, Any]:
-    """Return info.json, or {} if it is unreadable; load_meta reports why."""
-    try:
-        info = parse_json(root.read_bytes("meta/info.json"), "meta/info.json")
-    except (FileNotFoundError, ValueError):
-        return {}
-    return info if isinstance(info, dict) else {}
-
-
-def _task_facts(meta: DatasetMeta) -> Iterator[TaskFacts]:
-    """Yield tasks ordered by task_index, then tasks that only episodes list."""
+def _task_facts(meta: DatasetMeta) -> Iterator[dict[str, Any]]:
+    """Yield tasks ordered by task_index, then tasks that only episodes list (has_index is False)."""
     counts: Counter[str] = Counter()
     if meta.version == "v2.1":
         for _, row in read_lines(meta.root, EPISODES):
@@ -214,25 +139,26 @@ def _task_facts(meta: DatasetMeta) -> Iterator[TaskFacts]:
                             counts[str(pair["values"])] += pair["counts"]
     known = dict.fromkeys(meta.tasks)
     for task in [*known, *sorted(counts.keys() - known)]:
-        yield TaskFacts(task, counts[task], has_index=task in known)
+        yield {"task": task, "episodes": counts[task], "has_index": task in known}
 
 
-def _camera_facts(meta: DatasetMeta, camera: str, files: DatasetFiles) -> CameraFacts:
+def _camera_facts(meta: DatasetMeta, camera: str, files: DatasetFiles) -> dict[str, Any]:
+    """Return the facts of a camera; the first opened mp4 file provides size, codec and fps."""
     feature, sizes = meta.features[camera], files.present_videos(camera)
     video = next((one for one in files.headers[camera] if not one.error), None)
     height, width = (video.height, video.width) if video else feature.height_width
-    return CameraFacts(
-        name=camera,
-        kind=feature.dtype,
-        height=height,
-        width=width,
-        codec=video.codec if video else feature.declared("codec"),
-        pixel_format=video.pixel_format if video else feature.declared("pix_fmt"),
-        fps=video.fps if video else camera_fps(meta, camera),
-        files=len(sizes),
-        bytes=sum(sizes.values()),
-        opened=len(files.headers[camera]),
-    )
+    return {
+        "name": camera,
+        "kind": feature.dtype,
+        "height": height,
+        "width": width,
+        "codec": video.codec if video else feature.declared("codec"),
+        "pixel_format": video.pixel_format if video else feature.declared("pix_fmt"),
+        "fps": video.fps if video else camera_fps(meta, camera),
+        "files": len(sizes),
+        "bytes": sum(sizes.values()),
+        "opened": len(files.headers[camera]),
+    }
 
 
 def write_dataset_checksums(found: Inspection) -> str:
@@ -245,55 +171,57 @@ def write_dataset_checksums(found: Inspection) -> str:
 
 def inspection_text(found: Inspection, *, width: int) -> str:
     """Return the report; empty sections are left out."""
-    episodes = found.episodes
-    features = [
-        [one.name, one.dtype, "x".join(map(str, one.shape)), ", ".join(map(str, one.names or ()))]
-        for one in found.features
-    ]
-    lengths = episodes and [
-        ["episodes", f"{episodes.count:,}"],
-        ["frames", f"{episodes.frames:,}"],
-        ["rate", f"{episodes.fps:g} fps"],
-        ["duration", format_seconds(episodes.duration_s)],
-        [
-            "length",
-            f"{episodes.min_length} to {episodes.max_length} frames, median {format_number(episodes.median_length)}",
-        ],
-    ]
-    tasks = [[f"{one.episodes:,}", one.task + ("" if one.has_index else " (not in meta/tasks)")] for one in found.tasks]
-    stats = [[name, " ".join(present) or "none"] for name, present in found.stats.items()]
-    none = "none, so that corrupt files are not detected; write them with --write_checksums=true"
-    disk = [[kind, format_bytes(size)] for kind, size in found.bytes.items()]
-    disk += [["checksums", CHECKSUMS if found.has_checksums else none]] if disk else []
-    sections = [
-        _table("features", ["name", "dtype", "shape", "names"], features, width),
-        _table("episodes", ["", ""], lengths or [], width),
-        _table("tasks", ["episodes", "task"], tasks, width),
-        _table(
-            "cameras",
-            ["name", "size", "codec", "pixels", "fps", "files", "bytes"],
-            [_camera_row(one) for one in found.cameras],
-            width,
-        ),
-        _table("statistics", ["feature", "present"], stats, width),
-        _table("on disk", ["", ""], disk, width),
-    ]
+    sections = _sections(found.facts, width) if found.facts else []
     failed = sum(one.level == "fail" for one in found.findings)
     problems = f"problems: {plural(failed, 'error')}, {plural(len(found.findings) - failed, 'warning')}"
     sections.append(problems if found.findings else "no problems found")
     sections += ["\n".join(finding_lines(one, width, first=f"  {one.level:5}")) for one in found.findings]
-    about = ", ".join(one for one in (found.version and f"LeRobot {found.version}", found.robot_type) if one)
-    title = printable(f"{found.dataset}{f' ({about})' if about else ''}")
+    about = [f"LeRobot {found.facts['version']}", found.facts["robot_type"]] if found.facts else []
+    title = printable(f"{found.dataset}{f' ({", ".join(str(one) for one in about if one)})' if about else ''}")
     return "\n\n".join([title, *(section for section in sections if section)])
 
 
-def _camera_row(one: CameraFacts) -> list[str]:
-    size, fps = f"{one.height}x{one.width}", f"{one.fps:g}"
-    if one.kind == "image":
-        return [one.name, size, "images", "-", fps, "in data/", "-"]
-    source = " (info)" if one.codec and not one.opened else ""  # no file was opened: from info.json
-    codec, pixels = f"{one.codec or '-'}{source}", one.pixel_format or "-"
-    return [one.name, size, codec, pixels, fps, f"{one.files:,}", format_bytes(one.bytes)]
+def _sections(facts: Mapping[str, Any], width: int) -> list[str]:
+    """Return the tables of the facts."""
+    episodes = facts["episodes"]
+    median = format_number(episodes["median_length"])
+    lengths = {
+        "episodes": f"{episodes['count']:,}",
+        "frames": f"{episodes['frames']:,}",
+        "rate": f"{episodes['fps']:g} fps",
+        "duration": format_seconds(episodes["duration_s"]),
+        "length": f"{episodes['min_length']} to {episodes['max_length']} frames, median {median}",
+    }
+    features = [
+        [one["name"], one["dtype"], "x".join(map(str, one["shape"])), ", ".join(map(str, one["names"] or ()))]
+        for one in facts["features"]
+    ]
+    tasks = [
+        [f"{one['episodes']:,}", one["task"] + ("" if one["has_index"] else " (not in meta/tasks)")]
+        for one in facts["tasks"]
+    ]
+    stats = [[name, " ".join(present) or "none"] for name, present in facts["stats"].items()]
+    none = "none, so that corrupt files are not detected; write them with --write_checksums=true"
+    disk = {kind: format_bytes(size) for kind, size in facts["bytes"].items()}
+    disk["checksums"] = CHECKSUMS if facts["has_checksums"] else none
+    heads = ["name", "size", "codec", "pixels", "fps", "files", "bytes"]
+    return [
+        _table("features", ["name", "dtype", "shape", "names"], features, width),
+        _table("episodes", ["", ""], [*lengths.items()], width),
+        _table("tasks", ["episodes", "task"], tasks, width),
+        _table("cameras", heads, [_camera_row(one) for one in facts["cameras"]], width),
+        _table("statistics", ["feature", "present"], stats, width),
+        _table("on disk", ["", ""], [*disk.items()], width),
+    ]
+
+
+def _camera_row(one: Mapping[str, Any]) -> list[str]:
+    size, fps = f"{one['height']}x{one['width']}", f"{one['fps']:g}"
+    if one["kind"] == "image":
+        return [one["name"], size, "images", "-", fps, "in data/", "-"]
+    source = " (info)" if one["codec"] and not one["opened"] else ""  # no file was opened: from info.json
+    codec, pixels = f"{one['codec'] or '-'}{source}", one["pixel_format"] or "-"
+    return [one["name"], size, codec, pixels, fps, f"{one['files']:,}", format_bytes(one["bytes"])]
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
@@ -320,101 +248,30 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], wid
 
 def check_names(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> None:
     """Reject names that none of the datasets has."""
-    known = {feature.name for one in found for feature in one.features}
+    known = {name for one in found for name in one.features}
     for name in rename_map:
         if name not in known:
             hint = did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
             raise ValueError(f"--rename_map: no dataset has a feature '{name}'{hint}")
 
 
-def command_text(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> str:
-    """Return the command in one line and the guesses in it; empty if none would train."""
-    command, maps = train_command(found, rename_map), _all_maps(found, rename_map)
-    if command is None or maps is None:
-        return ""
-    lines = ["a tiny model trains on it, also on a CPU, with:", f"  {command}"]
-    for one, names in list(zip(found, maps, strict=True))[1:]:
-        lines += [
-            f"  a guess: {json.dumps(own)} of {shlex.quote(one.dataset)} shows the same as {json.dumps(name)} of "
-            f"{shlex.quote(found[0].dataset)}; correct the map if not"
-            for own, name in _cameras(one, names).items()
-            if own not in rename_map and name != camera_name(own)
-        ]
-    return "\n".join(lines)
-
-
 def train_command(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> str | None:
-    """Return the command, or None if flags do not fix all failures."""
-    maps = _all_maps(found, rename_map)
-    failed = [one for inspection in found for one in inspection.findings if one.level == "fail" and not one.flags]
-    if maps is None or failed or any(one.episodes is None for one in found):
+    """Return a command that trains a tiny model, or None if flags do not fix all failures."""
+    findings = [finding for one in found for finding in one.findings]
+    has_cameras = all(any(one.is_camera and not one.is_depth for one in each.features.values()) for each in found)
+    if not has_cameras or any(one.level == "fail" and not one.flags for one in findings):
         return None
-    roots = [f"--dataset.root={shlex.quote(one.dataset)}" for one in found]
-    words = ["vlatune", "train", *_policy_flags(found, maps), *roots, *_map_flags(found, maps)]
-    fixes = {flag for one in found for finding in one.findings for flag in finding.flags}
+    fixes = {flag for one in findings for flag in one.flags}
+    names = dict(rename_map)
+    for flag in sorted(fixes):
+        if flag.startswith("--rename_map="):
+            names |= json.loads(flag.partition("=")[2])
+    is_used = {ACTION, STATE, *(own for own, name in names.items() if name in (ACTION, STATE))}
+    widest = max(one.features[own].shape[0] for one in found for own in is_used & one.features.keys())
+    recipe = POLICY.small_recipe if widest <= POLICY.max_dims else recipes_for(widest, small=True)[0]
+    words = ["vlatune", "train", f"--recipe={recipe}", *(f"--dataset.root={shlex.quote(one.dataset)}" for one in found)]
+    words += [as_flag(names)] if names else []
     words += [COMPUTE] if COMPUTE in fixes and len(found) == 1 else []  # always computed for several datasets
     words += [SKIP] if SKIP in fixes else []
     text = " ".join(words)
     return text if text.isprintable() else None
-
-
-def _policy_flags(found: Sequence[Inspection], maps: Sequence[Names]) -> list[str]:
-    """Select a tiny model that fits the datasets, or else the first dims of their vectors."""
-    tiny, most = f"--recipe={POLICY.small_recipe}", POLICY.max_dims
-    dims = []
-    for one, names in zip(found, maps, strict=True):
-        vectors = {names.get(f.name, f.name): f.shape[0] for f in one.features if not f.is_camera and f.shape}
-        dims.append({key: vectors.get(key, 0) for key in (ACTION, STATE)})
-    widest = max(max(each.values()) for each in dims)
-    sizes = {f.shape for one in found for f in one.features if f.is_camera and not f.is_depth}
-    if widest <= most:
-        return [tiny]
-    if len(sizes) == 1 and all(each == dims[0] for each in dims):  # required by policies without padding
-        return [f"--recipe={recipes_for(widest, small=True)[0]}"]
-    cuts = [{key: [f"0:{most}"] for key, width in each.items() if width > most} for each in dims]
-    return [tiny, *(as_flag(cut, SELECT_DIMS) for cut in cuts)]
-
-
-def _all_maps(found: Sequence[Inspection], rename_map: Mapping[str, str]) -> list[Names] | None:
-    """Return each dataset's name map; None if an action, state or camera is missing."""
-    maps = [_own_map(one.features, rename_map) for one in found]
-    complete = [names for names in maps if names is not None]
-    if len(complete) < len(found):
-        return None
-    targets = _cameras(found[0], complete[0]).values()
-    for one, names in zip(found[1:], complete[1:], strict=True):
-        own = _cameras(one, names)
-        unmatched = [name for name, target in own.items() if target not in targets and name not in rename_map]
-        names |= dict(zip(unmatched, (name for name in targets if name not in own.values()), strict=False))
-    return complete
-
-
-def _own_map(features: Sequence[FeatureFacts], rename_map: Mapping[str, str]) -> Names | None:
-    names = {one.name: rename_map[one.name] for one in features if one.name in rename_map}
-    taken = {names.get(one.name, one.name) for one in features}
-    vectors = [one.name for one in features if not one.is_camera and one.name not in RESERVED and one.name not in names]
-    for key in (ACTION, STATE):
-        if key not in taken:
-            likely = likely_name(key, vectors)
-            if likely is None:
-                return None
-            names[likely] = key
-    colour = [one.name for one in features if one.is_camera and not one.is_depth]
-    for name in colour:
-        if name not in names and camera_name(name) not in taken:
-            names[name] = camera_name(name)
-            taken.add(camera_name(name))
-    return names if colour else None
-
-
-def _cameras(one: Inspection, names: Names) -> Names:
-    """Map own names of colour cameras to delivered names."""
-    return {f.name: names.get(f.name, f.name) for f in one.features if f.is_camera and not f.is_depth}
-
-
-def _map_flags(found: Sequence[Inspection], maps: Sequence[Names]) -> list[str]:
-    """Return one map for all datasets if their names are compatible, else one for each."""
-    if not any(maps):
-        return []
-    common = common_map([{f.name for f in one.features} for one in found], maps)
-    return [as_flag(each, "--dataset.rename_map") for each in maps] if common is None else [as_flag(common)]

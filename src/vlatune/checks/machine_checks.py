@@ -6,28 +6,31 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from vlatune.batch import num_rows
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import open_store
 from vlatune.checks import device_memory
 from vlatune.checks.case import Case
-from vlatune.config.settings import RunConfig
+from vlatune.checks.device_memory import GB, GPU_SIZES
 from vlatune.data.reader import read_unit
 from vlatune.data.transforms import apply_all
 from vlatune.feed.plan import Share, make_units, plan_steps
 from vlatune.feed.sizing import CORE_FLOPS, Sizing, plan_on_nodes, usable_ram_bytes
 from vlatune.findings import Finding, finding_of
-from vlatune.formatting import format_bytes, format_number, format_seconds, format_share, plural
-from vlatune.gpu_driver import find_problem, read_gpu
+from vlatune.formatting import format_bytes, format_number, format_seconds, plural
+from vlatune.gpu_driver import find_problem
 from vlatune.policies.base import ModuleOptions
-from vlatune.ray_internals import count_gpus
+from vlatune.registry import get_policy_info
+from vlatune.train.cache_choice import USED, StepCost, plan_stores
 from vlatune.train.driver.launch import run_shape
 from vlatune.train.driver.ray_cluster import connected, read_nodes, size_for_this_host, worker_resources
 from vlatune.train.driver.resume_rules import check_run
-from vlatune.train.prefix_choice import GPU_FLOPS, cache_folder, run_figures
+from vlatune.train.prefix_choice import GPU_FLOPS, prefix_levels
 
 CPU_SHARE = 0.8
 """Share of free memory for all workers without GPUs; readers and the object store need the rest."""
@@ -69,7 +72,6 @@ def check_memory(case: Case) -> Iterator[Finding]:
         yield Finding("skipped", "memory", "the weights are too large to load, and the policy has no `plan_module`")
         return
     case.footprint = footprint
-    modes = device_memory.fit_modes(config, case.setup, columns)
     ema, cuda = config.optimizer.ema_decay > 0, torch.cuda.is_available()
     if cuda:
         device_bytes, device = int(torch.cuda.mem_get_info()[1]), "the GPU"
@@ -84,35 +86,36 @@ def check_memory(case: Case) -> Iterator[Finding]:
         "state_bytes": footprint.state_bytes(ema=ema),
         "bytes_per_sample": footprint.saved_per_sample,
         "largest_batch": footprint.largest_batch(device_bytes, cuda=cuda, **shared),
-        "fits": {
-            f"{one.train}{'+checkpointing' if one.gradient_checkpointing else ''}": dict(one.batches) for one in modes
-        },
-        "table": device_memory.table_rows(modes),
+        "fits": {size: footprint.largest_batch(size * GB, **shared) for size in GPU_SIZES},
     }
     text = (
         f"{format_bytes(needed)} per worker at batch size {config.batch_size}: {format_bytes(state)} for weights and "
         f"optimizer, {format_bytes(footprint.saved_per_sample)} per sample; {device} has {format_bytes(device_bytes)}"
     )
+    sizes = ", ".join(f"{batch or 'none'} on {size} GB" for size, batch in figures["fits"].items())
+    text = f"{text}; largest batch on a GPU: {sizes}"
     if needed <= device_memory.USABLE * device_bytes:
         yield Finding("pass", "memory", text, figures=figures)
-    elif cuda:
-        flags = device_memory.flags_that_fit(config, modes, footprint, device_bytes)
-        remedy = "keep the global batch with" if flags else "no fine-tuning mode of this policy fits the GPU"
-        yield Finding("fail", "memory", text, remedy=remedy, flags=flags, figures=figures)
-    else:  # the run may be intended for another machine
-        on_gpu = footprint.needed(config.batch_size, **shared)
-        fits = [size for size in device_memory.GPU_SIZES if on_gpu <= device_memory.USABLE * size * device_memory.GB]
-        largest = device_memory.GPU_SIZES[-1]
-        flags = () if fits else device_memory.flags_that_fit(config, modes, footprint, largest * device_memory.GB)
-        remedy = f"use a GPU of {fits[0]} GB" if fits else f"use a GPU of more than {largest} GB, or what fits one"
-        yield Finding("warn", "memory", text, remedy=remedy, flags=flags, figures=figures)
+        return
+    fits = [size for size, batch in figures["fits"].items() if batch >= config.batch_size]
+    if not cuda and fits:  # the run may be intended for another machine
+        yield Finding("warn", "memory", text, remedy=f"use a GPU of {fits[0]} GB", figures=figures)
+        return
+    checkpointed = None
+    if "gradient_checkpointing" in get_policy_info(config.policy.type).settings:
+        options = replace(ModuleOptions.of(config.policy), compile=False, gradient_checkpointing=True)
+        checkpointed = device_memory.plan_footprint(case.adapter, case.setup, options, columns)
+    most_bytes = device_bytes if cuda else GPU_SIZES[-1] * GB
+    flags = device_memory.flags_that_fit(config, footprint, checkpointed, most_bytes)
+    remedy = f"keep the global batch on {format_bytes(most_bytes)} with" if flags else "train less (--policy.train)"
+    yield Finding("fail" if cuda else "warn", "memory", text, remedy=remedy, flags=flags, figures=figures)
 
 
 def check_reading(case: Case) -> Iterator[Finding]:
     """Compare the CPU time to read a row with the step time, and derive the number of readers."""
     assert case.batch is not None
     assert case.setup is not None
-    config, (row_s, rows) = case.config, read_cost(case)
+    config, row_s = case.config, read_cost(case)
     sizing = plan_sizing(case)
     if case.step_s is not None:
         step_s, source = case.step_s / len(case.batch.rows["index"]), "measured"
@@ -122,21 +125,13 @@ def check_reading(case: Case) -> Iterator[Finding]:
         source = f"estimated for a GPU with {GPU_FLOPS / 1e12:.0f} TFLOP/s"
     on_cpu = not any(node.gpus for node in sizing.nodes)
     needed, readers = int(np.ceil(READER_MARGIN * row_s / step_s)), sizing.budget.readers
-    figures = {
-        "row_cpu_s": row_s,
-        "step_s_per_sample": step_s,
-        "readers_needed": needed,
-        "readers": readers,
-        "rows": rows,
-    }
+    figures = {"row_cpu_s": row_s, "step_s_per_sample": step_s, "readers_needed": needed, "readers": readers}
+    if on_cpu:  # reading and steps share the cores
+        core_s = row_s + step_s * sizing.torch_threads
+        case.sample_s = max(step_s, core_s * config.num_workers / sum(node.cpus for node in sizing.nodes))
+    else:
+        case.sample_s = max(step_s, row_s / max(1, readers))
     text = f"a sample costs {_short(row_s)} of a core to read and {_short(step_s)} of a step ({source})"
-    if on_cpu and case.step_s is not None:
-        core_s, cores = row_s + step_s * sizing.torch_threads, sum(node.cpus for node in sizing.nodes)
-        case.sample_s = max(step_s, core_s * config.num_workers / cores)
-        text = f"{text}; reading takes {format_share(row_s / core_s)} of the CPU time on {cores} cores"
-        yield Finding("pass", "reading", text, figures=figures)
-        return
-    case.sample_s = step_s if on_cpu else max(step_s, row_s / max(1, readers))
     text = f"{text}: {plural(needed, 'reader')} per worker needed, {readers} available"
     if needed <= readers or on_cpu:
         yield Finding("pass", "reading", text, figures=figures)
@@ -146,6 +141,23 @@ def check_reading(case: Case) -> Iterator[Finding]:
     flags = (f"--dataset.run_length={length}", f"--dataset.window_rows={window_rows}")
     remedy = "give each GPU more CPUs, or decode longer runs of frames"
     yield Finding("warn", "reading", text, remedy=remedy, flags=flags, figures=figures)
+
+
+def check_cache(case: Case) -> Iterator[Finding]:
+    """Check what the run stores instead of computing it again: show the table of all levels; the text states what the frame cache is worth."""
+    assert case.setup is not None
+    step, on_gpu = StepCost(), any(node.gpus for node in plan_sizing(case).nodes)
+    if case.step_s is not None and case.batch is not None:
+        step = StepCost(case.step_s / num_rows(case.batch.rows), is_on_readers_cores=not on_gpu)
+    decision = f"--policy.keep_prefix={case.config.policy.keep_prefix}"
+    others = partial(prefix_levels, case.config, case.setup, on_gpu=on_gpu, decision=decision)
+    plan = plan_stores(case.config, case.setup, others, step)
+    text, frames = plan.frames.decision, plan.frames
+    without_s, with_s = (plan.epoch_s(frames, is_stored=stored) for stored in (False, True))
+    if frames.decision == USED and without_s is not None and with_s is not None:
+        times = f"an epoch takes {format_seconds(without_s)} without them, {format_seconds(with_s)} with them"
+        text = f"decoded frames are kept in '{plan.settings and plan.settings.folder}': {times}"
+    yield Finding("pass", "cache", text, figures=plan.to_json() | {"table": plan.lines()})
 
 
 def check_duration(case: Case) -> Iterator[Finding]:
@@ -163,8 +175,8 @@ def _short(seconds: float) -> str:
     return format_seconds(seconds) if seconds >= 0.01 else f"{format_number(1000 * seconds, digits=2)} ms"
 
 
-def read_cost(case: Case) -> tuple[float, int]:
-    """Return the CPU seconds to read and transform a row with images, and the rows read."""
+def read_cost(case: Case) -> float:
+    """Return the CPU seconds to read and transform a row with images."""
     assert case.setup is not None
     plan, share = case.setup.data_plan, Share(0, case.config.num_workers)
     last = min(PLAN_STEPS, case.config.steps, plan.order.batches_per_epoch)
@@ -177,7 +189,7 @@ def read_cost(case: Case) -> tuple[float, int]:
     begin = time.process_time()
     for unit in make_units(plan, share, chosen):
         apply_all(plan.transforms, read_unit(plan.specs[unit.dataset_index], unit))
-    return (time.process_time() - begin) / rows, rows
+    return (time.process_time() - begin) / rows
 
 
 def plan_sizing(case: Case) -> Sizing:
@@ -191,28 +203,26 @@ def plan_sizing(case: Case) -> Sizing:
 
 
 def check_storage(case: Case) -> Iterator[Finding]:
-    """Check that checkpoints and a kept prefix can be written and fit on the disk."""
-    store = open_store(case.config.run_dir, case.config.storage_path)
-    if isinstance(store, LocalStore):
-        yield _check_disk(case, _existing(store.staging))
-    else:
-        store.check_writable()
-        yield Finding("pass", "storage", "a test file was written and removed", place=str(case.config.storage_path))
-    yield from _check_prefix(case)
-
-
-def _check_disk(case: Case, folder: Path) -> Finding:
+    """Check that checkpoints can be written and fit on the disk."""
     config = case.config
+    store = open_store(config.run_dir, config.storage_path)
+    if not isinstance(store, LocalStore):
+        store.check_writable()
+        yield Finding("pass", "storage", "a test file was written and removed", place=str(config.storage_path))
+        return
+    folder = _existing(store.staging)
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"vlatune")
     except OSError as error:
-        text, flags = f"'{folder}' is not writable ({error.strerror})", _other_disk(config, 0)
-        return Finding("fail", "storage", text, remedy="choose another --output_dir", flags=flags)
+        text = f"'{folder}' is not writable ({error.strerror})"
+        yield Finding("fail", "storage", text, remedy="choose another --output_dir")
+        return
     free = shutil.disk_usage(folder).free
     if case.footprint is None:
         text = f"'{folder}' is writable and has {format_bytes(free)} free"
-        return Finding("pass", "storage", text, figures={"free_bytes": free})
+        yield Finding("pass", "storage", text, figures={"free_bytes": free})
+        return
     each = case.footprint.checkpoint_bytes(ema=config.optimizer.ema_decay > 0)
     kept = config.keep_checkpoints + config.kept_best
     needed = (kept + 1) * each
@@ -220,53 +230,18 @@ def _check_disk(case: Case, folder: Path) -> Finding:
     text = f"{kept:,} checkpoints of {format_bytes(each)} and one being written take {format_bytes(needed)}"
     text = f"{text}; '{folder}' has {format_bytes(free)} free"
     if needed <= FREE_SHARE * free:
-        return Finding("pass", "storage", text, figures=figures)
+        yield Finding("pass", "storage", text, figures=figures)
+        return
     most = int(FREE_SHARE * FREE_SHARE * free // max(1, each)) - 1 - config.kept_best  # with a margin for others
-    if most >= 1:
-        flags: tuple[str, ...] = (f"--keep_checkpoints={most}",)
-    elif config.keep_best and int(FREE_SHARE * free // max(1, each)) >= 2 + (config.early_stop > 0):
-        flags = ("--keep_checkpoints=1", "--keep_best=0")
-    else:
-        flags = _other_disk(config, needed)
-    remedy = "keep fewer checkpoints" if most >= 1 else "choose a disk with more space"
-    return Finding("fail", "storage", text, remedy=remedy, flags=flags, figures=figures)
-
-
-def _check_prefix(case: Case) -> Iterator[Finding]:
-    """Check the space for the kept prefix; a run keeps as much as fits."""
-    if case.setup is None or case.config.policy.keep_prefix == "false":
-        return
-    try:
-        _, figures = run_figures(case.config, case.setup, on_gpu=count_gpus() > 0)
-    except ValueError:  # with `auto`, nothing is kept
-        return
-    free = shutil.disk_usage(_existing(cache_folder(case.config))).free
-    budget = case.config.dataset.cache_bytes or free
-    values = {"prefix_bytes": figures.total_bytes, "free_bytes": free, "read_bytes_per_s": figures.read_bytes_per_s}
-    text = f"the kept prefix takes {format_bytes(figures.total_bytes)}, {format_bytes(min(budget, free))} are available"
-    if figures.total_bytes <= FREE_SHARE * min(budget, free):
-        yield Finding("pass", "storage", text, figures=values)
-        return
-    flags, remedy = (
-        ("--policy.keep_prefix=false",),
-        "name a larger disk with --dataset.cache, or compute it in each epoch",
-    )
-    yield Finding("warn", "storage", text, remedy=remedy, flags=flags, figures=values)
+    flags = (f"--keep_checkpoints={most}",) if most >= 1 else ()
+    remedy = "keep fewer checkpoints" if flags else "name a disk with more space with --output_dir"
+    yield Finding("fail", "storage", text, remedy=remedy, flags=flags, figures=figures)
 
 
 def _existing(folder: Path) -> Path:
     """Return the folder or its nearest existing parent."""
     folder = folder.absolute()
     return next(one for one in (folder, *folder.parents) if one.is_dir())
-
-
-def _other_disk(config: RunConfig, needed: int) -> tuple[str, ...]:
-    """Suggest a run folder on a disk with enough space."""
-    for folder in (Path.cwd() / "runs", Path.home() / "runs", Path(tempfile.gettempdir()) / "runs"):
-        there = _existing(folder)
-        if os.access(there, os.W_OK) and FREE_SHARE * shutil.disk_usage(there).free > needed:
-            return (f"--output_dir={folder / config.run_dir.name}",)
-    return ()
 
 
 def check_cluster(case: Case) -> Iterator[Finding]:
@@ -283,7 +258,7 @@ def check_cluster(case: Case) -> Iterator[Finding]:
         remedy = "use one worker per GPU"
         yield Finding("fail", "cluster", text, expected="one GPU per worker", remedy=remedy, flags=flags)
         return
-    if gpus and not os.environ.get("RAY_ADDRESS") and (problem := find_problem(read_gpu())):
+    if gpus and not os.environ.get("RAY_ADDRESS") and (problem := find_problem()):
         found, _, remedy = problem.partition("; ")
         yield Finding("fail", "cluster", found, remedy=remedy)
         return

@@ -1,4 +1,4 @@
-"""Checks of the policy: base model, action chunk, weights, trainable parameters, and the first loss.
+"""Checks of the policy: base model, action chunk, weights, and the first loss.
 
 Everything policy-specific comes from its registry entry and adapter. torch is imported only when
 weights are loaded, if they fit into memory.
@@ -102,7 +102,7 @@ def check_horizon(case: Case) -> Iterator[Finding]:
 
 
 def check_weights(case: Case) -> Iterator[Finding]:
-    """Load the module like a worker."""
+    """Load the module like a worker, and count its trainable parameters."""
     import torch
 
     assert case.setup is not None
@@ -122,26 +122,11 @@ def check_weights(case: Case) -> Iterator[Finding]:
         flags, command = _other_base(case.config)
         yield replace(finding_of(error, "weights"), flags=flags, command=command)
         return
-    yield Finding("pass", "weights", f"{format_bytes(size)} loaded ({device})", figures={"bytes": size})
-
-
-def check_trainable(case: Case) -> Iterator[Finding]:
-    """Check the number of trainable parameters, and that they are float32."""
-    import torch
-
-    trained = {name: one for name, one in case.module.named_parameters() if one.requires_grad}
-    total, number = sum(one.numel() for one in case.module.parameters()), sum(one.numel() for one in trained.values())
-    figures = {"trainable": number, "parameters": total, "tensors": len(trained)}
-    if not trained:
-        text = f"--policy.train={case.config.policy.train}: no parameter is trainable"
-        yield Finding("fail", "trainable", text, remedy="choose another --policy.train", figures=figures)
-        return
-    other = [name for name, one in trained.items() if one.dtype != torch.float32]
-    if other:
-        text = f"{len(other)} trainable tensors are not float32: {', '.join(other[:MAX_SHOWN])}"
-        yield Finding("warn", "trainable", text, remedy="train in float32; small updates are rounded away")
-    share = f"{number:,} of {total:,} parameters ({format_share(number / total)})"
-    yield Finding("pass", "trainable", f"{share} in {plural(len(trained), 'tensor')}", figures=figures)
+    every = list(case.module.parameters())
+    total, trained = sum(one.numel() for one in every), sum(one.numel() for one in every if one.requires_grad)
+    figures = {"bytes": size, "trainable": trained, "parameters": total}
+    share = f"{trained:,} of {total:,} parameters ({format_share(trained / total)}) are trained"
+    yield Finding("pass", "weights", f"{format_bytes(size)} loaded ({device}); {share}", figures=figures)
 
 
 def check_loss(case: Case) -> Iterator[Finding]:

@@ -8,13 +8,12 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from vlatune.batch import ACTION, STATE, TASK, TOKEN_MASK, Columns, num_rows
-from vlatune.checks.case import MAX_SHOWN, Case, FirstBatch, Prompt, common_map, map_flag, with_flags
-from vlatune.checks.dataset_checks import COMPUTE, SKIP, check_dataset, is_stats_of_255, read_files
+from vlatune.checks.case import MAX_SHOWN, Case, FirstBatch, Prompt, map_flag, with_flags
+from vlatune.checks.dataset_checks import SKIP, check_dataset, is_stats_of_255, read_files
 from vlatune.config.flags import quote_flags
 from vlatune.config.settings import makes_base, makes_small
 from vlatune.config.validate import validate
@@ -23,14 +22,12 @@ from vlatune.data.frames.resize import letterbox_box
 from vlatune.data.health.bad_episodes import check_first, find_bad_episodes, leave_out, without
 from vlatune.data.health.timestamps import is_small, with_timestamps
 from vlatune.data.meta.dataset_meta import DatasetMeta, check_complete, load_meta
-from vlatune.data.meta.stats import has_stats
 from vlatune.data.order.partition import select_episodes
 from vlatune.data.transforms import Transform, apply_all
 from vlatune.feed.plan import Share
 from vlatune.findings import Finding, Level, finding_of
 from vlatune.formatting import format_seconds, format_share, plural
 from vlatune.policies.binding import bind
-from vlatune.policies.normalisation import stats_needed
 from vlatune.policies.tokenizer import MAX_LENGTH, Tokenise
 from vlatune.registry import all_recipes, get_policy_info, recipes_for
 from vlatune.run_setup import Setup, dataset_roots, join_roots, make_setup, read_specs
@@ -39,7 +36,7 @@ from vlatune.storage.root import Root
 from vlatune.train.data_preview import read_first_rows
 
 POLICY_CHECKS = ("names", "dims", "quantiles")
-"""Checks of `inspect` that depend on the policy and the flags of the run; see check_names and check_statistics."""
+"""Checks of `inspect` that depend on the policy and the flags of the run; see check_names and check_dims."""
 MANY_SKIPPED = 0.2
 CLOSE_NAME = 0.6
 """Minimum similarity (difflib) to treat a name as misspelt."""
@@ -48,7 +45,6 @@ MAX_ROWS, MAX_TASKS = 32, 2000
 NO_LIMIT = 10**6
 """Maximum prompt length for counting tokens."""
 TOKEN_MULTIPLE = 8
-ONE_COLOUR, WHITE, NEARLY_ALL = 8, 250, 0.6
 
 
 def check_settings(case: Case) -> Iterator[Finding]:
@@ -136,23 +132,16 @@ def _renamed(case: Case) -> tuple[DatasetMeta, ...]:
 
 
 def check_dims(case: Case) -> Iterator[Finding]:
-    """Check the widths and names of state and action."""
+    """Check the widths of state and action."""
     limits = {STATE: case.policy.max_state_dim, ACTION: case.policy.max_action_dim}
     for key in limits:
         if wide := _too_wide(case, key, limits):
             yield from wide
             continue
-        features = [meta.features[meta.own(key)] for meta in case.metas]
-        names, shape = features[0].names, features[0].shape
-        other = next((n for n, one in enumerate(features) if one.names and names and one.names != names), None)
-        if other is None:
-            text = f"{key}: {shape[0] if shape else 0} dims{f': {", ".join(names)}' if names else ' without names'}"
-            yield Finding("pass", "dims", text, figures={"dims": list(shape)})
-            continue
-        pairs = [f"{a} and {b}" for a, b in zip(names or (), features[other].names or (), strict=False) if a != b]
-        roots = f"'{case.metas[0].root.url}' and '{case.metas[other].root.url}'"
-        text = f"{key}: dims of {roots} have other names: {', '.join(pairs[:MAX_SHOWN])}"
-        yield Finding("warn", "dims", text, remedy="check that each dim means the same for both robots")
+        feature = case.metas[0].features[case.metas[0].own(key)]
+        names = f": {', '.join(feature.names)}" if feature.names else " without names"
+        text = f"{key}: {feature.shape[0] if feature.shape else 0} dims{names}"
+        yield Finding("pass", "dims", text, figures={"dims": list(feature.shape)})
 
 
 def _too_wide(case: Case, key: str, limits: Mapping[str, int]) -> list[Finding]:
@@ -249,8 +238,12 @@ def _similarity(own: str, name: str) -> float:
 
 def _map_flags(case: Case, maps: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     """Return one rename map if it fits all datasets, else one per dataset."""
-    common = common_map([meta.features for meta in case.metas], maps)
-    if common is not None and not case.config.dataset.rename_map:
+    common = {own: name for names in maps for own, name in names.items()}
+    fits = all(
+        {own: name for own, name in common.items() if own in meta.features} == dict(names)
+        for meta, names in zip(case.metas, maps, strict=True)
+    )
+    if fits and not case.config.dataset.rename_map:
         return (map_flag({**case.config.rename_map, **common}),)
     given = case.config.dataset.rename_map or [{}] * len(maps)
     return tuple(map_flag({**own, **names}, "--dataset.rename_map") for own, names in zip(given, maps, strict=True))
@@ -287,33 +280,6 @@ def check_episodes(case: Case) -> Iterator[Finding]:
     yield Finding("fail", "episodes", text, remedy=remedy, flags=(SKIP,), figures=figures)
 
 
-def check_statistics(case: Case) -> Iterator[Finding]:
-    """Check that the dataset has the statistics that the policy normalises with."""
-    needed = stats_needed(case.policy)
-    if not needed:
-        yield Finding("pass", "statistics", "the policy does not normalise state and action")
-    robots: list[tuple[DatasetMeta, ...]] = [(meta,) for meta in case.metas] if case.binding.parts else [case.metas]
-    for metas in robots:
-        for key, names in needed.items():
-            what = " and ".join(names)
-            computed = case.config.dataset.stats == "computed"
-            if computed or len(metas) > 1 or has_stats(metas, key, names):
-                source = "of the dataset" if not computed and len(metas) == 1 else "computed from all rows"
-                yield Finding("pass", "statistics", f"{key}: {what} {source}")
-                continue
-            case.apply((COMPUTE,))
-            text = f"{key}: the dataset's statistics have no {what}, so they are computed at every start"
-            remedy = "confirm it, or write them with LeRobot"
-            yield Finding(
-                "warn",
-                "statistics",
-                text,
-                place=" and ".join(meta.root.url for meta in metas),
-                remedy=remedy,
-                flags=(COMPUTE,),
-            )
-
-
 def check_samples(case: Case) -> Iterator[Finding]:
     """Build the setup of `vlatune train`: held-out episodes, statistics, lanes, batches per epoch."""
     case.setup = setup = make_setup(case.run_config(), case.metas, usable=case.usable)
@@ -346,17 +312,11 @@ def read_first_batch(setup: Setup, num_workers: int) -> FirstBatch:
 
 def _make_prompts(transforms: Sequence[Transform], columns: Columns) -> Iterator[Prompt]:
     """Yield each row's prompt with its number of tokens before truncation."""
-    at = next((number for number, one in enumerate(transforms) if isinstance(one, Tokenise)), None)
-    if at is not None:
-        step: Any = transforms[at]
-        texts = [str(text) for text in apply_all(transforms[:at], columns)[TASK]]
-        encoded = step.tokenizer.encode(texts, NO_LIMIT)
-        yield from (Prompt(text, len(ids)) for text, ids in zip(texts, encoded, strict=True))
-        return
-    inputs = apply_all(transforms, columns)
-    if TOKEN_MASK in inputs:  # not made by Tokenise: use the mask
-        counts = inputs[TOKEN_MASK].sum(axis=-1).tolist()
-        yield from (Prompt(str(text), int(count)) for text, count in zip(columns[TASK], counts, strict=True))
+    for at, step in enumerate(transforms):
+        if isinstance(step, Tokenise):
+            texts = [str(text) for text in apply_all(transforms[:at], columns)[TASK]]
+            encoded = step.tokenizer.encode(texts, NO_LIMIT)
+            yield from (Prompt(text, len(ids)) for text, ids in zip(texts, encoded, strict=True))
 
 
 def check_prompts(case: Case) -> Iterator[Finding]:
@@ -364,12 +324,12 @@ def check_prompts(case: Case) -> Iterator[Finding]:
     assert case.batch is not None
     tasks = list(dict.fromkeys(task for meta in case.metas for task in meta.tasks))
     number, empty = plural(len(tasks), "task"), sum(not task.strip() for task in tasks)
-    if not case.policy.has_prompt:
-        yield Finding("pass", "prompts", f"the policy takes no instruction; the dataset has {number}")
+    if not case.batch.prompts:
+        yield Finding("pass", "prompts", f"the policy tokenises no instruction; the dataset has {number}")
         return
     if empty:
         yield Finding("warn", "prompts", f"{empty} of {number} empty", remedy="write them in meta/tasks")
-    most = case.batch.inputs[TOKEN_MASK].shape[-1] if TOKEN_MASK in case.batch.inputs else NO_LIMIT
+    most = case.batch.inputs[TOKEN_MASK].shape[-1]
     longest = max(_all_prompts(case, case.batch, tasks[:MAX_TASKS]), key=lambda prompt: prompt.tokens)
     figures = {"longest": longest.tokens, "most": most, "tasks": len(tasks)}
     if longest.tokens <= most:
@@ -401,8 +361,7 @@ def _all_prompts(case: Case, batch: FirstBatch, tasks: Sequence[str]) -> Iterato
 
 
 def check_images(case: Case) -> Iterator[Finding]:
-    """Check statistics, content and size of images."""
-    assert case.batch is not None
+    """Check statistics and size of images."""
     if not case.binding.cameras:
         yield Finding("pass", "images", "the policy takes no images")
         return
@@ -414,12 +373,6 @@ def check_images(case: Case) -> Iterator[Finding]:
                 yield Finding("fail", "images", text, place=meta.root.url, expected="0..1", remedy=remedy)
     target, sizes = case.policy.image_hw, []
     for own, _ in case.binding.cameras:
-        pixels = case.batch.rows[own]
-        low, high = int(pixels.min()), int(pixels.max())
-        is_white = float((pixels >= WHITE).mean()) > NEARLY_ALL
-        if high - low < ONE_COLOUR or is_white:
-            text = f"camera '{own}': images are nearly white" if is_white else f"camera '{own}': images have one colour"
-            yield Finding("warn", "images", text, remedy="check the recording; the camera may have been covered")
         recorded = case.metas[0].features[own].height_width
         _, _, height, width = letterbox_box(recorded, target, pad=case.policy.pad)
         padding = 1 - height * width / (target[0] * target[1])

@@ -8,9 +8,11 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+from operator import ge, gt, le, lt
 from typing import Any, Literal, get_type_hints
 
-LIMITS = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
+LIMITS = {"minimum": ("at least", ge), "above": ("above", gt), "maximum": ("at most", le), "below": ("below", lt)}
+"""Limits of a number: their names in messages, and whether a number and a limit are valid."""
 MAX_NUMBER = 10**15
 """Maximum of any number; larger ones would lose digits in JSON."""
 POLICY_OPTIONS = "policy_options"
@@ -44,16 +46,10 @@ def violation(field: dataclasses.Field[Any], value: Any) -> str | None:
             continue
         if not abs(number) <= MAX_NUMBER:
             return f"must be {MAX_NUMBER} or less"
-        is_within = {
-            "minimum": number >= limits.get("minimum", number),
-            "above": "above" not in limits or number > limits["above"],
-            "maximum": number <= limits.get("maximum", number),
-            "below": "below" not in limits or number < limits["below"],
-        }
-        if not all(is_within.values()):
+        if not all(LIMITS[name][1](number, limit) for name, limit in limits.items()):
             if [*limits] == ["minimum"]:
                 return f"must be {limits['minimum']} or more"
-            return f"must be {' and '.join(f'{LIMITS[name]} {limit}' for name, limit in limits.items())}"
+            return f"must be {' and '.join(f'{LIMITS[name][0]} {limit}' for name, limit in limits.items())}"
     return None
 
 
@@ -73,16 +69,14 @@ def field_types(cls: type) -> dict[str, Any]:
     return {one.name: hints[one.name] for one in dataclasses.fields(cls) if POLICY_OPTIONS not in one.metadata}
 
 
-def is_config(kind: Any) -> bool:
-    """True for the type of a nested config."""
-    return dataclasses.is_dataclass(kind)
-
-
 def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
     """Return dotted name -> type of every field, including nested config classes."""
     found: dict[str, Any] = {}
     for name, kind in field_types(cls).items():
-        found |= leaf_types(kind, f"{prefix}{name}.") if is_config(kind) else {prefix + name: kind}
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            found |= leaf_types(kind, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = kind
     return found
 
 

@@ -35,7 +35,8 @@ def convert(value: Any, kind: Any) -> Any:
     if origin is tuple:
         return tuple(_items(value, args[0])) if is_repeatable(kind) else _fixed(value, args)
     if origin is dict:
-        return {convert(key, args[0]): convert(one, args[1]) for key, one in _mapping(value).items()}
+        pairs = _load(value, dict, 'a mapping, as {"from": "to"}')
+        return {convert(key, args[0]): convert(one, args[1]) for key, one in pairs.items()}
     if origin is Literal:
         return _choice(value, args)
     if dataclasses.is_dataclass(kind):
@@ -123,11 +124,13 @@ def _str(value: Any) -> str:
     raise ExpectationError("expected text")
 
 
-def _word(value: Any) -> str:
-    return str(value) if type(value) is int else _str(value)
-
-
-_SCALARS = {int: _int, float: _float, bool: _bool, str: _str, int | str: _word}
+_SCALARS = {
+    int: _int,
+    float: _float,
+    bool: _bool,
+    str: _str,
+    int | str: lambda value: _str(str(value) if type(value) is int else value),
+}
 
 
 def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
@@ -147,7 +150,10 @@ def _items(value: Any, kind: Any) -> list[Any]:
     for part in [value] if isinstance(value, str) else value:
         span = RANGE.fullmatch(part) if kind is int and isinstance(part, str) else None
         if span:
-            found += _range(int(span[1]), int(span[2]), most=MAX_RANGE - len(found))
+            begin, end = int(span[1]), int(span[2])
+            if not begin < end <= begin + MAX_RANGE:  # checked before a list is built
+                raise ExpectationError(f"expected a range of 1 to {MAX_RANGE:,} numbers")
+            found += range(begin, end)
         elif isinstance(part, str) and part.lstrip().startswith("["):
             found += _items(_load(part, list, "a list, as [a,b]"), kind)
         else:
@@ -157,29 +163,12 @@ def _items(value: Any, kind: Any) -> list[Any]:
     return found
 
 
-def _range(begin: int, end: int, *, most: int) -> range:
-    """Return the numbers of `begin:end`; the length is checked before a list is built."""
-    if begin >= end:
-        raise ExpectationError("expected a range with its end above its beginning")
-    if end - begin > most:
-        raise ExpectationError(f"expected a range of at most {MAX_RANGE:,} numbers, all ranges together")
-    return range(begin, end)
-
-
 def _fixed(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     expected = f"a list of {len(kinds)}, as {kind_name(tuple[kinds])}"
-    parts = _load(value, list, expected) if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or len(parts) != len(kinds):
+    parts = value if isinstance(value, tuple) else _load(value, list, expected)
+    if len(parts) != len(kinds):
         raise ExpectationError(f"expected {expected}")
     return tuple(convert(part, kind) for part, kind in zip(parts, kinds, strict=True))
-
-
-def _mapping(value: Any) -> dict[Any, Any]:
-    expected = 'a mapping, as {"from": "to"}'
-    found = _load(value, dict, expected) if isinstance(value, str) else value
-    if not isinstance(found, dict):
-        raise ExpectationError(f"expected {expected}")
-    return found
 
 
 def _record(value: Any, kind: Any) -> Any:
@@ -195,9 +184,10 @@ def _record(value: Any, kind: Any) -> Any:
     return kind(**{name: convert(one, types[name]) for name, one in value.items()})
 
 
-def _load(text: str, kind: type, expected: str) -> Any:
+def _load(value: Any, kind: type, expected: str) -> Any:
+    """Parse text as YAML; values of JSON are returned."""
     try:
-        found = load_yaml(text)
+        found = load_yaml(value) if isinstance(value, str) else value
     except ValueError:
         found = None
     if not isinstance(found, kind):

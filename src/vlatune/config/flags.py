@@ -15,7 +15,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from vlatune.config.fields import POLICY_OPTIONS, field_types, is_config, leaf_types
+from vlatune.config.fields import POLICY_OPTIONS, field_types, leaf_types
 from vlatune.config.flag_values import ExpectationError, convert, is_repeatable, load_yaml, shown
 from vlatune.console import warn
 from vlatune.errors import did_you_mean
@@ -35,23 +35,21 @@ Layer = dict[str, Given]
 FROM_LEROBOT = "from_lerobot"
 
 
-class MissingOperandError(ValueError):
-    """A required operand is missing on the command line."""
-
-
 def parse_flags[T](argv: Sequence[str], cls: type[T]) -> T:
     """Return the config for `argv`, which may contain `--recipe=NAME` and `--config_path=FILE`."""
     return parse_command(argv, cls)[0]
 
 
-def parse_command[T](argv: Sequence[str], cls: type[T], *, operands: Sequence[str] = ()) -> tuple[T, list[str]]:
+def parse_command[T](
+    argv: Sequence[str], cls: type[T], *, operands: Sequence[str] = (), usage: str = ""
+) -> tuple[T, list[str]]:
     """Return the config and the operands of a command: `eval RUN --seed=1` has the operand RUN.
 
     The last operand may be repeated if its name ends with dots.
     """
     layer, values = _split_argv(argv, cls)
     if len(values) < len(operands):
-        raise MissingOperandError(f"{operands[len(values)].removesuffix('...')} is missing")
+        raise ValueError(f"{operands[len(values)].removesuffix('...')} is missing; usage: {usage}")
     if len(values) > len(operands) and not (operands and operands[-1].endswith("...")):
         raise ValueError(f"'{values[len(operands)]}' is not expected here; flags are written --name=value")
     if path := layer.pop("config_path", None):
@@ -110,15 +108,13 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=dataclasses.asdict)
 
 
-def _has_options(cls: type) -> bool:
-    return any(POLICY_OPTIONS in field.metadata for field in dataclasses.fields(cls))
-
-
 def _option_flags(cls: type, prefix: str = "") -> dict[str, Any]:
     """Return dotted name -> type of the options of all policies, if the config class has any."""
-    found = {prefix + name: kind for name, kind in option_types().items()} if _has_options(cls) else {}
+    has_options = any(POLICY_OPTIONS in field.metadata for field in dataclasses.fields(cls))
+    found = {prefix + name: kind for name, kind in option_types().items()} if has_options else {}
     for name, kind in field_types(cls).items():
-        found |= _option_flags(kind, f"{prefix}{name}.") if is_config(kind) else {}
+        if isinstance(kind, type) and is_dataclass(kind):
+            found |= _option_flags(kind, f"{prefix}{name}.")
     return found
 
 
@@ -176,7 +172,7 @@ def _lerobot_layer(given: str) -> Layer:
 
     values, ignored = translate(given)
     if ignored:
-        warn(f"vlatune: --{FROM_LEROBOT}: ignored: {'; '.join(f'{name} ({why})' for name, why in ignored.items())}")
+        warn(f"vlatune: --{FROM_LEROBOT}: ignored, without an effect on what is learned: {', '.join(ignored)}")
     return {name: Given(value, f"--{FROM_LEROBOT}: {name}={shown(value)}") for name, value in values.items()}
 
 
@@ -196,15 +192,15 @@ def _flatten(cls: type, values: Any, where: str, prefix: str = "") -> Layer:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}: {prefix[:-1] or 'the file'} must be a mapping of names to values")
     types = field_types(cls)
-    if _has_options(cls) and any(name not in types for name in values):
-        types = option_types() | types
+    if any(name not in types for name in values):
+        types = {name.removeprefix(prefix): kind for name, kind in _option_flags(cls, prefix).items()} | types
     flat: Layer = {}
     for name, value in values.items():
         if name not in types:
             raise ValueError(
                 f"{where}: unknown key {prefix}{shown(name)}{did_you_mean(str(name), types, prefix=prefix)}"
             )
-        if is_config(types[name]):
+        if is_dataclass(types[name]):
             flat |= _flatten(types[name], value, where, f"{prefix}{name}.")
         else:
             flat[prefix + name] = Given(value, f"{where}: {prefix}{name}={shown(value)}")
@@ -219,7 +215,7 @@ def _build[T](cls: type[T], layer: Layer, prefix: str = "", base: Any = None) ->
         name = prefix + field.name
         if POLICY_OPTIONS in field.metadata:
             values[field.name] = values.get(field.name, {}) | _policy_options(layer, prefix, types, cls(**values))
-        elif is_config(types[field.name]):
+        elif is_dataclass(types[field.name]):
             default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             values[field.name] = _build(types[field.name], layer, f"{name}.", values.get(field.name, default))
         elif name in layer:

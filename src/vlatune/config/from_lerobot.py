@@ -1,6 +1,6 @@
 """`--from_lerobot`: translate LeRobot's `train_config.json` or a `lerobot-train` command.
 
-`lerobot_fields.py` has a row for every field and launcher flag. Fields that are not given have
+`lerobot_fields.py` has a row for every field. Fields that are not given have
 LeRobot's defaults, so that the run equals that of `lerobot-train`. Nothing of LeRobot is imported.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlatune.config.lerobot_fields import FROZEN, LAUNCHER, OPTIMIZERS, PRESETS, REQUIRED, ROWS, Row
+from vlatune.config.lerobot_fields import FROZEN, OPTIMIZERS, PRESETS, REQUIRED, ROWS, Row
 from vlatune.errors import did_you_mean
 from vlatune.registry import PolicyInfo, get_policy_info, policy_types
 from vlatune.storage.files import parse_json, read_file
@@ -27,11 +27,11 @@ MAX_REJECTED, MAX_TEXT, MAX_PARTS = 20, 200, 8
 NULLS = (None, "", "null", "None")
 
 
-def translate(given: str) -> tuple[dict[str, Any], dict[str, str]]:
+def translate(given: str) -> tuple[dict[str, Any], list[str]]:
     """Translate a train_config.json (path) or a command.
 
-    Returns flag -> value, and the given fields that have no effect -> reason. Raises a ValueError
-    that names every field without an equivalent.
+    Returns flag -> value, and the given fields that have no effect. Raises a ValueError that names
+    every field without an equivalent.
     """
     if given.strip().endswith(".json") and " --" not in given:
         return _Translation(_read_config(Path(given)), {}, {}).run()
@@ -109,23 +109,24 @@ class _Translation:
         self.fields = _base_fields(str(given.get("policy.path") or "")) | given
         paths = (self.fields.get(f"policy.{name}") for name in ("path", "pretrained_path"))
         self.base = next((str(path) for path in paths if path not in NULLS), None)
+        self.info = _find_policy(self.fields.get("policy.type"), self.base)
         self.has_preset = _is_true(self.fields.get("use_policy_training_preset", True))
+        self.has_adapters = any(name.startswith("peft.") for name in self.fields)
         self.values: dict[str, Any] = {}
-        self.ignored: dict[str, str] = {}
+        self.ignored: list[str] = []
         self.rejected: list[str] = []
 
-    def run(self) -> tuple[dict[str, Any], dict[str, str]]:
-        info = self._find_policy()
-        options = self._options(info)
+    def run(self) -> tuple[dict[str, Any], list[str]]:
+        is_used = {one.name: one.metadata["with_base"] != "unused" for one in dataclasses.fields(self.info.options)}
+        defaults = self.info.option_defaults  # some options only apply to new models
+        options = {f"policy.{name}": one for name, one in defaults.items() if is_used[name] or self.base is None}
         self._drop_unused_presets()
-        self._translate_fields(info, options)
-        if info:
-            self._set_policy(info)
-            self._set_optimizer(info)
-            self._set_validation()
-            mixed = str(self.fields.get("accelerator.mixed_precision", "no"))
-            self._set_precision("accelerator.mixed_precision", mixed, info)
-        self._translate_launcher(info)
+        self._translate_fields(options)
+        self._set_policy()
+        self._set_optimizer()
+        self._set_validation()
+        self._set_precision("accelerator.mixed_precision", str(self.fields.get("accelerator.mixed_precision", "no")))
+        self._translate_launcher()
         if self.rejected:
             more = f"; and {len(self.rejected) - MAX_REJECTED:,} more" if len(self.rejected) > MAX_REJECTED else ""
             raise ValueError(f"--from_lerobot: no equivalent for {'; '.join(self.rejected[:MAX_REJECTED])}{more}")
@@ -135,48 +136,21 @@ class _Translation:
     def _reject(self, name: str, value: Any, reason: str) -> None:
         self.rejected.append(f"{name}={_text(value)}: {reason}")
 
-    def _find_policy(self) -> PolicyInfo | None:
-        """Return the policy of the given type, or the one whose default hub base is given."""
-        kind = self.fields.get("policy.type")
-        if kind in policy_types():
-            return get_policy_info(kind)
-        if kind:
-            self._reject("policy.type", kind, f"must be one of {', '.join(policy_types())}")
-        elif self.base is None:
-            self.rejected.append("a command without --policy.type and --policy.path")
-        else:
-            for info in map(get_policy_info, policy_types()):
-                if info.hub_base == self.base:
-                    return info
-            self._reject("policy.path", self.base, "the type of this policy is not known; add --policy.type=TYPE")
-        return None
-
-    def _options(self, info: PolicyInfo | None) -> dict[str, Any]:
-        """Return name -> default of the policy's options; some only apply to new models."""
-        fields = dataclasses.fields(info.options) if info else ()
-        return {
-            f"policy.{one.name}": one.default
-            for one in fields
-            if one.metadata["with_base"] != "unused" or self.base is None
-        }
-
     def _drop_unused_presets(self) -> None:
         """Drop the fields that LeRobot ignores: it uses the policy's presets or the groups."""
-        reason = f"use_policy_training_preset is {'on' if self.has_preset else 'off'}"
         for name in list(self.fields):
             if name.startswith(("optimizer.", "scheduler.")) if self.has_preset else name in PRESETS:
                 del self.fields[name]
-                self.ignored |= {name: reason} if name in self.typed else {}
+                self.ignored += [name] if name in self.typed else []
 
-    def _translate_fields(self, info: PolicyInfo | None, options: dict[str, Any]) -> None:
-        has_adapters = any(name.startswith("peft.") for name in self.fields)
+    def _translate_fields(self, options: dict[str, Any]) -> None:
         defaults = {
             name: row.default
             for name, row in ROWS.items()
-            if row.flag and row.default is not REQUIRED and (has_adapters or not name.startswith("peft."))
+            if row.flag and row.default is not REQUIRED and (self.has_adapters or not name.startswith("peft."))
         }
         fields = defaults | (options if self.base is None else {}) | self.fields
-        new = {f"policy.{name}" for name in info.new_model_fields} if info and self.base is None else set()
+        new = {f"policy.{name}" for name in self.info.new_model_fields} if self.base is None else set()
         for name in sorted(fields, key=lambda name: name == "scheduler.name"):  # overrides scheduler.type
             value, is_typed = fields[name], name in self.typed
             row = Row(flag=name) if name in options else _find_row(name)
@@ -185,8 +159,8 @@ class _Translation:
                 self.rejected.append(f"{_text(name)}: LeRobot has no such field{hint}")
             elif row.flag:
                 self._take(name, value, row, row.flag)
-            elif row.is_ignored:
-                self.ignored |= {name: row.reason} if is_typed else {}
+            elif not row.reason:
+                self.ignored += [name] if is_typed else []
             elif row.default is not REQUIRED:
                 if not _is_same(value, row.default):
                     self._reject(name, value, row.reason)
@@ -205,36 +179,29 @@ class _Translation:
             self.values[flag] = value
         return None
 
-    def _set_policy(self, info: PolicyInfo) -> None:
+    def _set_policy(self) -> None:
         """Set type, job name and fine-tuning mode; reject what a new model has differently."""
+        info = self.info
         self.values["policy.type"] = info.type
         self.values["job_name"] = self.values.get("job_name") or info.type
-        defaults = {f"policy.{name}": True for name in info.frozen_fields}
-        expert, tower = (_is_true(self.fields.get(name, defaults.get(name, False))) for name in FROZEN)
-        has_adapters = any(name.startswith("peft.") for name in self.fields)
-        mode = "lora" if has_adapters else "expert" if expert else "language" if tower else "full"
-        if has_adapters and self.values.get("policy.lora_alpha") is None:
+        expert, tower = (_is_true(self.fields.get(f"policy.{name}", name in info.frozen_fields)) for name in FROZEN)
+        mode = "lora" if self.has_adapters else "expert" if expert else "language" if tower else "full"
+        if self.has_adapters and self.values.get("policy.lora_alpha") is None:
             self.values["policy.lora_alpha"] = 8.0  # PEFT's default
         if mode in info.train_modes:
             self.values["policy.train"] = mode
         elif mode == "language":
-            self._reject(
-                FROZEN[1],
-                True,
-                "the vision tower is only frozen together with the language model (--policy.train=expert)",
-            )
+            reason = "the vision tower is only frozen together with the language model (--policy.train=expert)"
+            self._reject(f"policy.{FROZEN[1]}", True, reason)
         else:
             self._reject("--policy.train", mode, f"must be one of {', '.join(info.train_modes)}")
         for name, (default, ours) in info.new_model_fields.items() if self.base is None else ():
             value = self.fields.get(f"policy.{name}", default)
             if name not in info.option_defaults and not _is_same(value, ours):
-                self._reject(
-                    f"policy.{name}",
-                    value,
-                    f"must be {_text(ours)} for a new {info.title}, or use a base model (--policy.path)",
-                )
+                reason = f"must be {_text(ours)} for a new {info.title}, or use a base model (--policy.path)"
+                self._reject(f"policy.{name}", value, reason)
 
-    def _set_optimizer(self, info: PolicyInfo) -> None:
+    def _set_optimizer(self) -> None:
         """Set the optimizer and scheduler values that are not given."""
         values, decay = self.values, self.values.pop("optimizer.ema_decay", None)
         if _is_true(self.fields.get("ema.enable", False)):
@@ -242,7 +209,7 @@ class _Translation:
             if decay in NULLS:
                 self._reject("ema.enable", True, "only a constant decay is supported; add --ema.decay=0.999")
         if self.has_preset:
-            presets = next((one.config for one in info.recipes.values() if not one.small), None)
+            presets = next((one.config for one in self.info.recipes.values() if not one.small), None)
             for group in ("optimizer", "scheduler") if presets else ():
                 for name, value in dataclasses.asdict(getattr(presets, group)).items():
                     values.setdefault(f"{group}.{name}", value)
@@ -260,7 +227,6 @@ class _Translation:
             return
         if peak != lr and peak > 0:  # LeRobot scales optimizer.lr by a factor that ends at decay_lr / peak_lr
             values["scheduler.decay_lr"] = final * lr / peak
-            self.ignored["scheduler.peak_lr"] = ROWS["scheduler.peak_lr"].reason
 
     def _set_validation(self) -> None:
         if self.values.get("dataset.root") is not None:
@@ -269,37 +235,46 @@ class _Translation:
             self.values["dataset.hold_out"] = "last_of_task"
         if _is_same(self.values.get("eval_samples"), 0):  # means all samples in LeRobot
             del self.values["eval_samples"]
-            if not _is_same(self.values.get("eval_freq"), 0):
-                self.ignored["max_eval_samples"] = "validation uses --eval_samples held-out samples"
 
-    def _translate_launcher(self, info: PolicyInfo | None) -> None:
-        """Translate processes and precision; other launcher flags are ignored or rejected."""
+    def _translate_launcher(self) -> None:
+        """Translate processes and precision; other launcher flags and the environment are ignored."""
         names = ("--num_processes", "--nproc_per_node", "--nnodes")
-        counts = {name: self.launcher[name] for name in names if name in self.launcher}
+        counts = {name: self.launcher.pop(name) for name in names if name in self.launcher}
         for name, value in counts.items():
             if not value.isdecimal():
                 raise ValueError(f"--from_lerobot: {name}={_text(value)}: expected a whole number")
         if counts.keys() - {"--nnodes"}:
             self.values["num_workers"] = math.prod(map(int, counts.values()))
-        for name, value in sorted(self.launcher.items()):
-            row = LAUNCHER[name if name in LAUNCHER else "--" if name.startswith("--") else ""]
-            if name == "--mixed_precision" and info:
-                self._set_precision(name, value, info)
-            elif name not in counts and row.is_ignored:
-                self.ignored[name] = row.reason
-            elif name not in counts and not _is_same(value, row.default):
-                self._reject(name, value, row.reason)
+        self._set_precision("--mixed_precision", self.launcher.pop("--mixed_precision", "no"))
+        if file := self.launcher.pop("--config_file", None):
+            reason = "launcher files are not read; give its num_processes and mixed_precision as flags"
+            self._reject("--config_file", file, reason)
+        self.ignored += sorted(self.launcher)
 
-    def _set_precision(self, name: str, value: str, info: PolicyInfo) -> None:
+    def _set_precision(self, name: str, value: str) -> None:
         """Translate autocast to --policy.dtype."""
         if value not in ("bf16", "no"):
             self._reject(name, value, "supported are bf16 and no")
-        elif value == "bf16" and "dtype" not in info.settings:
-            self._reject(name, value, f"{info.title} computes in float32; remove it")
-        elif value == "bf16" and name == "--mixed_precision" and self.fields.get("policy.dtype"):
-            self.ignored[name] = "LeRobot uses policy.dtype, which is given"
-        elif value == "bf16":
+        elif value == "bf16" and "dtype" not in self.info.settings:
+            self._reject(name, value, f"{self.info.title} computes in float32; remove it")
+        elif value == "bf16" and not (name == "--mixed_precision" and self.fields.get("policy.dtype")):
             self.values["policy.dtype"] = "bfloat16"
+
+
+def _find_policy(kind: Any, base: str | None) -> PolicyInfo:
+    """Return the policy of the given type, or the one whose default hub base is given."""
+    if kind in policy_types():
+        return get_policy_info(kind)
+    if kind:
+        reason = f"policy.type={_text(kind)}: must be one of {', '.join(policy_types())}"
+    elif base is None:
+        reason = "a command without --policy.type and --policy.path"
+    else:
+        for info in map(get_policy_info, policy_types()):
+            if info.hub_base == base:
+                return info
+        reason = f"policy.path={_text(base)}: the type of this policy is not known; add --policy.type=TYPE"
+    raise ValueError(f"--from_lerobot: no equivalent for {reason}")
 
 
 def _base_fields(path: str) -> dict[str, Any]:
@@ -317,7 +292,8 @@ def _base_fields(path: str) -> dict[str, Any]:
             f"--from_lerobot: policy.path={_text(path)}: cannot read config.json ({_text(str(error))})"
         ) from None
     found = {f"policy.{key}": value for key, value in content.items()} if isinstance(content, dict) else {}
-    return {key: value for key, value in found.items() if key in ("policy.type", *FROZEN, *PRESETS)}
+    kept = ("policy.type", *(f"policy.{name}" for name in FROZEN), *PRESETS)
+    return {key: value for key, value in found.items() if key in kept}
 
 
 def _find_row(name: str) -> Row | None:

@@ -1,4 +1,4 @@
-"""Tables for `--from_lerobot`: all fields of LeRobot's training config and of its launchers.
+"""Tables for `--from_lerobot`: all fields of LeRobot's training config.
 
 A name that ends with a dot stands for all fields below it that have no row. Options of policies are
 flags of the same name and not listed. `docs/from_lerobot.md` shows the table.
@@ -21,11 +21,13 @@ class Row:
     flag: str | None = None
     """Our equivalent flag."""
     reason: str = ""
-    """Why the field, or its value, is ignored or rejected."""
-    is_ignored: bool = False
+    """Why the field, or its value, is rejected; a field without flag and reason is ignored."""
     values: Mapping[str, str] | None = None
     """LeRobot's values -> ours, if they differ; other values are rejected."""
 
+
+FROZEN = ("train_expert_only", "freeze_vision_encoder")
+"""Fields of a policy that select the fine-tuning mode."""
 
 SAME_NAME = {
     **dict.fromkeys(("dataset.repo_id", "dataset.image_transforms.tfs", "policy.type", "policy.path"), REQUIRED),
@@ -97,46 +99,18 @@ OTHER_VALUES = {
     "policy.scheduler_name": DIFFUSERS,
 }
 
-READING = "readers are sized for the machine (docs/hardware.md)"
-IGNORED = {
-    "dataset.streaming": "datasets are always read on demand",
-    "dataset.video_backend": "PyAV decodes the same frames",
-    "dataset.return_uint8": "images are always uint8 up to the device",
-    "dataset.depth_output_unit": "depth is not read",
-    "env.": "see env",
-    "reward_model.": "see reward_model",
-    "sample_weighting.": "see sample_weighting",
-    "checkpoint_path": "LeRobot runs cannot be resumed",
-    "num_workers": f"{READING}; our --num_workers is the number of training workers",
-    **dict.fromkeys(("prefetch_factor", "persistent_workers", "dataloader_multiprocessing_context"), READING),
-    "env_eval_freq": "training runs no simulation",
-    "use_policy_training_preset": "selects the source of optimizer and scheduler",
-    "eval.": "training runs no simulation",
-    "job.": "see job.target",
-    "wandb.": "see wandb.enable",
-    "trackio.": "see trackio.enable",
-    "checkpoint_format": "`vlatune export` writes safetensors",
-    "ema.": "see ema.enable",
-    "ema.enable": "see --optimizer.ema_decay",
-    "accelerator.": "Ray Train starts and connects the workers",
-    "accelerator.mixed_precision": "see --policy.dtype",
-    "optimizer": "see optimizer.type",
-    "scheduler": "see scheduler.type",
-    "scheduler.peak_lr": "the peak is optimizer.lr; decay_lr is scaled if they differ",
-    "peft": "see peft.method_type",
-    "policy.compile_mode": "layers are compiled one by one",
-    "policy.device": "a worker uses the available GPU",
-    "policy.use_peft": "see peft",
-    **dict.fromkeys(("policy.train_expert_only", "policy.freeze_vision_encoder"), "see --policy.train"),
-    **dict.fromkeys(("policy.memory_frames", "policy.memory_stride"), "see policy.use_visual_memory"),
-    "policy.memory_temporal_attention_every": "see policy.use_visual_memory",
-    **dict.fromkeys(
-        (f"policy.{name}" for name in ("push_to_hub", "repo_id", "private", "tags", "license")), "no effect on training"
-    ),
-}
-"""Fields that do not affect the trained model -> reason."""
+IGNORED = (
+    *(f"dataset.{name}" for name in ("streaming", "video_backend", "return_uint8", "depth_output_unit")),
+    *("num_workers", "prefetch_factor", "persistent_workers", "dataloader_multiprocessing_context"),
+    *("env.", "env_eval_freq", "eval.", "reward_model.", "sample_weighting.", "job.", "checkpoint_path"),
+    *("wandb.", "trackio.", "ema.", "ema.enable", "accelerator.", "accelerator.mixed_precision", "checkpoint_format"),
+    *("use_policy_training_preset", "optimizer", "scheduler", "scheduler.peak_lr", "peft"),
+    *(f"policy.{name}" for name in ("push_to_hub", "repo_id", "private", "tags", "license")),
+    *(f"policy.{name}" for name in ("compile_mode", "device", "use_peft", *FROZEN)),
+    *(f"policy.memory_{name}" for name in ("frames", "stride", "temporal_attention_every")),
+)
+"""Fields that do not affect the trained model, or that the translation of other fields reads."""
 
-ALL_WEIGHTS = "sharding is not supported: every worker holds all weights"
 MEMORY = "observation memory is not supported"
 REJECTED = {
     "dataset.repo_type": ("dataset", "storage buckets are not supported; download the dataset and give its folder"),
@@ -149,7 +123,7 @@ REJECTED = {
     "job.target": (None, "HF Jobs are not supported; set RAY_ADDRESS to run on a cluster"),
     "trackio.enable": (False, "Trackio is not supported; use --wandb.enable=true or --mlflow.enable=true"),
     "ema.update_after_step": (0, "the moving average starts with the first step"),
-    "parallelism.": (1, f"{ALL_WEIGHTS}; use --num_workers"),
+    "parallelism.": (1, "sharding is not supported: every worker holds all weights; use --num_workers"),
     "accelerator.gradient_accumulation.steps": (
         1,
         "LeRobot counts micro-batches as steps; remove it, use --grad_accum, and divide the steps by it",
@@ -171,24 +145,11 @@ ROWS: Mapping[str, Row] = {
     **{name: Row(default, name) for name, default in SAME_NAME.items()},
     **{name: Row(default, flag) for name, (flag, default) in OTHER_NAME.items()},
     **OTHER_VALUES,
-    **{name: Row(reason=reason, is_ignored=True) for name, reason in IGNORED.items()},
+    **dict.fromkeys(IGNORED, Row()),
     **{name: Row(default, reason=reason) for name, (default, reason) in REJECTED.items()},
 }
 
-LAUNCHER: Mapping[str, Row] = {
-    "--config_file": Row(reason="launcher files are not read; give its num_processes and mixed_precision as flags"),
-    "--gradient_accumulation_steps": Row(1, reason="LeRobot ignores it; use --grad_accum"),
-    **dict.fromkeys(("--use_fsdp", "--use_deepspeed", "--use_megatron_lm"), Row(False, reason=ALL_WEIGHTS)),
-    "--use_parallelism_config": Row(False, reason=ALL_WEIGHTS),
-    "--dynamo_backend": Row("no", reason="use --policy.compile=true"),
-    "--": Row(reason="Ray places and connects the workers", is_ignored=True),
-    "": Row(reason="set it for `vlatune train`", is_ignored=True),
-}
-"""Flags before the command (`accelerate launch`, `torchrun`): `--` is any other flag, "" is an
-environment variable. Numbers of processes and mixed precision are translated."""
-
 PRESETS = tuple(name for name in ROWS if name.startswith(("policy.optimizer_", "policy.scheduler_")))
-FROZEN = ("policy.train_expert_only", "policy.freeze_vision_encoder")
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "grad_clip_norm": 10.0},
     "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 10.0},

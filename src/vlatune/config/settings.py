@@ -383,7 +383,7 @@ class InspectConfig:
     json: bool = False
     """Print one JSON object instead of tables."""
     videos: bool = False
-    """Open all mp4 and data files instead of one mp4 file per camera and 100 data files."""
+    """Read all mp4 and data files instead of one mp4 file per camera and a sample of the episodes."""
     write_checksums: bool = False
     """Write SHA-256 checksums to meta/checksums.json if no error is found; readers verify them."""
     rename_map: dict[str, str] = field(default_factory=dict)

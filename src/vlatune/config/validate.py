@@ -29,134 +29,93 @@ def validate(config: RunConfig) -> None:
     """Raise a ValueError for settings that cannot work."""
     check_limits(config)
     dataset, policy, scheduler = config.dataset, config.policy, config.scheduler
-    _require(
-        Path(config.job_name).name == config.job_name and config.job_name not in ("", ".", ".."),
-        f"--job_name={config.job_name}: must be the name of a folder below runs/; give a path with --output_dir",
-    )
-    _require(
-        bool(dataset.root or dataset.repo_id),
-        "no dataset: name one with --dataset.root=FOLDER (or --dataset.repo_id=NAME), or make one with `vlatune make-dataset DIR`",
-    )
+    if Path(config.job_name).name != config.job_name or config.job_name in ("", ".", ".."):
+        name = f"--job_name={config.job_name}"
+        raise ValueError(f"{name}: must be the name of a folder below runs/; give a path with --output_dir")
+    if not (dataset.root or dataset.repo_id):
+        either = "--dataset.root=FOLDER (or --dataset.repo_id=NAME)"
+        raise ValueError(f"no dataset: name one with {either}, or make one with `vlatune make-dataset DIR`")
     _check_roots(dataset)
     _check_image_transforms(dataset.image_transforms)
     _check_policy(policy, get_policy_info(policy.type), has_base=policy.path is not None or makes_base(config))
-    _require(
-        not (policy.keep_prefix == "true" and dataset.image_transforms.enable),
-        "--policy.keep_prefix=true: the prefix of an augmented image cannot be kept; remove it or "
-        "--dataset.image_transforms.enable=true",
-    )
-    for flag, text in {
-        "--storage_path": config.storage_path,
-        "--policy.path": policy.path,
-        "--mlflow.tracking_uri": config.mlflow.tracking_uri,
-    }.items():
-        _require(
-            text is None or not has_secret(text),
-            f"{flag}: the address contains a password, a token or a signature, and settings are written to the run folder; pass "
-            f"it in the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...)",
-        )
-    _require(
-        not config.early_stop or validates(config),
-        f"--early_stop={config.early_stop}: the run has no validation; set --eval_freq to at most --steps, and hold out "
-        f"episodes with --dataset.eval_split",
-    )
-    _require(
-        scheduler.type != "cosine_decay_with_warmup" or scheduler.num_warmup_steps <= scheduler.num_decay_steps,
-        f"--scheduler.num_warmup_steps={scheduler.num_warmup_steps}: must be at most "
-        f"--scheduler.num_decay_steps={scheduler.num_decay_steps}",
-    )
+    if policy.keep_prefix == "true" and dataset.image_transforms.enable:
+        text = "--policy.keep_prefix=true: the prefix of an augmented image cannot be kept"
+        raise ValueError(f"{text}; remove it or --dataset.image_transforms.enable=true")
+    addresses = {"storage_path": config.storage_path, "policy.path": policy.path}
+    for flag, text in (addresses | {"mlflow.tracking_uri": config.mlflow.tracking_uri}).items():
+        if text is not None and has_secret(text):
+            raise ValueError(
+                f"--{flag}: the address contains a password, a token or a signature, and settings are written to the "
+                f"run folder; pass it in the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, ...)"
+            )
+    if config.early_stop and not validates(config):
+        remedy = "set --eval_freq to at most --steps, and hold out episodes with --dataset.eval_split"
+        raise ValueError(f"--early_stop={config.early_stop}: the run has no validation; {remedy}")
+    if scheduler.type == "cosine_decay_with_warmup" and scheduler.num_warmup_steps > scheduler.num_decay_steps:
+        most = f"must be at most --scheduler.num_decay_steps={scheduler.num_decay_steps}"
+        raise ValueError(f"--scheduler.num_warmup_steps={scheduler.num_warmup_steps}: {most}")
 
 
 def validate_eval(options: EvalConfig) -> None:
     """Raise a ValueError for evaluation settings that cannot work."""
     check_limits(options)
     data, env = options.dataset, options.env
-    _require(
-        data.root is not None or (data.episodes is None and data.storage_options is None and not data.select_dims),
-        "--dataset.episodes, --dataset.select_dims and --dataset.storage_options need --dataset.root",
-    )
-    _require(
-        data.root is not None or env.type is not None or not options.rename_map,
-        "--rename_map: held-out episodes use the run's own map; add --dataset.root, or remove the flag",
-    )
-    _require(
-        env.type is not None or (env.task is None and not env.options),
-        "--env.task and --env.options need --env.type, e.g. --env.type=pusht",
-    )
-    _require(
-        env.type is None or data.root is None,
-        f"--env.type={env.type}: a simulation has no effect on --dataset.root={data.root}; remove one of them",
-    )
+    if data.root is None and (data.episodes is not None or data.storage_options is not None or data.select_dims):
+        raise ValueError("--dataset.episodes, --dataset.select_dims and --dataset.storage_options need --dataset.root")
+    if data.root is None and env.type is None and options.rename_map:
+        text = "--rename_map: held-out episodes use the run's own map"
+        raise ValueError(f"{text}; add --dataset.root, or remove the flag")
+    if env.type is None and (env.task is not None or env.options):
+        raise ValueError("--env.task and --env.options need --env.type, e.g. --env.type=pusht")
+    if env.type is not None and data.root is not None:
+        text = f"--env.type={env.type}: a simulation has no effect on --dataset.root={data.root}"
+        raise ValueError(f"{text}; remove one of them")
 
 
 def _check_policy(policy: PolicyConfig, info: PolicyInfo, *, has_base: bool) -> None:
     """Reject a missing base model, and settings that the policy does not have."""
-    example = f", e.g. --policy.path={info.hub_base}" if info.hub_base else ""
-    _require(
-        has_base,
-        f"no base model: name one with --policy.path=FOLDER_OR_REPO{example}, or create a tiny one for the dataset with "
-        f"--recipe=tiny",
-    )
-    _require(
-        policy.train in info.train_modes,
-        f"--policy.train={policy.train}: must be one of {', '.join(info.train_modes)}",
-    )
+    if not has_base:
+        example = f", e.g. --policy.path={info.hub_base}" if info.hub_base else ""
+        text = f"no base model: name one with --policy.path=FOLDER_OR_REPO{example}"
+        raise ValueError(f"{text}, or create a tiny one for the dataset with --recipe=tiny")
+    if policy.train not in info.train_modes:
+        raise ValueError(f"--policy.train={policy.train}: must be one of {', '.join(info.train_modes)}")
     for name, value in policy.overrides.items():
         if problem := violation(info.option(name), value):
             raise ValueError(f"--policy.{name}={value}: {problem}")
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
-        _require(
-            field.name in (*COMMON, *info.settings) or value == field.default,
-            f"--policy.{field.name}={value}: {info.title} (--policy.type={info.type}) has no such setting; remove it",
-        )
+        if field.name not in (*COMMON, *info.settings) and value != field.default:
+            name = f"{info.title} (--policy.type={info.type})"
+            raise ValueError(f"--policy.{field.name}={value}: {name} has no such setting; remove it")
 
 
 def _check_image_transforms(given: ImageTransformsConfig) -> None:
     flag = "--dataset.image_transforms"
-    _require(
-        len(given.tfs) <= MAX_TRANSFORMS,
-        f"{flag}.tfs: {len(given.tfs):,} transforms, the maximum is {MAX_TRANSFORMS}; remove some",
-    )
+    if len(given.tfs) > MAX_TRANSFORMS:
+        raise ValueError(f"{flag}.tfs: {len(given.tfs):,} transforms, the maximum is {MAX_TRANSFORMS}; remove some")
     for name, one in given.tfs.items():
-        _require(one.weight >= 0, f"{flag}.tfs: the weight of '{name}' is {one.weight}; must be 0 or more")
-    _require(
-        not given.enable or given.preset == "openpi" or any(one.weight for one in given.tfs.values()),
-        f"{flag}.tfs: no transform has a weight above 0; add one, or remove {flag}.enable",
-    )
-    usual = ImageTransformsConfig()
-    changed = [
-        name for name in ("max_num_transforms", "random_order", "tfs") if getattr(given, name) != getattr(usual, name)
-    ]
-    _require(
-        given.preset == "lerobot" or not changed,
-        f"{flag}.preset={given.preset}: has its own transforms, so {flag}.{'/'.join(changed)} would have no effect; "
-        f"remove one of them",
-    )
+        if one.weight < 0:
+            raise ValueError(f"{flag}.tfs: the weight of '{name}' is {one.weight}; must be 0 or more")
+    if given.preset == "openpi":
+        usual = ImageTransformsConfig(enable=given.enable, preset="openpi")
+        if given != usual:
+            text = f"{flag}.preset=openpi: has its own transforms, so max_num_transforms, random_order and tfs"
+            raise ValueError(f"{text} would have no effect; remove them or the preset")
+    elif given.enable and not any(one.weight for one in given.tfs.values()):
+        raise ValueError(f"{flag}.tfs: no transform has a weight above 0; add one, or remove {flag}.enable")
 
 
 def _check_roots(dataset: DatasetConfig) -> None:
     """Check the settings that are given for each root."""
     roots = max(1, len(dataset.root))
-    _require(
-        len(dataset.rename_map) in (0, roots),
-        f"--dataset.rename_map: {len(dataset.rename_map)} maps for {roots} datasets; give one for each --dataset.root, {{}} "
-        f"for a root that needs none, or one for all with --rename_map",
-    )
-    _require(
-        len(dataset.weight) in (0, roots),
-        f"--dataset.weight: {len(dataset.weight)} weights for {roots} datasets; give one for each --dataset.root, or none",
-    )
-    _require(
-        dataset.weight_temperature is None or (roots > 1 and not dataset.weight),
-        f"--dataset.weight_temperature={dataset.weight_temperature}: must be used for several roots, and without --dataset.weight",
-    )
-    _require(
-        dataset.robots != "several" or roots > 1,
-        "--dataset.robots=several: there is one --dataset.root; add the others, or remove the flag",
-    )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+    for flag, given, what in (("rename_map", dataset.rename_map, "maps"), ("weight", dataset.weight, "weights")):
+        if len(given) not in (0, roots):
+            text = f"--dataset.{flag}: {len(given)} {what} for {roots} datasets"
+            raise ValueError(f"{text}; give one for each --dataset.root, or none")
+    if dataset.weight_temperature is not None and (roots == 1 or dataset.weight):
+        text = f"--dataset.weight_temperature={dataset.weight_temperature}"
+        raise ValueError(f"{text}: must be used for several roots, and without --dataset.weight")
+    if dataset.robots == "several" and roots == 1:
+        text = "--dataset.robots=several: there is one --dataset.root"
+        raise ValueError(f"{text}; add the others, or remove the flag")

@@ -1,7 +1,6 @@
 """Common mistakes: each function changes a copy of an intact dataset and base model."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.torch import load_file, save_file
-
-from vlatune.data.meta.stats import compute_stats
 
 WRIST = "observation.images.wrist"
 
@@ -50,24 +47,6 @@ def flatten_quantiles(root: Path, base: Path) -> None:
 def change_fps(root: Path, base: Path) -> None:
     del base
     edit(root / "meta/info.json", lambda info: info.update(fps=30))
-
-
-def widen_action(root: Path, base: Path, dims: int = 40) -> None:
-    del base
-    rows = []
-    for file in sorted((root / "data").rglob("*.parquet")):
-        table = pq.read_table(file)
-        action = np.array(table.column("action").to_pylist(), np.float32)
-        wide = np.concatenate([action] * math.ceil(dims / action.shape[1]), axis=1)[:, :dims]
-        wide = wide + np.arange(dims, dtype=np.float32)
-        at = table.column_names.index("action")
-        column = pa.FixedSizeListArray.from_arrays(pa.array(wide.reshape(-1)), dims)
-        pq.write_table(table.set_column(at, "action", column), file)
-        rows.append(wide)
-    names = [f"joint_{number}" for number in range(dims)]
-    edit(root / "meta/info.json", lambda info: info["features"]["action"].update(shape=[dims], names=names))
-    found = {name: values.tolist() for name, values in compute_stats(np.concatenate(rows)).items()}
-    edit(root / "meta/stats.json", lambda stats: stats.update(action=found | {"count": [len(np.concatenate(rows))]}))
 
 
 def remove_tensor(root: Path, base: Path) -> None:

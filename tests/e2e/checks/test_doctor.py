@@ -18,7 +18,7 @@ from recording_writer import write_recording
 from vlatune import cli
 from vlatune.batch import TOKEN_MASK
 from vlatune.checks import doctor
-from vlatune.checks.case import Case, with_flags
+from vlatune.checks.case import Case
 from vlatune.checks.run_checks import check_images
 from vlatune.config.flags import parse_flags
 from vlatune.config.settings import RunConfig
@@ -155,17 +155,6 @@ def test_checks_that_need_a_failed_check_are_skipped(folder, capsys):
     assert not {"files", "storage"} & skipped.keys()
 
 
-def test_progress_is_shown_for_each_check_and_its_files(folder, tmp_path):
-    (folder / "base/config.json").write_text("{")  # checks after it are skipped
-    shown: list[tuple[int, int, str]] = []
-    doctor.examine(parse_flags(command(folder), RunConfig), tmp_path, on_check=lambda *one: shown.append(one))
-    names = [check.name for check in doctor.all_checks()]
-    assert [one for one in shown if ":" not in one[2]] == [
-        (number, len(names), name) for number, name in enumerate((*names, ""))
-    ]
-    assert [name for *_, name in shown if name.startswith("files: ")]
-
-
 @pytest.mark.parametrize(
     "second", [("shoulder", "gripper", "elbow"), ("left", "left_gripper", "right", "right_gripper")]
 )
@@ -180,18 +169,6 @@ def test_datasets_of_several_robots_pass(tmp_path, capsys, second):
     code, answer = run_doctor(capsys, [*words, *relative, f"--html={tmp_path / 'doctor.html'}"])
     assert code == cli.OK
     assert not [one for one in answer["findings"] if one["level"] in ("fail", "skipped")]
-    assert len([one for one in answer["findings"] if one["check"] == "statistics"]) == 4  # state and action of each
-
-
-def test_more_dims_than_the_policy_takes(folder, capsys):
-    mistakes.widen_action(folder / "first", folder / "base")
-    code, answer = run_doctor(capsys, words := command(folder))
-    assert (code, problems(answer)) == (cli.FAILED, [("dims", "fail")])
-    (found,) = [one for one in answer["findings"] if one["level"] == "fail"]
-    assert found["figures"] == {"dims": 40, "most": 32}
-    assert "--recipe=act-tiny" in found["flags"]  # tiny, like the recipe of the command
-    code, answer = run_doctor(capsys, with_remedy(found, words))
-    assert code == cli.OK, answer["findings"]
 
 
 def test_the_text_and_the_page_escape_untrusted_names(folder, capsys):
@@ -221,15 +198,6 @@ def test_an_error_in_a_check_does_not_end_the_others(tmp_path):
     found = doctor.run_check(doctor.Check("one", broken), Case(RunConfig(), tmp_path), failed)
     assert [one.level for one in found] == ["warn", "fail"]
     assert failed.keys() == {"one"}
-
-
-def test_flags_of_a_remedy_replace_given_flags():
-    words = ["--recipe=tiny", "--dataset.root=a", "--dataset.root=b", '--rename_map={"x": "y"}']
-    config = parse_flags(words, RunConfig)
-    other = with_flags(config, ['--rename_map={"x": "z"}', "--keep_checkpoints=2", "--policy.path=null"])
-    assert other.rename_map == {"x": "z"}
-    assert (other.dataset.root, other.keep_checkpoints, other.policy.path) == (("a", "b"), 2, None)
-    assert other.batch_size == config.batch_size
 
 
 @pytest.fixture

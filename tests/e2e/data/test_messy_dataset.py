@@ -76,7 +76,8 @@ def command_in(text: str) -> list[str]:
 def finished(ray_local, roots, tmp_path_factory) -> Path:
     """Return the run of the command that `inspect` prints, made short by a few flags."""
     with redirect_stdout(StringIO()) as printed:
-        assert cli.main(["inspect", *map(str, roots)]) == cli.FAILED  # without the map there is no action
+        names = '--rename_map={"observation.images.front": "observation.images.image"}'
+        assert cli.main(["inspect", *map(str, roots), names]) == cli.FAILED  # the action has another name
     run_dir = tmp_path_factory.mktemp("runs") / "messy"
     with no_ray():
         assert cli.main([*command_in(printed.getvalue()), f"--output_dir={run_dir}", *FEW]) == 0

@@ -31,21 +31,10 @@ ELSEWHERE = {"demo"}
 """Commands that have tests of their own because they take minutes."""
 SHORT = ("--steps=2", "--batch_size=2", "--grad_accum=1", "--num_workers=1", "--log_freq=1", "--eval_freq=0")
 SMALL = {
-    "act": (
-        "--policy.dim_model=32",
-        "--policy.n_heads=2",
-        "--policy.dim_feedforward=32",
-        "--policy.chunk_size=4",
-        "--policy.n_action_steps=4",
-    ),
-    "diffusion": (
-        "--policy.down_dims=[16,32]",
-        "--policy.n_groups=4",
-        "--policy.horizon=8",
-        "--policy.n_action_steps=4",
-    ),
+    "act": {"dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "chunk_size": 4, "n_action_steps": 4},
+    "diffusion": {"down_dims": [16, 32], "n_groups": 4, "horizon": 8, "n_action_steps": 4},
 }
-"""Flags of small models for policies that start without a base model."""
+"""Options of small models for policies that start without a base model."""
 PI05_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 BASES = {
     "lerobot/pi05_base": ("pi05", PI05_CAMERAS),
@@ -87,8 +76,6 @@ class Place:
             for name in BASES:
                 if name in word or (name == "lerobot/smolvla_base" and word == "--recipe=smolvla"):
                     self._make_base(name)
-            if "train_config.json" in word:
-                self._make_train_config(Path(word.partition("=")[2]))
         if command.words[1] in ("eval", "export", "report"):
             for word in command.words[2:]:
                 if word.startswith("runs/"):
@@ -125,21 +112,6 @@ class Place:
         folder.parent.mkdir(exist_ok=True)
         get_adapter(kind).make_base(folder, fit, small=True, place=folder)
 
-    def _make_train_config(self, file: Path) -> None:
-        from lerobot.configs.default import DatasetConfig
-        from lerobot.configs.train import TrainPipelineConfig
-        from lerobot.policies.pi05 import PI05Config
-
-        self._record("fold")
-        self._make_base("lerobot/pi05_base")
-        policy = PI05Config(device="cpu", push_to_hub=False, train_expert_only=True)
-        policy.pretrained_path = Path("lerobot/pi05_base")
-        root = str(self.folder / "data/fold")
-        made = TrainPipelineConfig(dataset=DatasetConfig(repo_id="me/fold", root=root), policy=policy, job_name="fold")
-        made.optimizer, made.scheduler = policy.get_optimizer_preset(), policy.get_scheduler_preset()
-        (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
-        made._save_pretrained((self.folder / file).parent)
-
     def make_run(self, name: str) -> None:
         """Make a run with the first command of the README, if it does not exist."""
         if not (self.folder / name / "summary.json").exists():
@@ -162,7 +134,7 @@ def run(words: Sequence[str]) -> int:
     kind, rest, only_start = words[1], list(words[1:]), False
     if kind in ("train", "doctor"):
         config = parse_flags([word for word in rest[1:] if not word.startswith("--json")], RunConfig)
-        rest += [*SHORT, *SMALL.get(config.policy.type, ())]
+        rest += [*SHORT, *(f"--policy.{name}={value}" for name, value in SMALL.get(config.policy.type, {}).items())]
         only_start = kind == "train" and len(config.dataset.root) > 1
         shutil.rmtree(config.run_dir, ignore_errors=True)
     if kind == "eval":

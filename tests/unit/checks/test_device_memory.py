@@ -9,18 +9,14 @@ from vlatune.checks.device_memory import (
     NCCL_BYTES,
     USABLE,
     Footprint,
-    ModeFit,
     flags_that_fit,
 )
-from vlatune.config.settings import PolicyConfig, RunConfig
+from vlatune.config.settings import RunConfig
 from vlatune.feed.feed import MIN_QUEUED, QUEUED_BYTES
 
-HEADS = Footprint(weights=7 * GB, trained=10**7, saved=0, saved_per_sample=GB // 10, row_bytes=0, num_trained=1)
-FULL = Footprint(weights=13 * GB, trained=13 * GB, saved=4 * GB, saved_per_sample=5 * GB, row_bytes=0, num_trained=9)
-CHECKPOINTED = Footprint(
-    weights=13 * GB, trained=13 * GB, saved=0, saved_per_sample=GB // 5, row_bytes=0, num_trained=9
-)
-MODES = [ModeFit("heads", False, HEADS, {}), ModeFit("full", False, FULL, {}), ModeFit("full", True, CHECKPOINTED, {})]
+HEADS = Footprint(weights=7 * GB, trained=10**7, saved=0, saved_per_sample=GB // 10, row_bytes=0)
+FULL = Footprint(weights=13 * GB, trained=13 * GB, saved=4 * GB, saved_per_sample=5 * GB, row_bytes=0)
+CHECKPOINTED = Footprint(weights=13 * GB, trained=13 * GB, saved=0, saved_per_sample=GB // 5, row_bytes=0)
 
 
 def test_needed_memory_is_the_sum_of_its_parts():
@@ -47,15 +43,13 @@ def test_the_largest_batch_fits_and_one_more_does_not(footprint, size):
 
 
 @pytest.mark.parametrize(
-    ("train", "footprint", "size", "flags"),
+    ("footprint", "size", "flags"),
     [
-        ("heads", HEADS, 12, ("--batch_size=16", "--grad_accum=4")),
-        ("full", FULL, 80, ("--batch_size=2", "--grad_accum=32")),
-        ("full", FULL, 64, ("--policy.gradient_checkpointing=true", "--batch_size=16", "--grad_accum=4")),
-        ("full", FULL, 24, ("--policy.train=heads",)),
-        ("full", FULL, 4, ()),
+        (HEADS, 12, ("--batch_size=16", "--grad_accum=4")),
+        (FULL, 80, ("--batch_size=2", "--grad_accum=32")),
+        (FULL, 64, ("--policy.gradient_checkpointing=true", "--batch_size=16", "--grad_accum=4")),
+        (FULL, 24, ()),
     ],
 )
-def test_the_smallest_change_that_fits(train, footprint, size, flags):
-    config = RunConfig(batch_size=32, grad_accum=2, policy=PolicyConfig(train=train))
-    assert flags_that_fit(config, MODES, footprint, size * GB) == flags
+def test_the_smallest_change_that_fits(footprint, size, flags):
+    assert flags_that_fit(RunConfig(batch_size=32, grad_accum=2), footprint, CHECKPOINTED, size * GB) == flags

@@ -14,7 +14,6 @@ from vlatune.config.flag_values import NULLS
 from vlatune.config.flags import config_from_dict, flags_of, parse_command, parse_flags
 from vlatune.config.help import help_text
 from vlatune.config.settings import DoctorConfig, OptimizerConfig, RunConfig, to_json
-from vlatune.errors import did_you_mean
 from vlatune.registry import all_recipes
 
 
@@ -98,7 +97,7 @@ def test_a_flag_is_parsed_by_the_type_of_its_field(words: list[str], name: str, 
             ["--dataset.episodes=x", "--dataset.episodes=1"],
             "--dataset.episodes=x --dataset.episodes=1: expected a whole number",
         ),
-        (["--dataset.episodes=5:3"], "--dataset.episodes=5:3: expected a range with its end above its beginning"),
+        (["--dataset.episodes=5:3"], "--dataset.episodes=5:3: expected a range of 1 to"),
         (["--dataset.episodes=0:99999999"], "--dataset.episodes=0:99999999: expected a range"),
         (["--dataset.episodes=[0"], "--dataset.episodes=[0: expected a list, as [a,b]"),
         (["--rename_map=a:b"], '--rename_map=a:b: expected a mapping, as {"from": "to"}'),
@@ -123,13 +122,8 @@ def test_flags_override_the_file_which_overrides_the_recipe(tmp_path) -> None:
     assert config.seed == 2  # the flag's, over the file's
     assert config.optimizer == OptimizerConfig(lr=3e-4)  # one value of a group leaves the others as they are
     assert config.grad_accum == RunConfig().grad_accum
-
-
-def test_a_recipe_flag_replaces_the_recipe_of_the_file(tmp_path) -> None:
-    file = tmp_path / "run.json"
-    file.write_text('{"recipe": "tiny"}')
-    config = parse_flags(["--recipe=pi05-heads", f"--config_path={file}"], RunConfig)
-    assert (config.recipe, config.policy.train) == ("pi05-heads", "heads")
+    other = parse_flags(["--recipe=pi05-heads", f"--config_path={file}"], RunConfig)
+    assert (other.recipe, other.policy.train) == ("pi05-heads", "heads")  # the flag's recipe instead of the file's
 
 
 @pytest.mark.parametrize(
@@ -253,11 +247,6 @@ def test_help_shows_type_text_and_default_of_every_flag(monkeypatch) -> None:
     assert max(map(len, text.splitlines())) <= 80
     for name in leaf_types(DoctorConfig):
         assert re.search(rf"  --{re.escape(name)}=\S+\s+[A-Z]", text), f"no help text under {name}"
-
-
-def test_did_you_mean_needs_a_close_name() -> None:
-    assert did_you_mean("trian", ["train", "eval"]) == "; did you mean train?"
-    assert did_you_mean("xyz", ["train", "eval"]) == ""
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ COMMAND = "lerobot-train --policy.path=lerobot/pi05_base --policy.type=pi05 --da
 ACT = "lerobot-train --policy.type=act --dataset.repo_id=me/fold"
 SMOLVLA = "lerobot-train --policy.path=lerobot/smolvla_base --dataset.repo_id=me/fold"
 DIFFUSION = "lerobot-train --policy.type=diffusion --dataset.repo_id=me/fold"
+NO_PRESET = "--use_policy_training_preset=false"
 
 SUMMARY = (
     "env",
@@ -102,7 +103,7 @@ def test_policy_metadata_matches_lerobot(kind):
     theirs, info = lerobot_policy(kind), get_policy_info(kind)
     trained_with = [one.name for one in fields(theirs) if one.name.startswith(("optimizer_", "scheduler_"))]
     assert [name for name in trained_with if f"policy.{name}" not in ROWS and name not in info.option_defaults] == []
-    for name in (one.removeprefix("policy.") for one in FROZEN):
+    for name in FROZEN:
         assert (name in info.frozen_fields) == getattr(theirs, name, False), name
     for name, (default, _) in info.new_model_fields.items():
         first, _, rest = name.partition(".")
@@ -120,21 +121,28 @@ def test_every_row_is_a_field_of_lerobot(theirs):
     assert [name for name in ours if name not in theirs and name != "peft" and not name.startswith(newer)] == []
 
 
-def test_a_command_gives_the_same_run():
-    found = config(
-        f'{COMMAND} --steps=3000 --batch_size=4 --seed=7 --rename_map=\'{{"a": "b"}}\' --policy.dtype=bfloat16'
-    )
-    assert (found.policy.path, found.policy.dtype, found.policy.train) == ("lerobot/pi05_base", "bfloat16", "full")
-    assert (found.steps, found.batch_size, found.seed, found.rename_map) == (3000, 4, 7, {"a": "b"})
-    assert (found.dataset.root, found.dataset.repo_id, found.dataset.eval_split) == (("/data/fold",), None, 0.0)
-    assert (found.log_freq, found.save_freq, found.job_name) == (200, 20_000, "pi05"), "LeRobot's defaults, not ours"
-
-
 @pytest.mark.parametrize(
     ("command", "values"),
     [
         (f"{COMMAND} --dataset.image_transforms.enable=true", {"dataset.image_transforms.enable": True}),
         (COMMAND, {"dataset.image_transforms.enable": False, "dataset.eval_split": 0.0, "policy.train": "full"}),
+        (COMMAND, {"log_freq": 200, "save_freq": 20_000, "job_name": "pi05"}),  # LeRobot's defaults, not ours
+        (COMMAND, {"policy.path": "lerobot/pi05_base", "dataset.root": ("/data/fold",), "dataset.repo_id": None}),
+        (f"{COMMAND} --steps=30 --batch_size=4 --seed=7", {"steps": 30, "batch_size": 4, "seed": 7}),
+        (f'{COMMAND} --rename_map=\'{{"a": "b"}}\'', {"rename_map": {"a": "b"}}),
+        (
+            f"{COMMAND} --policy.chunk_size=20 --policy.n_action_steps=10",
+            {"policy.overrides": {"chunk_size": 20, "n_action_steps": 10}},
+        ),
+        (SMOLVLA, {"policy.type": "smolvla", "policy.train": "expert"}),  # LeRobot's own defaults
+        (
+            f"{SMOLVLA} --policy.train_expert_only=false --policy.train_state_proj=false",
+            {"policy.train": "language", "policy.overrides": {"train_state_proj": False}},
+        ),
+        (
+            f"{SMOLVLA} --policy.train_expert_only=false --policy.freeze_vision_encoder=false",
+            {"policy.train": "full"},
+        ),
         (f"{COMMAND} --wandb.enable=true --wandb.entity=lab", {"wandb.project": "lerobot", "wandb.entity": "lab"}),
         (f"{COMMAND} --dataset.eval_split=0.2 --eval_steps=10", {"dataset.hold_out": "last_of_task"}),
         (f"{COMMAND} --dataset.exclude_episodes=[1,2]", {"dataset.exclude_episodes": (1, 2)}),
@@ -150,6 +158,7 @@ def test_a_command_gives_the_same_run():
         ),
         (f"torchrun --nnodes=2 --nproc-per-node=8 {COMMAND}", {"num_workers": 16}),
         (f"accelerate launch --mixed_precision=no {COMMAND}", {"policy.dtype": None}),
+        (f"accelerate launch --mixed_precision=bf16 {COMMAND} --policy.dtype=float32", {"policy.dtype": "float32"}),
     ],
 )
 def test_a_setting_of_the_command_is_translated(command, values):
@@ -163,38 +172,26 @@ def test_our_flags_override_the_command():
 
 
 @pytest.mark.parametrize(
-    ("flag", "why"),
-    [
-        ("--policy.max_action_dim=20", "policy.max_action_dim=20: set by the config.json of the base model"),
-        ("--resume=true", "resume=true: LeRobot runs cannot be resumed"),
-        ("--use_policy_training_preset=false --optimizer.type=sgd", "optimizer.type=sgd: supported optimizers are"),
-        ("--use_policy_training_preset=false", "use_policy_training_preset=false: LeRobot requires an optimizer.type"),
-        ("--env=pusht", "training runs no simulation"),
-        ("--policy.freeze_vision_encoder=true", "the vision tower is only frozen together with the language model"),
-        ("--stepz=3", "stepz: LeRobot has no such field; did you mean steps?"),
-        ("--peft.target_modules=all-linear", "peft.target_modules=all-linear"),
-        ("--job.target=a10g", "HF Jobs are not supported"),
-    ],
-)
-def test_fields_without_an_equivalent_are_named(flag, why):
-    with pytest.raises(ValueError, match="no equivalent for") as error:
-        translate(f"{COMMAND} {flag}")
-    assert why in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("command", "why"),
     [
-        (
-            DIFFUSION,
-            "policy.pretrained_backbone_weights=ResNet18_Weights.IMAGENET1K_V1: must be null for a new Diffusion",
-        ),
+        (f"{COMMAND} --policy.max_action_dim=20", "policy.max_action_dim=20: set by the config.json of the base model"),
+        (f"{COMMAND} --resume=true", "resume=true: LeRobot runs cannot be resumed"),
+        (f"{COMMAND} {NO_PRESET} --optimizer.type=sgd", "optimizer.type=sgd: supported optimizers are"),
+        (f"{COMMAND} {NO_PRESET}", "use_policy_training_preset=false: LeRobot requires an optimizer.type"),
+        (f"{COMMAND} --policy.freeze_vision_encoder=true", "the vision tower is only frozen together with"),
+        (f"{COMMAND} --stepz=3", "stepz: LeRobot has no such field; did you mean steps?"),
+        (f"{COMMAND} --policy.chunk_sise=20", "did you mean policy.chunk_size?"),
+        (f"{DIFFUSION} --policy.scheduler_name=polynomial", "policy.scheduler_name=polynomial: supported diffusers"),
+        (DIFFUSION, "policy.pretrained_backbone_weights=ResNet18_Weights.IMAGENET1K_V1: must be null for a new"),
         ("lerobot-train --policy.path=me/mine --dataset.repo_id=a/b", "add --policy.type=TYPE"),
         ("lerobot-train --dataset.repo_id=a/b", "a command without --policy.type and --policy.path"),
         ("lerobot-train --policy.type=groot --dataset.repo_id=a/b", "policy.type=groot: must be one of pi05"),
+        (f"accelerate launch --mixed_precision=bf16 {ACT}", "--mixed_precision=bf16: ACT computes in float32"),
+        (f"accelerate launch --mixed_precision=fp16 {COMMAND}", "--mixed_precision=fp16: supported are bf16 and no"),
+        (f"accelerate launch --config_file=a.yaml {COMMAND}", "--config_file=a.yaml: launcher files are not read"),
     ],
 )
-def test_unsupported_policies_are_named(command, why):
+def test_settings_without_an_equivalent_are_named(command, why):
     with pytest.raises(ValueError, match="no equivalent for") as error:
         translate(command)
     assert why in str(error.value)
@@ -203,15 +200,6 @@ def test_unsupported_policies_are_named(command, why):
 def test_all_fields_without_an_equivalent_are_named_at_once():
     with pytest.raises(ValueError, match=r"save_checkpoint=false.*; policy.use_amp=true"):
         translate(f"{COMMAND} --save_checkpoint=false --policy.use_amp=true")
-
-
-def test_policy_options_are_translated():
-    assert config(f"{COMMAND} --policy.chunk_size=20 --policy.n_action_steps=10").policy.overrides == {
-        "chunk_size": 20,
-        "n_action_steps": 10,
-    }
-    with pytest.raises(ValueError, match=r"policy.chunk_sise=20: .*; did you mean policy.chunk_size\?"):
-        translate(f"{COMMAND} --policy.chunk_sise=20")
 
 
 def test_a_new_model_has_lerobots_defaults_and_the_given_values():
@@ -235,8 +223,6 @@ def test_diffusion_with_its_optimizer_and_schedule():
     assert found.policy.overrides["use_group_norm"] is False, "LeRobot's default, not ours"
     constant = f"{DIFFUSION} --policy.pretrained_backbone_weights=null --policy.scheduler_name=constant_with_warmup"
     assert config(constant).scheduler.type == "constant_with_warmup"
-    with pytest.raises(ValueError, match=r"policy.scheduler_name=polynomial: supported diffusers schedules"):
-        translate(f"{DIFFUSION} --policy.scheduler_name=polynomial")
 
 
 @pytest.mark.parametrize("kind", ["act", "diffusion"])
@@ -257,16 +243,6 @@ def test_a_train_config_of_a_new_model_gives_the_same_run(kind, tmp_path):
     assert {name: getattr(found.optimizer, name) for name in theirs} == theirs
     assert found.optimizer.type == made.optimizer.type
     assert found.scheduler.type == ("none" if made.scheduler is None else made.scheduler.type)
-
-
-def test_the_fine_tuning_mode_of_smolvla():
-    command = "lerobot-train --policy.path=lerobot/smolvla_base --dataset.repo_id=me/fold"
-    found = config(command)
-    assert (found.policy.type, found.policy.train) == ("smolvla", "expert"), "LeRobot's own defaults"
-    language = config(f"{command} --policy.train_expert_only=false --policy.train_state_proj=false").policy
-    assert (language.train, language.overrides) == ("language", {"train_state_proj": False})
-    whole = f"{command} --policy.train_expert_only=false --policy.freeze_vision_encoder=false"
-    assert config(whole).policy.train == "full"
 
 
 def test_type_presets_and_mode_are_read_from_a_local_base(tmp_path):
@@ -292,13 +268,12 @@ def test_optimizer_and_schedule_without_the_preset():
     assert (cosine.optimizer.lr, cosine.scheduler.type) == (1e-3, "diffuser")
 
 
-def test_ignored_fields_are_reported(capsys):
-    assert config(f"{COMMAND} --optimizer.lr=0.5").optimizer.lr == 2.5e-5
-    assert "ignored: optimizer.lr (use_policy_training_preset is on)" in capsys.readouterr().err
-    config(f"{COMMAND} --eval_steps=10 --dataset.eval_split=0.1")
-    assert "max_eval_samples (validation uses --eval_samples" in capsys.readouterr().err
-    config(f"{COMMAND} --num_workers=8")
-    assert "ignored: num_workers (readers are sized" in capsys.readouterr().err
+def test_ignored_settings_are_reported(capsys):
+    launcher = "CUDA_VISIBLE_DEVICES=0,1 HF_TOKEN=hf_secret accelerate launch --main_process_port=29501 --use_fsdp"
+    assert config(f"{launcher} {COMMAND} --optimizer.lr=0.5 --num_workers=8").optimizer.lr == 2.5e-5
+    (line,) = capsys.readouterr().err.splitlines()
+    ignored = "optimizer.lr, num_workers, --main_process_port, --use_fsdp, CUDA_VISIBLE_DEVICES, HF_TOKEN"
+    assert line.endswith(f": {ignored}")
 
 
 @pytest.fixture(scope="module")
@@ -363,42 +338,11 @@ def test_a_command_may_contain_config_path(train_config):
         ("cd /data\nlerobot-train --steps=5", 'give one lerobot-train command: "\\n"'),
         ("lerobot-train --steps=5 lerobot-train", "'lerobot-train' belongs to no flag"),
         ("lerobot-train --steps='5", "is not a shell command (No closing quotation)"),
-        ("accelerate launch --num_processes=many lerobot-train", "--num_processes=many: expected a whole number"),
+        (f"accelerate launch --num_processes=many {COMMAND}", "--num_processes=many: expected a whole number"),
     ],
 )
 def test_anything_but_one_command_is_rejected(given, why, capsys):
     assert cli.main(["train", f"--from_lerobot={given}"]) == cli.MISUSED
-    assert why in capsys.readouterr().err
-
-
-def test_a_file_without_a_dataset_is_rejected(tmp_path, capsys):
-    (tmp_path / "x.json").write_text(json.dumps({"a": 1}))
-    assert cli.main(["train", f"--from_lerobot={tmp_path / 'x.json'}"]) == cli.MISUSED
-    assert "has no 'dataset'" in capsys.readouterr().err
-
-
-def test_other_launcher_flags_are_reported(capsys):
-    config(f"CUDA_VISIBLE_DEVICES=0,1 HF_TOKEN=hf_secret accelerate launch --main_process_port=29501 {ACT}")
-    err = capsys.readouterr().err
-    assert "CUDA_VISIBLE_DEVICES (set it for `vlatune train`)" in err
-    assert "--main_process_port (Ray places and connects the workers)" in err
-    assert "hf_secret" not in err
-    config(f"accelerate launch --mixed_precision=bf16 {COMMAND} --policy.dtype=float32")
-    assert "--mixed_precision (LeRobot uses policy.dtype, which is given)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("before", "command", "why"),
-    [
-        ("--mixed_precision=bf16", ACT, "--mixed_precision=bf16: ACT computes in float32"),
-        ("--mixed_precision=fp16", COMMAND, "--mixed_precision=fp16: supported are bf16 and no"),
-        ("--use_fsdp", COMMAND, "--use_fsdp=true: sharding is not supported"),
-        ("--config_file=a.yaml", COMMAND, "--config_file=a.yaml: launcher files are not read"),
-        ("--gradient_accumulation_steps=2", COMMAND, "--gradient_accumulation_steps=2: LeRobot ignores it"),
-    ],
-)
-def test_launcher_flags_without_an_equivalent_are_rejected(before, command, why, capsys):
-    assert cli.main(["train", f"--from_lerobot=accelerate launch {before} {command}"]) == cli.MISUSED
     assert why in capsys.readouterr().err
 
 

@@ -1,6 +1,5 @@
 """Recipes are valid configs, and settings that cannot work are rejected before a run starts."""
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -9,9 +8,8 @@ from lerobot.policies import factory  # noqa: F401  (registers the policies)
 from repository_files import ROOT
 
 from vlatune.config.flags import parse_flags
-from vlatune.config.settings import PolicyConfig, RunConfig
+from vlatune.config.settings import RunConfig
 from vlatune.config.validate import validate
-from vlatune.policies.base import ModuleOptions
 from vlatune.registry import all_recipes
 
 GIVEN = ["--dataset.root=data", "--policy.path=base"]
@@ -74,18 +72,3 @@ def test_settings_that_cannot_work_are_rejected(flags: list[str], message: str) 
     with pytest.raises(ValueError, match=r".") as caught:
         validate(parse_flags([*(one for one in GIVEN if one.split("=")[0] not in flags[0]), *flags], RunConfig))
     assert str(caught.value).startswith(message)
-
-
-def test_the_module_gets_the_settings_of_the_policy() -> None:
-    config = PolicyConfig(
-        train="lora",
-        dtype="bfloat16",
-        flow_samples=8,
-        gradient_checkpointing=True,
-        compile=True,
-        lora_rank=4,
-        lora_alpha=2.0,
-    )
-    options = ModuleOptions.of(config)
-    for field in fields(ModuleOptions):
-        assert getattr(options, field.name) == getattr(config, field.name) != getattr(PolicyConfig(), field.name)
