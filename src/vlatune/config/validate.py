@@ -45,11 +45,7 @@ def validate(config: RunConfig) -> None:
         "--policy.keep_prefix=true: the prefix of an augmented image cannot be kept; remove it or "
         "--dataset.image_transforms.enable=true",
     )
-    for flag, text in {
-        "--storage_path": config.storage_path,
-        "--policy.path": policy.path,
-        "--mlflow.tracking_uri": config.mlflow.tracking_uri,
-    }.items():
+    for flag, text in {"--storage_path": config.storage_path, "--policy.path": policy.path}.items():
         _require(
             text is None or not has_secret(text),
             f"{flag}: the address contains a password, a token or a signature, and settings are written to the run folder; pass "

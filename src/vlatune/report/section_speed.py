@@ -1,4 +1,4 @@
-"""Render the report's sections on speed: throughput, time, restarts, cluster and CPUs."""
+"""Render the report's sections on speed: throughput, time, restarts and cluster."""
 
 from collections.abc import Mapping, Sequence
 
@@ -74,17 +74,10 @@ def _time_bar(time_s: Mapping[str, float]) -> Html:
 
 
 def cluster(run: Run) -> Html:
-    """Render readers, other processes and object store, collapsed unless bytes were spilled."""
+    """Render readers and object store, collapsed unless bytes were spilled."""
     spilled = bool(run.figure("spilled_bytes") or run.figure("fallback_bytes"))
-    others = metric_chart(
-        run.metrics,
-        "other_process_share",
-        "Share of the CPUs used by other processes, readers included",
-        unit="share",
-        least_top=0.1,
-    )
-    body = tag("div", _counts(run), _stages(run), others, *_object_store(run), class_="inside")
-    return section("Cluster and CPUs", folded("Readers, other processes, object store", body, is_open=spilled))
+    body = tag("div", _counts(run), _stages(run), *_object_store(run), class_="inside")
+    return section("Cluster", folded("Readers and object store", body, is_open=spilled))
 
 
 def _counts(run: Run) -> Html:

@@ -50,7 +50,6 @@ class MetricsRecord(TypedDict, total=False):
     samples_per_s: Number
     step_s: Number
     wait_share: Number
-    other_process_share: Number
     spilled_bytes: Number
     object_store_bytes: Number
     samples_seen: int | None

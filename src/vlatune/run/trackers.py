@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow logging from the driver.
+"""TensorBoard and Weights & Biases logging from the driver.
 
 Trackers follow the files that rank 0 writes, so they cannot block or fail the training process.
 Each point is sent once: `logs/trackers.json` stores each tracker's run id and the last step sent
@@ -7,17 +7,16 @@ charts. A tracker that fails is reported once and disabled.
 """
 
 import copy
-import importlib
-import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from vlatune.config.settings import MlflowConfig, RunConfig, WandbConfig, to_json
+from vlatune.config.settings import RunConfig, WandbConfig, to_json
 from vlatune.console import printable, redacted, warn
 from vlatune.run.run_folder import LOGS, METRICS_FILE, REPORT_FILE, VALIDATIONS_FILE, flat_settings
 from vlatune.run.sinks import JsonlTail
@@ -57,8 +56,6 @@ def make_trackers(config: RunConfig) -> dict[str, Begin]:
     found: dict[str, Begin] = {"tensorboard": lambda _: begin_tensorboard(config.run_dir)}
     if config.wandb.enable:
         found["wandb"] = lambda run_id: begin_wandb(config.wandb, config.job_name, config.run_dir, settings, run_id)
-    if config.mlflow.enable:
-        found["mlflow"] = lambda run_id: begin_mlflow(config.mlflow, config.job_name, settings, run_id)
     return found
 
 
@@ -196,8 +193,11 @@ def begin_wandb(
     config: WandbConfig, job_name: str, run_dir: Path, settings: Mapping[str, str], run_id: str | None
 ) -> tuple[Tracker, str]:
     _check_wandb_settings()
-    wandb = _imported("wandb", "wandb")
-    run_id = str(config.run_id or run_id or wandb.util.generate_id())
+    try:
+        import wandb
+    except ImportError:
+        raise RuntimeError("it is not installed; `pip install wandb`, or leave --wandb.enable out") from None
+    run_id = str(config.run_id or run_id or secrets.token_hex(4))
     run = wandb.init(
         project=config.project,
         entity=config.entity,
@@ -223,46 +223,3 @@ def _check_wandb_settings() -> None:
                 f"'{Path(name).absolute()}' would choose the server that gets your API key; start the command in another folder, or "
                 f"remove the file and set WANDB_BASE_URL"
             )
-
-
-NOT_IN_MLFLOW = re.compile(r"[^\w./ -]")
-"""Characters that MLflow rejects in metric names."""
-
-
-@dataclass(frozen=True)
-class MlflowTracker:
-    client: Any
-    run_id: str
-
-    def send(self, optimizer_step: int, numbers: Mapping[str, float]) -> None:
-        for key, value in numbers.items():
-            self.client.log_metric(self.run_id, NOT_IN_MLFLOW.sub("_", key), value, step=optimizer_step)
-
-    def finish(self, files: list[Path]) -> None:
-        for file in files:
-            self.client.log_artifact(self.run_id, str(file))
-        self.client.set_terminated(self.run_id)
-
-
-def begin_mlflow(
-    config: MlflowConfig, job_name: str, settings: Mapping[str, str], run_id: str | None
-) -> tuple[Tracker, str]:
-    mlflow = _imported("mlflow", "mlflow-skinny")
-    client = mlflow.MlflowClient(tracking_uri=config.tracking_uri)
-    if run_id is not None:
-        client.update_run(run_id, status="RUNNING")
-        return MlflowTracker(client, run_id), run_id
-    found = client.get_experiment_by_name(config.experiment)
-    experiment_id = found.experiment_id if found else client.create_experiment(config.experiment)
-    run = client.create_run(experiment_id, run_name=job_name)
-    for key, value in settings.items():
-        client.log_param(run.info.run_id, key, value)
-    return MlflowTracker(client, run.info.run_id), run.info.run_id
-
-
-def _imported(name: Literal["wandb", "mlflow"], package: str) -> Any:
-    """Import an optional library."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise RuntimeError(f"it is not installed; `pip install '{package}'`, or leave --{name}.enable out") from None

@@ -44,7 +44,7 @@ SECTIONS = [
     "First batch",
     "Speed",
     "Starts and checkpoints",
-    "Cluster and CPUs",
+    "Cluster",
     "Settings, versions, command",
 ]
 PAGE_JS = resources.files("vlatune.report").joinpath("page.js").read_text()
