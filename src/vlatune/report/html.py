@@ -35,10 +35,9 @@ from vlatune.report.page import (
     shown_setting,
     table,
 )
-from vlatune.report.section_cache import stored
 from vlatune.report.section_data import data_used, first_batch
 from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, simulated, split_loss
-from vlatune.report.section_speed import cluster, run_verdict, speed, time_line, verdict_line
+from vlatune.report.section_speed import cluster, run_verdict, speed, stored, time_line, verdict_line
 from vlatune.run.kept_samples import EVAL_SAMPLES_FILE, ROLLOUTS_FILE, EvalSample, load_samples
 from vlatune.run.run_folder import (
     CONFIG_FILE,

@@ -2,7 +2,7 @@
 
 Pages are self-contained: style, script and images are inlined. The content security policy allows
 only page.js, by its hash, so that the browser runs no script that slips through the escaping of
-`formatting.tag`. Without the script a page is complete, but charts neither show values nor zoom.
+`formatting.tag`. Without the script a page is complete, but charts do not show values.
 """
 
 import base64

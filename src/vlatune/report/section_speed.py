@@ -1,13 +1,11 @@
 """Render the report's sections on speed: throughput, time, restarts and cluster."""
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping
 
 from vlatune.formatting import Html, format_bytes, format_seconds, format_share, join, plural, shorten, tag
-from vlatune.report.chart import Chart, Line, bars, column, draw, has, metric_chart, scale_of
-from vlatune.report.page import MAX_TEXT, folded, missing, pair, row, section, shown_setting, table
-from vlatune.run.run_folder import Checkpoints, Event, Run
+from vlatune.report.chart import bars, has, metric_chart
+from vlatune.report.page import MAX_TEXT, folded, missing, or_dash, pair, row, section, shown_setting, table
+from vlatune.run.run_folder import Checkpoints, Run
 from vlatune.run.verdict import Verdict, judge, time_left_s
 
 TIME_PARTS = {
@@ -73,6 +71,23 @@ def _time_bar(time_s: Mapping[str, float]) -> Html:
     return join([bar, tag("table", tag("tbody", *rows), class_="legend")])
 
 
+def stored(run: Run) -> Html:
+    """Render what was stored instead of computed again; empty if nothing could be stored."""
+    levels = run.data["stores"]["levels"] if run.data and "stores" in run.data else ()
+    if not levels:
+        return Html("")
+    rows = []
+    for level in levels:
+        times_s = (or_dash(level[key], format_seconds) for key in ("epoch_s_without", "epoch_s_with"))
+        sizes = format_bytes(level["stored_bytes"]), format_share(level["share"])
+        rows.append(row(shorten(level["name"], MAX_TEXT), *sizes, *times_s, shorten(level["decision"], MAX_TEXT)))
+    text = tag("p", "Estimated at the start of the run from measured rates of decoding and of the disk.")
+    heads = ["stored", "size", "fits", "an epoch without", "with", ""]
+    name = "Share of images from the frame cache"
+    hits = metric_chart(run.metrics, "cached_share", name, unit="share", least_top=1.0)
+    return section("Frame cache", text, table(heads, rows, kind="sizes"), *([hits] if levels[0]["is_used"] else []))
+
+
 def cluster(run: Run) -> Html:
     """Render readers and object store, collapsed unless bytes were spilled."""
     spilled = bool(run.figure("spilled_bytes") or run.figure("fallback_bytes"))
@@ -108,32 +123,13 @@ def _object_store(run: Run) -> list[Html]:
             text += f", and {format_bytes(fallback) if fallback else 'nothing'} was allocated on disk"
         parts.append(tag("p", text + "."))
     if has(run.metrics, "object_store_bytes"):
-        steps, used = column(run.metrics, "optimizer_step"), column(run.metrics, "object_store_bytes")
-        limit = None if capacity is None else (f"capacity {format_bytes(capacity)}", float(capacity))
-        scale = scale_of(used, [capacity or 0.0], from_zero=True)
-        lines = (Line("in the object store", steps, used),)
-        parts.append(draw(Chart("Object store", lines, scale, unit="bytes", limit=limit, height_px=180)))
+        of = f", of {format_bytes(capacity)}" if capacity else ""
+        parts.append(metric_chart(run.metrics, "object_store_bytes", f"Object store{of}", unit="bytes", smoothed=False))
     return parts or [missing("The object store was not recorded.")]
 
 
 def time_line(run: Run) -> Html:
-    text = tag("p", f"{_starts(run)} {_checkpoints(run.checkpoints)}")
-    return section("Starts and checkpoints", text, *([_progress(run.events)] if len(run.events) > 1 else []))
-
-
-def _progress(events: Sequence[Event]) -> Html:
-    """Plot optimizer steps over wall time, with starts and checkpoints."""
-    begin_s, total_s = events[0]["time_s"], events[-1]["time_s"] - events[0]["time_s"]
-    units = (("hours", 3600.0), ("minutes", 60.0))
-    unit, seconds = next(((word, size) for word, size in units if total_s >= 3 * size), ("seconds", 1.0))
-    at = (column(events, "time_s") - begin_s) / seconds
-    steps, kinds = column(events, "optimizer_step"), np.array([event["event"] for event in events])
-    saved = kinds == "checkpoint"
-    lines = [Line("optimizer step", at, steps)]
-    if saved.any():
-        lines.append(Line("checkpoint", at[saved], steps[saved], "run1", dots=True))
-    x_name, marks = f"{unit} since the first start", tuple(at[kinds == "start"][1:].tolist())
-    return draw(Chart("Progress", tuple(lines), x_name=x_name, height_px=180, marks=marks))
+    return section("Starts and checkpoints", tag("p", f"{_starts(run)} {_checkpoints(run.checkpoints)}"))
 
 
 def _starts(run: Run) -> str:

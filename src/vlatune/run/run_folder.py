@@ -89,17 +89,13 @@ class StoreRecord(TypedDict):
     name: str
     is_used: bool
     decision: str
-    sample_bytes: int
     stored_bytes: int
     share: float
-    make_s: Number
-    read_s: Number
     epoch_s_without: Number
     epoch_s_with: Number
 
 
 class StoresRecord(TypedDict):
-    epochs: float
     levels: tuple[StoreRecord, ...]
 
 

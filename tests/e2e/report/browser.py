@@ -118,12 +118,6 @@ class Tab:
     def mouse(self, kind: str, x: float, y: float, **options: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **options)
 
-    def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        self.mouse("mouseMoved", *begin)
-        self.mouse("mousePressed", *begin, **LEFT_BUTTON)
-        self.mouse("mouseMoved", *end, button="left", buttons=1)
-        self.mouse("mouseReleased", *end, button="left", clickCount=1)
-
     def click(self, x: float, y: float) -> None:
         self.mouse("mouseMoved", x, y)
         self.mouse("mousePressed", x, y, **LEFT_BUTTON)

@@ -40,7 +40,7 @@ def test_curves_are_drawn_together_and_differing_settings_are_listed(tmp_path, c
     assert ">steps<" not in page  # the same in both
     assert page.count("<script") == 1
     assert page.count("<li>") == 2  # what limited the speed of each
-    assert "The runs name different datasets" in page
+    assert "trained on different datasets" in page
     assert page.index(">Final loss<") < page.index(">Best validation error<") < page.index(">Samples per second<")
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
 
@@ -62,7 +62,7 @@ def test_different_data_is_a_warning_and_names_are_no_difference(tmp_path, capsy
     runs = [make_run(tmp_path / name) for name in ("first", "second")]
     for run, changes in zip(runs, ({}, other), strict=True):
         config = json.loads((run / "config.json").read_text())
-        config |= {"output_dir": str(run), "policy": {"path": str(run / "base")}, "seed": changes.get("seed", 0)}
+        config |= {"output_dir": str(run), "seed": changes.get("seed", 0)}
         (run / "config.json").write_text(json.dumps(config))
         dataset = DATA | {"frames": changes.get("frames", 800)}
         data = {"datasets": [dataset], "tasks": changes.get("tasks", ["fold"]), "num_tasks": 1}

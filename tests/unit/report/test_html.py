@@ -141,7 +141,7 @@ def test_charts_carry_their_values_and_a_description(complete):
     assert (logged["name"], logged["xs"][:2], logged["ys"][:2]) == ("logged", [1, 2], [1.0, 0.5])
     assert smoothed["xs"] is None  # equal to those of the previous line
     assert held_out["xs"] == [50, 100, 150, 200, 250]
-    assert (loss["log"], loss["x"]) == (True, [1.0, 300.0])
+    assert loss["x"] == [1.0, 300.0]
     labels = [value for tag, name, value in complete.attributes if (tag, name) == ("svg", "aria-label")]
     assert len(labels) == len(charts)
     assert any(label.startswith("Loss (log scale) by optimizer step; logged from 1 to") for label in labels)
@@ -174,6 +174,21 @@ def test_an_unfinished_run_shows_what_is_missing(tmp_path, lines):
     assert not [value for value in drawn if "nan" in value or "inf" in value]
     if lines == 1:  # of 20 steps, 0.26 s each
         assert page.texts[page.texts.index("Time left") + 1] == "4.9 s"
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_the_frame_cache_has_a_section_if_it_was_planned(tmp_path, is_used):
+    run = write_complete_run(tmp_path)
+    assert "Frame cache" not in page_of(run).texts
+    sizes = {"stored_bytes": 10**6, "share": 0.5, "epoch_s_without": 60.0, "epoch_s_with": None}
+    level = {"name": "frames", "is_used": is_used, "decision": HOSTILE, **sizes}
+    data = json.loads((run / "data.json").read_text())
+    (run / "data.json").write_text(json.dumps(data | {"stores": {"levels": [level]}}))
+    write_lines(run / "metrics.jsonl", [metrics_line(step) | {"cached_share": 0.5} for step in (1, 2, 3)])
+    page = page_of(run)
+    assert {"Frame cache", "1 MB", "50 %", "1 min 00 s"} <= set(page.texts)
+    assert page.tags.count("script") == 1
+    assert ("Share of images from the frame cache" in page.texts) == is_used
 
 
 def test_an_incomplete_last_line_and_missing_files_are_tolerated(tmp_path):
