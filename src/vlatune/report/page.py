@@ -55,9 +55,9 @@ def pair(*parts: Html) -> Html:
     return tag("div", *shown, class_="pair") if shown else Html("")
 
 
-def folded(summary: str, *parts: Html, is_open: bool = False) -> Html:
-    """Return the parts in a collapsible element."""
-    return tag("details", tag("summary", summary), *parts, open="" if is_open else None)
+def folded(summary: str, part: Html) -> Html:
+    """Return the part in a collapsible element."""
+    return tag("details", tag("summary", summary), part)
 
 
 def missing(*parts: str) -> Html:
