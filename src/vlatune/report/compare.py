@@ -22,11 +22,9 @@ from vlatune.report.section_speed import run_verdict, verdict_line
 from vlatune.run.run_folder import Run, flat_settings, read_run
 from vlatune.storage.files import write_text
 
-LEARNT: dict[str, tuple[str, Callable[[Any], str]]] = {
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "optimizer_steps": ("Optimizer steps", lambda count: f"{count:,}"),
     "final_loss": ("Final loss", format_number),
-}
-SPEED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "samples_per_s": ("Samples per second", lambda rate: format_number(rate, digits=3)),
     "wait_share": ("Waiting for data", format_share),
     "time_to_first_batch_s": ("Time to first batch", format_seconds),
@@ -132,29 +130,25 @@ def _chart(
 
 
 def _figures(runs: dict[str, Run]) -> Html:
-    rows = _rows(runs, LEARNT)
-    best = [run.best_validation for run in runs.values()]
-    if any(best):
-        cells = (
-            f"{format_number(one['val_action_error'])} at step {one['optimizer_step']:,}" if one else "-"
-            for one in best
-        )
-        rows.append(row("Best validation error", *cells))
-    errors = [run.evaluation.get("action_error") for run in runs.values()]
-    if any(error is not None for error in errors):
-        rows.append(row("Evaluation: action error", *(or_dash(error, format_number) for error in errors)))
-    rows += _rows(runs, SPEED)
+    each = list(runs.values())
+    best = [run.best_validation for run in each]
+    errors = [run.evaluation.get("action_error") for run in each]
+    rows = [
+        row(
+            "Best validation error",
+            *(
+                or_dash(one, lambda one: f"{format_number(one['val_action_error'])} at step {one['optimizer_step']:,}")
+                for one in best
+            ),
+        ),
+        row("Evaluation: action error", *(or_dash(error, format_number) for error in errors)),
+    ]
+    for key, (title, write) in FIGURES.items():
+        rows.append(row(title, *(or_dash(run.figure(key), write) for run in each)))
     titles: dict[Count, str] = {"episodes": "Episodes", "frames": "Frames", "held_out": "Held-out episodes"}
     for key, title in titles.items():
-        rows.append(row(title, *(or_dash(_total(run, key), lambda count: f"{count:,}") for run in runs.values())))
+        rows.append(row(title, *(or_dash(_total(run, key), lambda count: f"{count:,}") for run in each)))
     return section("Figures", _table(runs, rows))
-
-
-def _rows(runs: dict[str, Run], figures: dict[str, tuple[str, Callable[[Any], str]]]) -> list[Html]:
-    return [
-        row(title, *(or_dash(run.figure(key), write) for run in runs.values()))
-        for key, (title, write) in figures.items()
-    ]
 
 
 def _differences(runs: dict[str, Run]) -> Html:

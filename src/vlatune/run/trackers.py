@@ -21,7 +21,8 @@ from vlatune.console import printable, redacted, warn
 from vlatune.run.run_folder import LOGS, METRICS_FILE, REPORT_FILE, VALIDATIONS_FILE, flat_settings
 from vlatune.run.sinks import JsonlTail
 from vlatune.run.summary import SUMMARY_FILE
-from vlatune.storage.files import make_folder, parse_json, read_file, write_json
+from vlatune.storage.files import make_folder, read_json, write_json
+from vlatune.storage.json_types import checked
 
 STATE_FILE = "trackers.json"
 POLL_S = 2.0
@@ -69,7 +70,9 @@ class TrackerFeed:
 
     def __init__(self, run_dir: Path, begin: Mapping[str, Begin]) -> None:
         self._run_dir = run_dir
-        self._state: dict[str, Any] = _read_state(run_dir)
+        name = f"{LOGS}/{STATE_FILE}"
+        found = read_json(run_dir, name) if (run_dir / name).exists() else {}
+        self._state = checked(found, dict[str, dict], f"{run_dir / name} (remove it; charts then start again)")
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._threads = {
@@ -90,26 +93,25 @@ class TrackerFeed:
 
     def _follow(self, name: str, begin: Begin) -> None:
         """Feed one tracker; errors are reported once and disable it."""
-        try:
-            self._feed(name, begin)
-        except Exception as error:
-            self._give_up(name, str(error))
-
-    def _feed(self, name: str, begin: Begin) -> None:
         known: dict[str, Any] = {"sent": {}, **copy.deepcopy(self._state.get(name, {}))}
-        tracker, known["run_id"] = begin(known.get("run_id"))
-        self._remember(name, known)
-        is_last = False
         files = {"metrics": METRICS_FILE, "validation": VALIDATIONS_FILE}
         tails = {source: JsonlTail(self._run_dir / file) for source, file in files.items()}
-        while not is_last:
-            is_last = self._stop.wait(POLL_S)
-            try:
+        try:
+            tracker, known["run_id"] = begin(known.get("run_id"))
+            self._remember(name, known)
+            is_last = False
+            while not is_last:
+                is_last = self._stop.wait(POLL_S)
                 for source, tail in tails.items():
-                    _send(tracker, tail.read_new(), known["sent"], source)
-            finally:
+                    for line in tail.read_new():
+                        if (step := line["optimizer_step"]) > known["sent"].get(source, -1):
+                            tracker.send(step, flat_numbers(line))
+                            known["sent"][source] = step
                 self._remember(name, known)
-        tracker.finish([file for one in (REPORT_FILE, SUMMARY_FILE) if (file := self._run_dir / one).is_file()])
+            tracker.finish([file for one in (REPORT_FILE, SUMMARY_FILE) if (file := self._run_dir / one).is_file()])
+        except Exception as error:
+            self._give_up(name, str(error))
+            self._remember(name, known)
 
     def _give_up(self, name: str, reason: str) -> None:
         warn(f"vlatune: warning: {name}: {reason}; the run continues without it, its values are in metrics.jsonl")
@@ -121,13 +123,6 @@ class TrackerFeed:
                 write_json(make_folder(self._run_dir, LOGS) / STATE_FILE, self._state)
 
 
-def _send(tracker: Tracker, lines: list[dict[str, Any]], sent: dict[str, int], source: str) -> None:
-    for line in lines:
-        if line["optimizer_step"] > sent.get(source, -1):
-            tracker.send(line["optimizer_step"], flat_numbers(line))
-            sent[source] = line["optimizer_step"]
-
-
 def flat_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Flatten {"loss_by_task": {"fold": 2.0}, "loss_by_dim": [3.0]} to loss_by_task/fold etc."""
     parts = {key: dict(enumerate(one)) if isinstance(one, list) else one for key, one in line.items()}
@@ -137,19 +132,6 @@ def flat_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     numbers = {key: one for key, one in (parts | nested).items() if isinstance(one, int | float)}
     # Task and camera names come from datasets; a tracker gets no control characters.
     return {printable(key): float(one) for key, one in numbers.items() if key != "optimizer_step"}
-
-
-def _read_state(run_dir: Path) -> dict[str, Any]:
-    file = run_dir / LOGS / STATE_FILE
-    if not file.exists():
-        return {}
-    state = parse_json(
-        read_file(run_dir, f"{LOGS}/{STATE_FILE}"), f"{file}:", remedy="remove it; charts then start again"
-    )
-    fits = isinstance(state, dict) and all(isinstance(one, dict) for one in state.values())
-    if not fits:
-        raise ValueError(f"{file}: expected an object of objects; remove it; charts then start again")
-    return state
 
 
 class TensorBoardTracker:

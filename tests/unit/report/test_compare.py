@@ -41,7 +41,7 @@ def test_curves_are_drawn_together_and_differing_settings_are_listed(tmp_path, c
     assert page.count("<script") == 1
     assert page.count("<li>") == 2  # what limited the speed of each
     assert "trained on different datasets" in page
-    assert page.index(">Final loss<") < page.index(">Best validation error<") < page.index(">Samples per second<")
+    assert page.index(">Best validation error<") < page.index(">Final loss<") < page.index(">Samples per second<")
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 

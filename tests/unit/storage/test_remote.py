@@ -5,7 +5,6 @@ import multiprocessing
 import pickle
 import random
 import socket
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -370,16 +369,6 @@ def test_a_root_is_pickled_without_its_filesystem(s3: Proxy) -> None:
     assert b"s3fs" not in pickled
     assert pickle.loads(pickled) == root  # noqa: S301 (our own bytes)
     assert hash(root) == hash(root_of(s3))
-
-
-def test_threads_share_the_connections(s3: Proxy) -> None:
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(root_of(s3).filesystem())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(one is root_of(s3, "other").filesystem() for one in found)
 
 
 def test_a_forked_child_reads(s3: Proxy) -> None:
