@@ -137,18 +137,13 @@ def scale_of(*values: ArrayLike, from_zero: bool = False, log: bool = False) -> 
     return Scale(low if from_zero and low == 0 else low - margin, high + margin)
 
 
-def loss_scale(lines: Iterable[Line]) -> Scale:
-    """Return a linear scale from zero, or a log scale if the values span a large range."""
+def loss_chart(title: str, lines: Sequence[Line], **options: Any) -> Html:
+    """Draw losses on a linear scale from zero, or on a log scale if they span a large range."""
     values = np.concatenate([line.ys for line in lines])
     finite = values[np.isfinite(values)]
     log = bool(finite.size and (finite > 0).all() and finite.max() / finite.min() > LOG_SCALE_RATIO)
-    return scale_of(values, log=log, from_zero=not log)
-
-
-def loss_chart(title: str, lines: Sequence[Line], **options: Any) -> Html:
-    """Draw losses, on a log scale if they span a large range."""
-    scale = loss_scale(lines)
-    return draw(Chart(f"{title} (log scale)" if scale.log else title, tuple(lines), scale, **options))
+    scale = scale_of(values, log=log, from_zero=not log)
+    return draw(Chart(f"{title} (log scale)" if log else title, tuple(lines), scale, **options))
 
 
 def metric_chart(

@@ -5,16 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from vlatune.formatting import (
-    Html,
-    format_bytes,
-    format_number,
-    format_seconds,
-    format_share,
-    join,
-    shorten,
-    tag,
-)
+from vlatune.formatting import Html, format_bytes, format_number, format_seconds, format_share, join, shorten, tag
 from vlatune.report.chart import MAX_COLORS, Chart, Line, Unit, column, draw, has, loss_chart, scale_of, smooth
 from vlatune.report.html import damage_reported
 from vlatune.report.page import make_page, or_dash, pair, row, section, shown_setting, table

@@ -24,17 +24,7 @@ from vlatune.formatting import (
     shorten,
     tag,
 )
-from vlatune.report.page import (
-    MAX_TEXT,
-    command,
-    folded,
-    make_page,
-    missing,
-    row,
-    section,
-    shown_setting,
-    table,
-)
+from vlatune.report.page import MAX_TEXT, command, folded, make_page, missing, row, section, shown_setting, table
 from vlatune.report.section_data import data_used, first_batch
 from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, simulated, split_loss
 from vlatune.report.section_speed import run_verdict, speed, time_line, verdict_line

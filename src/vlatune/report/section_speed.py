@@ -14,7 +14,6 @@ TIME_PARTS = {
     "wait": "waiting for data",
     "checkpoint": "saving checkpoints",
     "validation": "validation",
-    "other": "other",
 }
 
 
@@ -49,10 +48,7 @@ def speed(run: Run) -> Html:
 def _time_bar(time_s: Mapping[str, float]) -> Html:
     """Draw one bar split by activity, with a table as its legend."""
     parts = {name: max(0.0, time_s[name]) for name in TIME_PARTS if name in time_s}
-    parts["other"] = max(0.0, time_s.get("total", 0.0) - sum(parts.values()))
     total_s = sum(parts.values()) or 1.0
-    if parts["other"] < 0.005 * total_s:  # rounding errors
-        del parts["other"]
     pieces, rows = [], []
     for name, seconds in parts.items():
         label, share = TIME_PARTS[name], format_share(seconds / total_s)

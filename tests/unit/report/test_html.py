@@ -233,16 +233,10 @@ def test_samples_of_other_shapes_are_rejected(tmp_path, change):
     ("file", "change", "message"),
     [
         ("metrics.jsonl", {"loss_by_task": ["a"]}, "'loss_by_task': expected an object"),
-        ("metrics.jsonl", {"loss_by_task": {"a": "<b>"}}, "expected a whole number"),
         ("metrics.jsonl", {"loss_by_dim": {"a": 1.0}}, "'loss_by_dim': expected a list"),
         ("events.jsonl", {"event": 3}, "'event': expected text"),
-        ("events.jsonl", {"time_s": "now"}, "'time_s': expected a number"),
-        ("data.json", {"datasets": [{"root": 7}]}, "'root'"),
-        ("data.json", {"tasks": [None]}, "expected text"),
         ("data.json", {"datasets": [{}]}, "is missing"),
         ("eval.json", {"rollouts": {"error": 0.1}}, "is missing"),
-        ("eval.json", {"per_dim_error": [1.0]}, "'per_dim_error': expected an object"),
-        ("summary.json", {"loss_by_episode": [{"episode": "x"}]}, "expected a whole number"),
         ("summary.json", {"loss_by_episode": [{"episode": 1}]}, "not as vlatune writes them"),
     ],
 )
@@ -250,8 +244,6 @@ def test_values_of_another_type_are_named(tmp_path, file, change, message):
     write_complete_run(tmp_path)
     text = (tmp_path / file).read_text()
     line = json.loads(text.splitlines()[0] if file.endswith("l") else text)
-    if file == "data.json" and change.get("datasets") == [{"root": 7}]:
-        change = {"datasets": [line["datasets"][0] | {"root": 7}]}
     (tmp_path / file).write_text(json.dumps(line | change) + "\n")
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         write_report(tmp_path)

@@ -67,31 +67,24 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(small_base, tmp_path):
     assert "503" not in done.stderr
 
 
-def test_a_private_or_unknown_repository(small_base, tmp_path):
-    with running_hub(Hub(small_base, token=TOKEN)) as hub:
-        line = rejected(run(tmp_path, hub.endpoint))
-        assert "it does not exist, or it is private and no token is set; check the name, and set HF_TOKEN" in line
-        line = rejected(run(tmp_path, hub.endpoint, HF_TOKEN=TOKEN[:-1]))
-        assert "or it is private and the token that is set has no access" in line
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_repository(small_base, tmp_path, status):
-    with running_hub(Hub(small_base, token=TOKEN, refusal=(status, "GatedRepo"))) as hub:
-        line = rejected(run(tmp_path, hub.endpoint))
-    assert "it is gated and no token is set; request access on its page and set HF_TOKEN" in line
-
-
-def test_a_missing_revision(small_base, tmp_path):
-    with running_hub(Hub(small_base)) as hub:
-        line = rejected(run(tmp_path, hub.endpoint, revision="v9"))
-    assert "it has no such revision; check --policy.revision" in line
-
-
-def test_a_token_that_may_not_read(small_base, tmp_path):
-    with running_hub(Hub(small_base, token=TOKEN, refusal=(403, ""))) as hub:
-        line = rejected(run(tmp_path, hub.endpoint, HF_TOKEN=TOKEN[:-1]))
-    assert "the hub returned status 403; check HF_TOKEN (the token that is set has no access)" in line
+@pytest.mark.parametrize(
+    ("hub", "settings", "message"),
+    [
+        ({}, {}, "it does not exist, or it is private and no token is set; check the name, and set HF_TOKEN"),
+        ({}, {"HF_TOKEN": TOKEN[:-1]}, "or it is private and the token that is set has no access"),
+        ({"refusal": (403, "GatedRepo")}, {}, "it is gated and no token is set; request access on its page"),
+        ({"token": None}, {"revision": "v9"}, "it has no such revision; check --policy.revision"),
+        (
+            {"refusal": (403, "")},
+            {"HF_TOKEN": TOKEN[:-1]},
+            "the hub returned status 403; check HF_TOKEN (the token that",
+        ),
+    ],
+    ids=["unknown", "private", "gated", "revision", "no access"],
+)
+def test_a_repository_that_cannot_be_read(hub, settings, message, small_base, tmp_path):
+    with running_hub(Hub(small_base, **{"token": TOKEN} | hub)) as running:
+        assert message in rejected(run(tmp_path, running.endpoint, **settings))
 
 
 @pytest.mark.parametrize("offline", ["0", "1"], ids=["no network", "offline mode"])
