@@ -88,10 +88,3 @@ def test_more_runs_than_colors_are_rejected(tmp_path, capsys):
     runs = [make_run(tmp_path / str(number)) for number in range(7)]
     assert cli.main(["report", *map(str, runs)]) == 2
     assert "7 runs: at most 6" in capsys.readouterr().err
-
-
-def test_the_report_can_be_written_to_another_file(tmp_path, capsys):
-    run, file = make_run(tmp_path / "run"), tmp_path / "page.html"
-    assert cli.main(["report", str(run), f"--output={file}"]) == 0
-    assert file.exists()
-    assert not (run / "report.html").exists()

@@ -91,13 +91,3 @@ def test_a_repository_that_cannot_be_read(hub, settings, message, small_base, tm
 def test_no_network(tmp_path, offline):
     line = rejected(run(tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE=offline))
     assert "the hub cannot be reached and the cache is incomplete; check the network, HF_HUB_OFFLINE" in line
-
-
-def test_a_repository_of_another_kind(tmp_path):
-    """It is fetched, and then refused by what is in it."""
-    (tmp_path / "repository").mkdir()
-    (tmp_path / "repository/config.json").write_text('{"type": "smolvla"}')
-    with running_hub(Hub(tmp_path / "repository")) as hub:
-        done = run(tmp_path, hub.endpoint)
-    assert done.returncode == 2
-    assert "config.json: type is 'smolvla', expected 'pi05'" in done.stdout
