@@ -221,14 +221,15 @@ def test_a_failed_listing_is_retried(s3: Proxy, uploaded: dict[str, Path], kind:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "says"),
+    ("method", "kind", "error", "says"),
     [
-        ("400", RuntimeError, "request rejected"),
-        ("403", PermissionError, "denied"),
-        ("404", FileNotFoundError, "no such object"),
+        ("GET", "400", RuntimeError, "request rejected"),
+        ("GET", "403", PermissionError, "denied"),
+        ("GET", "404", FileNotFoundError, "no such object"),
+        ("HEAD", "403", PermissionError, "denied"),
+        ("HEAD", "404", FileNotFoundError, "no such object"),
     ],
 )
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_permanent_errors_are_not_retried(s3: Proxy, method: str, kind: str, error: type[Exception], says: str) -> None:
     s3.faults.append(Fault(kind, times=-1, method=method, part="payload.bin"))
     with pytest.raises(error, match=f"'s3://{BUCKET}/files/payload.bin': .*{says}"):
