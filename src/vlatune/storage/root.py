@@ -132,9 +132,10 @@ class Root:
         self.join(name)
         if not self.has_checksums or name == CHECKSUMS:
             return
-        # A local file is checked for changes each time, a store once per run.
-        is_known = self.sums_version is not None and not self.is_local
-        version = self.sums_version if is_known else checksums_version(self)
+        if self.is_local:
+            version = checksums_version(self)
+        else:  # a store is asked once per run, or once per process
+            version = _first_version(self) if self.sums_version is None else self.sums_version
         if not version:
             return
         where, sums = f"dataset '{self.url}': {name}", _checksums(self, version)
@@ -220,6 +221,9 @@ def checksums_version(root: Root) -> str:
         return root.version(CHECKSUMS)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # stores may deny access to missing objects
         return ""
+
+
+_first_version = functools.lru_cache(maxsize=64)(checksums_version)
 
 
 @functools.lru_cache(maxsize=1 << 20)

@@ -203,9 +203,9 @@ def test_a_small_object_is_one_request(s3: Proxy) -> None:
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_failed_request_is_retried(s3: Proxy, kind: str) -> None:
     root = root_of(s3, read_timeout=0.5) if "hang" in kind else root_of(s3)
-    s3.faults.append(Fault(kind, times=2))
+    s3.faults.append(Fault(kind, times=2, part="payload.bin"))
     if kind not in ("cut", "short", "hang_in_body"):  # a HEAD has no body
-        s3.faults.append(Fault(kind, times=2, method="HEAD"))
+        s3.faults.append(Fault(kind, times=2, method="HEAD", part="payload.bin"))
     assert root.read_bytes("payload.bin") == PAYLOAD
     assert not any(fault.times for fault in s3.faults)
     assert sum(one.is_faulty for one in s3.gets()) == 2
