@@ -22,7 +22,6 @@ PROGRAMS = (
     "hf ",
     "tensorboard",
     "wandb ",
-    "mlflow ",
     "ray ",
     "docker ",
 )

@@ -71,15 +71,12 @@ def redacted(text: str) -> str:
 
 
 def _is_secret_variable(name: str, value: str) -> bool:
-    is_secret = name.lower() not in NO_SECRETS and is_secret_name(name)
-    return len(value) >= MIN_SECRET_CHARS and is_secret and not _is_path(value)
-
-
-def _is_path(value: str) -> bool:
-    try:
-        return Path(value).exists()
-    except (OSError, ValueError):  # too long for a file name, as keys are
+    if len(value) < MIN_SECRET_CHARS or name.lower() in NO_SECRETS or not is_secret_name(name):
         return False
+    try:
+        return not Path(value).exists()  # the path of a key is not secret
+    except (OSError, ValueError):  # too long for a file name, as keys are
+        return True
 
 
 def printable(text: str) -> str:

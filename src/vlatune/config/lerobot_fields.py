@@ -121,7 +121,7 @@ REJECTED = {
     "save_checkpoint": (True, "checkpoints are always saved; see --save_freq and --keep_checkpoints"),
     "save_checkpoint_to_hub": (False, "use `vlatune export RUN DIR --push_to_hub=NAME` afterwards"),
     "job.target": (None, "HF Jobs are not supported; set RAY_ADDRESS to run on a cluster"),
-    "trackio.enable": (False, "Trackio is not supported; use --wandb.enable=true or --mlflow.enable=true"),
+    "trackio.enable": (False, "Trackio is not supported; use --wandb.enable=true"),
     "ema.update_after_step": (0, "the moving average starts with the first step"),
     "parallelism.": (1, "sharding is not supported: every worker holds all weights; use --num_workers"),
     "accelerator.gradient_accumulation.steps": (

@@ -185,16 +185,6 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
-class MlflowConfig:
-    enable: bool = False
-    """Log metrics to MLflow from the driver (requires `pip install mlflow-skinny`)."""
-    tracking_uri: str | None = None
-    """MLflow server or folder (default: MLFLOW_TRACKING_URI)."""
-    experiment: str = "vlatune"
-    """MLflow experiment."""
-
-
-@dataclass(frozen=True)
 class RayConfig:
     num_cpus: int | None = setting(None, minimum=1)
     """CPUs of the local Ray cluster (default: all); set RAY_ADDRESS to join a running cluster."""
@@ -212,7 +202,6 @@ class RunConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     rename_map: dict[str, str] = field(default_factory=dict)
     """Map of dataset feature names to policy feature names, e.g. {"state": "observation.state"}."""
     output_dir: str | None = None

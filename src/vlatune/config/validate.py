@@ -41,8 +41,7 @@ def validate(config: RunConfig) -> None:
     if policy.keep_prefix == "true" and dataset.image_transforms.enable:
         text = "--policy.keep_prefix=true: the prefix of an augmented image cannot be kept"
         raise ValueError(f"{text}; remove it or --dataset.image_transforms.enable=true")
-    addresses = {"storage_path": config.storage_path, "policy.path": policy.path}
-    for flag, text in (addresses | {"mlflow.tracking_uri": config.mlflow.tracking_uri}).items():
+    for flag, text in {"storage_path": config.storage_path, "policy.path": policy.path}.items():
         if text is not None and has_secret(text):
             raise ValueError(
                 f"--{flag}: the address contains a password, a token or a signature, and settings are written to the "

@@ -2,8 +2,7 @@
 
 Curves are an SVG stretched over the plot area (0..100 in both directions, constant stroke width).
 Labels are HTML around it, so that they keep their size on a phone. Colors are CSS classes of
-page.css. The values are embedded as JSON, from which page.js shows values and redraws the axes on
-zoom, with the same ticks and numbers as here.
+page.css. The values are embedded as JSON, from which page.js shows them at the pointer.
 """
 
 import json
@@ -59,8 +58,6 @@ class Line:
     xs: NDArray[np.float64]
     ys: NDArray[np.float64]
     style: str = "main"
-    dots: bool = False
-    """Draw points without a connecting line."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,6 @@ class Chart:
     x_ticks: int = 4
     keys: bool = True
     """Show a legend above the plot."""
-    limit: tuple[str, float] | None = None
-    """Label and value of a horizontal line."""
     shade_from: float | None = None
     """Shade the x axis from here on."""
     marks: tuple[float, ...] = ()
@@ -142,18 +137,13 @@ def scale_of(*values: ArrayLike, from_zero: bool = False, log: bool = False) -> 
     return Scale(low if from_zero and low == 0 else low - margin, high + margin)
 
 
-def loss_scale(lines: Iterable[Line]) -> Scale:
-    """Return a linear scale from zero, or a log scale if the values span a large range."""
+def loss_chart(title: str, lines: Sequence[Line], **options: Any) -> Html:
+    """Draw losses on a linear scale from zero, or on a log scale if they span a large range."""
     values = np.concatenate([line.ys for line in lines])
     finite = values[np.isfinite(values)]
     log = bool(finite.size and (finite > 0).all() and finite.max() / finite.min() > LOG_SCALE_RATIO)
-    return scale_of(values, log=log, from_zero=not log)
-
-
-def loss_chart(title: str, lines: Sequence[Line], **options: Any) -> Html:
-    """Draw losses, on a log scale if they span a large range."""
-    scale = loss_scale(lines)
-    return draw(Chart(f"{title} (log scale)" if scale.log else title, tuple(lines), scale, **options))
+    scale = scale_of(values, log=log, from_zero=not log)
+    return draw(Chart(f"{title} (log scale)" if log else title, tuple(lines), scale, **options))
 
 
 def metric_chart(
@@ -224,7 +214,7 @@ def draw(chart: Chart) -> Html:
         aria_label=description,
     )
     plot = tag("div", svg, *_labels(chart), class_="plot", style=f"height:{chart.height_px}px")
-    names = [(line.name, f"{line.style}{' dots' * line.dots}") for line in chart.lines] if len(chart.lines) > 1 else []
+    names = [(line.name, line.style) for line in chart.lines] if len(chart.lines) > 1 else []
     names += [("restart", "restart")] if chart.marks else []
     caption = tag("figcaption", tag("span", chart.title, class_="name"), legend(names) if chart.keys else "")
     return tag("figure", caption, plot, class_="chart", data_chart=_values(chart))
@@ -253,8 +243,6 @@ def _grid(chart: Chart) -> list[Html]:
         left = float(np.clip(chart.x.place(chart.shade_from), 0, 100))
         paths.append(tag("rect", x=f"{left:.2f}", y=0, width=f"{100 - left:.2f}", height=100, class_="shade"))
     paths += [tag("path", d=f"M{float(chart.x.place(at)):.3f} 0V100", class_="restart") for at in chart.marks]
-    if chart.limit is not None:
-        paths.append(tag("path", d=f"M0 {100 - float(chart.y.place(chart.limit[1])):.2f}H100", class_="limit"))
     return paths
 
 
@@ -268,15 +256,12 @@ def _labels(chart: Chart) -> list[Html]:
         tag("span", f"{tick:,.0f}", class_="x", style=f"left:{at:.2f}%")
         for tick, at in zip(x_ticks, chart.x.place(x_ticks), strict=True)
     ]
-    if chart.limit is not None:
-        top = 100 - float(chart.y.place(chart.limit[1]))
-        labels.append(tag("span", chart.limit[0], class_="cap", style=f"top:{top:.2f}%"))
     return [*labels, tag("span", chart.x_name, class_="axis")]
 
 
 def _curve(line: Line, chart: Chart) -> Html:
     xs, ys = thin(line.xs, line.ys)
-    points, pen_up, dots = [], True, line.dots or np.isfinite(ys).sum() == 1
+    points, pen_up, dots = [], True, np.isfinite(ys).sum() == 1
     for x, y in zip(chart.x.place(xs), 100 - chart.y.place(ys), strict=True):
         if math.isfinite(y):
             # A zero-length stroke with round caps is a dot that stays round under stretching.
@@ -286,34 +271,25 @@ def _curve(line: Line, chart: Chart) -> Html:
 
 
 def _values(chart: Chart) -> str:
-    """Return axes and points as JSON for page.js; `xs` is null if equal to the previous line's."""
+    """Return the points as JSON for page.js; `xs` is null if equal to the previous line's."""
     lines, before = [], None
     for line in chart.lines:
         xs, ys = thin(line.xs, line.ys)
-        short_xs = None if before is not None and np.array_equal(xs, before) else [_short_x(x) for x in xs]
-        short_ys = [_short_y(y) if math.isfinite(y) else None for y in ys]
+        is_equal = before is not None and np.array_equal(xs, before)
+        short_xs = None if is_equal else [int(x) if x == int(x) else round(float(x), 3) for x in xs]
+        # All digits that are displayed: at least four, and all before the decimal point.
+        rounded = (round(float(y)) if abs(y) >= 10_000 else float(f"{y:.5g}") for y in np.nan_to_num(ys))
+        short_ys = [y if math.isfinite(exact) else None for y, exact in zip(rounded, ys, strict=True)]
         lines.append({"name": line.name, "style": line.style, "xs": short_xs, "ys": short_ys})
         before = xs
     values = {
         "title": chart.title,
         "xName": chart.x_name,
         "x": [chart.x.low, chart.x.high],
-        "y": [chart.y.low, chart.y.high],
-        "log": chart.y.log,
         "format": chart.format,
-        "ticks": [chart.x_ticks, chart.y_ticks],
         "lines": lines,
     }
     return json.dumps(values, separators=(",", ":"), allow_nan=False)
-
-
-def _short_y(y: float) -> float:
-    """Round to the digits that are displayed: at least four, and all before the decimal point."""
-    return float(f"{y:.5g}") if abs(y) < 10_000 else round(float(y))
-
-
-def _short_x(x: float) -> float:
-    return int(x) if x == int(x) else round(float(x), 3)
 
 
 def bars(

@@ -1,32 +1,21 @@
-"""Compare several runs on one page: figures, settings that differ, data, curves, and speed limits.
+"""Compare several runs on one page: figures, settings that differ, curves, and speed limits.
 The page is self-contained and escaped like report.html: names and settings are untrusted."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from vlatune.formatting import (
-    Html,
-    format_bytes,
-    format_number,
-    format_seconds,
-    format_share,
-    join,
-    shorten,
-    tag,
-)
+from vlatune.formatting import Html, format_bytes, format_number, format_seconds, format_share, join, shorten, tag
 from vlatune.report.chart import MAX_COLORS, Chart, Line, Unit, column, draw, has, loss_chart, scale_of, smooth
 from vlatune.report.html import damage_reported
-from vlatune.report.page import MAX_TEXT, make_page, or_dash, pair, row, section, shown_setting, table
+from vlatune.report.page import make_page, or_dash, pair, row, section, shown_setting, table
 from vlatune.report.section_speed import run_verdict, verdict_line
-from vlatune.run.run_folder import OWN_FOLDERS, Run, flat_settings, read_run
+from vlatune.run.run_folder import Run, flat_settings, read_run
 from vlatune.storage.files import write_text
 
-LEARNT: dict[str, tuple[str, Callable[[Any], str]]] = {
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "optimizer_steps": ("Optimizer steps", lambda count: f"{count:,}"),
     "final_loss": ("Final loss", format_number),
-}
-SPEED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "samples_per_s": ("Samples per second", lambda rate: format_number(rate, digits=3)),
     "wait_share": ("Waiting for data", format_share),
     "time_to_first_batch_s": ("Time to first batch", format_seconds),
@@ -46,9 +35,9 @@ def write_comparison(run_dirs: Sequence[Path], file: Path) -> Path:
     runs = {name: read_run(path, with_samples=False) for name, path in zip(_names(run_dirs), run_dirs, strict=True)}
     title = f"{len(runs)} runs compared"
     with damage_reported(", ".join(map(str, run_dirs))):
-        warnings = (tag("p", text, class_="verdict warn") for text in _data_warnings(runs))
+        warnings = (tag("p", text, class_="verdict warn") for text in _data_warnings(runs.values()))
         head = tag("header", tag("p", "vlatune", class_="eyebrow"), tag("h1", title), *warnings)
-        body = join([head, _figures(runs), _differences(runs), _data(runs), _curves(runs), _speed(runs)])
+        body = join([head, _figures(runs), _differences(runs), _curves(runs), _speed(runs)])
     write_text(file, make_page(f"{title} · vlatune", body))
     return file
 
@@ -63,32 +52,19 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     raise ValueError(f"{run_dirs[0]}: the same run folder is given twice; give each run once")
 
 
-def _data(runs: dict[str, Run]) -> Html:
-    named = [run.roots for run in runs.values()]
-    rows = [row("Datasets", *(shorten(", ".join(map(shown_setting, one)), MAX_TEXT) or "-" for one in named))]
-    titles: dict[Count, str] = {"episodes": "Episodes", "frames": "Frames", "held_out": "Held-out episodes"}
-    for key, title in titles.items():
-        rows.append(row(title, *(or_dash(_total(run, key), lambda count: f"{count:,}") for run in runs.values())))
-    return section("Data", _table(runs, rows))
-
-
 def _total(run: Run, key: Count) -> int | None:
     return sum(one[key] for one in run.data["datasets"]) if run.data else None
 
 
-def _data_warnings(runs: dict[str, Run]) -> list[str]:
+def _data_warnings(runs: Collection[Run]) -> list[str]:
     """Return why losses and errors of the runs may not be comparable."""
-    each = list(runs.values())
-    content = {(_total(run, "episodes"), _total(run, "frames"), run.data["tasks"] if run.data else ()) for run in each}
-    flat = [flat_settings(run.config) for run in each]
-    if len(content) > 1:
-        return ["The runs were trained on different datasets: their losses and errors are not directly comparable."]
-    if len({run.roots for run in each}) > 1:
+    data = {(run.roots, _total(run, "frames"), run.data["tasks"] if run.data else ()) for run in runs}
+    settings = [flat_settings(run.config) for run in runs]
+    if len(data) > 1:
         return [
-            "The runs name different datasets, with equal numbers of episodes and frames: unless these are copies, losses and errors "
-            "are not directly comparable."
+            "The runs were trained on different datasets: unless these are copies, losses and errors are not directly comparable."
         ]
-    if len({tuple(shown_setting(one.get(key)) for key in HELD_OUT) for one in flat}) > 1:
+    if len({tuple(shown_setting(one.get(key)) for key in HELD_OUT) for one in settings}) > 1:
         return ["The runs held out different episodes: their validation errors are not directly comparable."]
     return []
 
@@ -145,45 +121,36 @@ def _chart(
 
 
 def _figures(runs: dict[str, Run]) -> Html:
-    rows = _rows(runs, LEARNT)
-    best = [run.best_validation for run in runs.values()]
-    if any(best):
-        cells = (
-            f"{format_number(one['val_action_error'])} at step {one['optimizer_step']:,}" if one else "-"
-            for one in best
-        )
-        rows.append(row("Best validation error", *cells))
-    errors = [run.evaluation.get("action_error") for run in runs.values()]
-    if any(error is not None for error in errors):
-        rows.append(row("Evaluation: action error", *(or_dash(error, format_number) for error in errors)))
-    rows += _rows(runs, SPEED)
+    each = list(runs.values())
+    best = [run.best_validation for run in each]
+    errors = [run.evaluation.get("action_error") for run in each]
+    rows = [
+        row(
+            "Best validation error",
+            *(
+                or_dash(one, lambda one: f"{format_number(one['val_action_error'])} at step {one['optimizer_step']:,}")
+                for one in best
+            ),
+        ),
+        row("Evaluation: action error", *(or_dash(error, format_number) for error in errors)),
+    ]
+    for key, (title, write) in FIGURES.items():
+        rows.append(row(title, *(or_dash(run.figure(key), write) for run in each)))
+    titles: dict[Count, str] = {"episodes": "Episodes", "frames": "Frames", "held_out": "Held-out episodes"}
+    for key, title in titles.items():
+        rows.append(row(title, *(or_dash(_total(run, key), lambda count: f"{count:,}") for run in each)))
     return section("Figures", _table(runs, rows))
 
 
-def _rows(runs: dict[str, Run], figures: dict[str, tuple[str, Callable[[Any], str]]]) -> list[Html]:
-    return [
-        row(title, *(or_dash(run.figure(key), write) for run in runs.values()))
-        for key, (title, write) in figures.items()
-    ]
-
-
 def _differences(runs: dict[str, Run]) -> Html:
-    """Return the settings that differ, without each run's own name, folder and tiny base."""
-    title, flat = "Settings that differ", [flat_settings(_without_own_base(run.config)) for run in runs.values()]
+    """Return the settings that differ, without each run's own name and folder."""
+    title, flat = "Settings that differ", [flat_settings(run.config) for run in runs.values()]
     keys = sorted({key for one in flat for key in one if key not in OWN_NAMES})
     differing = [key for key in keys if len({shown_setting(one.get(key)) for one in flat}) > 1]
     if not differing:
         return section(title, tag("p", "None: the runs have the same settings."))
     rows = [row(key, *(shown_setting(one[key]) if key in one else "-" for one in flat)) for key in differing]
     return section(title, _table(runs, rows, kind="settings compared"))
-
-
-def _without_own_base(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without the path of a base that the run made in its own folder."""
-    policy = config.get("policy") or {}
-    path, folder = Path(str(policy.get("path"))), Path(str(config.get("output_dir") or config.get("job_name")))
-    is_own = path.name in OWN_FOLDERS and path.parent.name == folder.name
-    return dict(config) | ({"policy": policy | {"path": None}} if is_own else {})
 
 
 def _table(runs: dict[str, Run], rows: list[Html], *, kind: str = "figures compared") -> Html:

@@ -24,21 +24,10 @@ from vlatune.formatting import (
     shorten,
     tag,
 )
-from vlatune.report.page import (
-    MAX_TEXT,
-    command,
-    folded,
-    make_page,
-    missing,
-    row,
-    section,
-    shown_setting,
-    table,
-)
-from vlatune.report.section_cache import stored
+from vlatune.report.page import MAX_TEXT, command, folded, make_page, missing, row, section, shown_setting, table
 from vlatune.report.section_data import data_used, first_batch
 from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, simulated, split_loss
-from vlatune.report.section_speed import cluster, run_verdict, speed, time_line, verdict_line
+from vlatune.report.section_speed import run_verdict, speed, time_line, verdict_line
 from vlatune.run.kept_samples import EVAL_SAMPLES_FILE, ROLLOUTS_FILE, EvalSample, load_samples
 from vlatune.run.run_folder import (
     CONFIG_FILE,
@@ -70,7 +59,7 @@ def write_report(run_dir: Path, *, file: Path | None = None) -> Path:
     """Write RUN/report.html, or `file`."""
     run = read_run(Path(run_dir))
     learnt_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, simulated, split_loss)
-    parts = (*learnt_parts, data_used, first_batch, speed, stored, time_line, cluster, _settings)
+    parts = (*learnt_parts, data_used, first_batch, speed, time_line, _settings)
     path = file or Path(run_dir) / REPORT_FILE
     with damage_reported(run_dir):
         body = join([part(run) for part in parts])
@@ -117,15 +106,13 @@ def _tiles(run: Run) -> Html:
         left_s = time_left_s(run.metrics, planned)
         duration = _tile("Time left", left_s, format_seconds, note="estimated from the newest log lines")
     count, rate = "{:,}".format, lambda per_s: format_number(per_s, digits=3)
-    samples_per_s, seen, steps = (run.figure(key) for key in ("samples_per_s", "samples_seen", "optimizer_steps"))
-    pace = f"{format_seconds(seen / steps / samples_per_s)} a step" if samples_per_s and seen and steps else ""
     tiles = (
         _tile("Optimizer steps", run.figure("optimizer_steps"), count, note=f"of {planned:,}" if planned else ""),
         _tile("Final loss" if run.summary else "Last loss", run.figure("final_loss"), format_number, note=first_note),
         _tile("Best validation", best_error, format_number, note=best_note),
         *([_tile("Evaluation", error, format_number, note="action error")] if error is not None else []),
         duration,
-        _tile("Samples per second", samples_per_s, rate, note=pace),
+        _tile("Samples per second", run.figure("samples_per_s"), rate),
         _tile("Waiting for data", wait, format_share, note="of the training time", tone="warn" if slow else None),
         _tile("Time to first batch", run.figure("time_to_first_batch_s"), format_seconds),
         _tile("Spilled to disk", spilled, format_bytes, tone="bad" if spilled else None),

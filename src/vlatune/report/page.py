@@ -2,7 +2,7 @@
 
 Pages are self-contained: style, script and images are inlined. The content security policy allows
 only page.js, by its hash, so that the browser runs no script that slips through the escaping of
-`formatting.tag`. Without the script a page is complete, but charts neither show values nor zoom.
+`formatting.tag`. Without the script a page is complete, but charts do not show values.
 """
 
 import base64
@@ -55,9 +55,9 @@ def pair(*parts: Html) -> Html:
     return tag("div", *shown, class_="pair") if shown else Html("")
 
 
-def folded(summary: str, *parts: Html, is_open: bool = False) -> Html:
-    """Return the parts in a collapsible element."""
-    return tag("details", tag("summary", summary), *parts, open="" if is_open else None)
+def folded(summary: str, part: Html) -> Html:
+    """Return the part in a collapsible element."""
+    return tag("details", tag("summary", summary), part)
 
 
 def missing(*parts: str) -> Html:

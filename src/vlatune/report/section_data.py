@@ -1,17 +1,7 @@
 """Render the report's sections on data: datasets and tasks, and the first batch."""
 
 from vlatune.formatting import Html, format_number, format_share, join, plural, shorten, tag
-from vlatune.report.page import (
-    MAX_TEXT,
-    camera_image,
-    folded,
-    instruction,
-    missing,
-    row,
-    section,
-    shown_setting,
-    table,
-)
+from vlatune.report.page import MAX_TEXT, camera_image, folded, instruction, missing, row, section, shown_setting, table
 from vlatune.run.kept_samples import TrainedSample
 from vlatune.run.run_folder import DataRecord, Run
 

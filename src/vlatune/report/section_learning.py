@@ -45,22 +45,11 @@ def learning(run: Run) -> Html:
         at, losses = column(run.validations, "optimizer_step"), column(run.validations, "val_loss")
         lines.append(Line("held out", at, losses, "truth"))
         title = "Open-loop action error on held-out samples"
-        chart = metric_chart(run.validations, "val_action_error", title, smoothed=False)
-        validation = [tag("p", _validated(run)), chart]
+        validation = [metric_chart(run.validations, "val_action_error", title, smoothed=False)]
     marks = tuple(float(step) for step in run.restart_steps if steps.min() <= step <= steps.max())
     rate = metric_chart(run.metrics, "lr", "Learning rate", smoothed=False)
     norm = metric_chart(run.metrics, "grad_norm", "Gradient norm")
     return section("Learning", loss_chart("Loss", lines, height_px=280, marks=marks), *validation, pair(rate, norm))
-
-
-def _validated(run: Run) -> str:
-    """Return whether the held-out error still improved."""
-    errors = {one["optimizer_step"]: one["val_action_error"] for one in run.validations}
-    best, last = min(errors, key=lambda step: (errors[step], step)), max(errors)
-    text = f"On held-out samples the action error was lowest at step {best:,}: {format_number(errors[best])}"
-    if best == last:
-        return f"{text}, at the last validation; more steps may lower it further."
-    return f"{text}; at step {last:,} it is {format_number(errors[last])}. --keep_best=1 keeps the best checkpoint."
 
 
 def split_loss(run: Run) -> Html:

@@ -1,13 +1,11 @@
-"""Render the report's sections on speed: throughput, time, restarts, cluster and CPUs."""
+"""Render the report's sections on speed: throughput, time, object store, restarts."""
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping
 
 from vlatune.formatting import Html, format_bytes, format_seconds, format_share, join, plural, shorten, tag
-from vlatune.report.chart import Chart, Line, bars, column, draw, has, metric_chart, scale_of
-from vlatune.report.page import MAX_TEXT, folded, missing, pair, row, section, shown_setting, table
-from vlatune.run.run_folder import Checkpoints, Event, Run
+from vlatune.report.chart import metric_chart
+from vlatune.report.page import MAX_TEXT, missing, pair, section, shown_setting
+from vlatune.run.run_folder import Checkpoints, Run
 from vlatune.run.verdict import Verdict, judge, time_left_s
 
 TIME_PARTS = {
@@ -16,15 +14,7 @@ TIME_PARTS = {
     "wait": "waiting for data",
     "checkpoint": "saving checkpoints",
     "validation": "validation",
-    "other": "other",
 }
-STAGES = {
-    "decode": "decoding, all readers",
-    "transport": "through the object store",
-    "collate": "collating batches",
-    "copy": "copying to the device",
-}
-"""Labels of the stages that run in parallel to the loop; see meters.py."""
 
 
 def run_verdict(run: Run) -> Verdict:
@@ -45,22 +35,20 @@ def verdict_line(found: Verdict) -> Html:
 
 
 def speed(run: Run) -> Html:
-    """Render the speed verdict, throughput, and where the time went."""
+    """Render the speed verdict, throughput, where the time went, and the object store."""
     rate = metric_chart(run.metrics, "samples_per_s", "Samples per second")
     wait = metric_chart(run.metrics, "wait_share", "Share of the time waiting for data", unit="share", least_top=0.1)
     time_s = run.summary.time_s if run.summary else None
     bar = _time_bar(time_s) if time_s else missing("Not recorded: the run has not written its summary.")
     verdict = [verdict_line(run_verdict(run))] if run.summary else []
-    return section("Speed", *verdict, pair(rate, wait), tag("h3", "Where the time went"), bar)
+    time_part = tag("h3", "Where the time went"), bar
+    return section("Speed", *verdict, pair(rate, wait), *time_part, tag("h3", "Object store"), *_object_store(run))
 
 
 def _time_bar(time_s: Mapping[str, float]) -> Html:
     """Draw one bar split by activity, with a table as its legend."""
     parts = {name: max(0.0, time_s[name]) for name in TIME_PARTS if name in time_s}
-    parts["other"] = max(0.0, time_s.get("total", 0.0) - sum(parts.values()))
     total_s = sum(parts.values()) or 1.0
-    if parts["other"] < 0.005 * total_s:  # rounding errors
-        del parts["other"]
     pieces, rows = [], []
     for name, seconds in parts.items():
         label, share = TIME_PARTS[name], format_share(seconds / total_s)
@@ -73,74 +61,20 @@ def _time_bar(time_s: Mapping[str, float]) -> Html:
     return join([bar, tag("table", tag("tbody", *rows), class_="legend")])
 
 
-def cluster(run: Run) -> Html:
-    """Render readers, other processes and object store, collapsed unless bytes were spilled."""
-    spilled = bool(run.figure("spilled_bytes") or run.figure("fallback_bytes"))
-    others = metric_chart(
-        run.metrics,
-        "other_process_share",
-        "Share of the CPUs used by other processes, readers included",
-        unit="share",
-        least_top=0.1,
-    )
-    body = tag("div", _counts(run), _stages(run), others, *_object_store(run), class_="inside")
-    return section("Cluster and CPUs", folded("Readers, other processes, object store", body, is_open=spilled))
-
-
-def _counts(run: Run) -> Html:
-    peak, readers = run.figure("peak_object_store_bytes"), run.figure("num_readers")
-    share = f" ({format_share(peak / run.capacity_bytes)} of the store)" if peak and run.capacity_bytes else ""
-    rows = [row("Readers", f"{readers:,}")] if readers is not None else []
-    rows += [row("Peak object store", format_bytes(peak) + share)] if peak is not None else []
-    return table(None, rows, kind="figures") if rows else Html("")
-
-
-def _stages(run: Run) -> Html:
-    """Draw the seconds of each data stage, and of computing for comparison."""
-    time_s = run.summary.time_s if run.summary else {}
-    rows = [(label, time_s[stage], "faded") for stage, label in STAGES.items() if time_s.get(stage)]
-    if not rows:
-        return Html("")
-    rows.append(("computing, in the training loop", time_s.get("compute", 0.0), "main"))
-    name = "Seconds of preparing data in parallel to training, all workers"
-    return bars(rows, name, format_value=format_seconds)
-
-
 def _object_store(run: Run) -> list[Html]:
     spilled, fallback, capacity = run.figure("spilled_bytes"), run.figure("fallback_bytes"), run.capacity_bytes
-    parts = []
-    if spilled is not None:
-        text = "Nothing was spilled to disk" if not spilled else f"{format_bytes(spilled)} were spilled to disk"
-        if fallback is not None:
-            text += f", and {format_bytes(fallback) if fallback else 'nothing'} was allocated on disk"
-        parts.append(tag("p", text + "."))
-    if has(run.metrics, "object_store_bytes"):
-        steps, used = column(run.metrics, "optimizer_step"), column(run.metrics, "object_store_bytes")
-        limit = None if capacity is None else (f"capacity {format_bytes(capacity)}", float(capacity))
-        scale = scale_of(used, [capacity or 0.0], from_zero=True)
-        lines = (Line("in the object store", steps, used),)
-        parts.append(draw(Chart("Object store", lines, scale, unit="bytes", limit=limit, height_px=180)))
-    return parts or [missing("The object store was not recorded.")]
+    if spilled is None:
+        return [missing("The object store was not recorded.")]
+    text = "Nothing was spilled to disk" if not spilled else f"{format_bytes(spilled)} were spilled to disk"
+    if fallback is not None:
+        text += f", and {format_bytes(fallback) if fallback else 'nothing'} was allocated on disk"
+    title = f"Used of {format_bytes(capacity)}" if capacity else "Used"
+    chart = metric_chart(run.metrics, "object_store_bytes", title, unit="bytes", smoothed=False)
+    return [tag("p", f"{text}."), chart]
 
 
 def time_line(run: Run) -> Html:
-    text = tag("p", f"{_starts(run)} {_checkpoints(run.checkpoints)}")
-    return section("Starts and checkpoints", text, *([_progress(run.events)] if len(run.events) > 1 else []))
-
-
-def _progress(events: Sequence[Event]) -> Html:
-    """Plot optimizer steps over wall time, with starts and checkpoints."""
-    begin_s, total_s = events[0]["time_s"], events[-1]["time_s"] - events[0]["time_s"]
-    units = (("hours", 3600.0), ("minutes", 60.0))
-    unit, seconds = next(((word, size) for word, size in units if total_s >= 3 * size), ("seconds", 1.0))
-    at = (column(events, "time_s") - begin_s) / seconds
-    steps, kinds = column(events, "optimizer_step"), np.array([event["event"] for event in events])
-    saved = kinds == "checkpoint"
-    lines = [Line("optimizer step", at, steps)]
-    if saved.any():
-        lines.append(Line("checkpoint", at[saved], steps[saved], "run1", dots=True))
-    x_name, marks = f"{unit} since the first start", tuple(at[kinds == "start"][1:].tolist())
-    return draw(Chart("Progress", tuple(lines), x_name=x_name, height_px=180, marks=marks))
+    return section("Starts and checkpoints", tag("p", f"{_starts(run)} {_checkpoints(run.checkpoints)}"))
 
 
 def _starts(run: Run) -> str:
@@ -155,5 +89,5 @@ def _starts(run: Run) -> str:
 def _checkpoints(found: Checkpoints) -> str:
     place = f" in {shown_setting(found.elsewhere)}" if found.elsewhere else ""
     if found.steps is None:
-        return f"Checkpoints{place}: not reachable when this page was written."
+        return f"Checkpoints are kept{place}."
     return f"Checkpoints kept{place}, by optimizer step: {', '.join(f'{step:,}' for step in found.steps) or 'none'}."

@@ -51,12 +51,10 @@ def recorded_paths(run_dir: Path) -> frozenset[str]:
 
 
 def is_allowed(run_dir: Path, path: str) -> bool:
-    """True if a path from the run's files may be opened without asking."""
-    return is_inside(run_dir, path) or path in recorded_paths(run_dir)
-
-
-def is_inside(run_dir: Path, path: str) -> bool:
-    """True if the path resolves into the run folder, or is a base model that moved with it."""
+    """True if a path from the run's files may be opened without asking: it was recorded, resolves into the run folder,
+    or is a base model that moved with it."""
+    if path in recorded_paths(run_dir):
+        return True
     if "://" in path or "\0" in path:
         return False
     real, given = Path(os.path.realpath(run_dir)), Path(path).expanduser()

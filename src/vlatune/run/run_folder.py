@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, NotRequired, Required, TypedDict
 
 from vlatune.checkpoint.local_store import LocalStore
-from vlatune.checkpoint.store import CHECKPOINTS, absolute_storage, open_store
+from vlatune.checkpoint.store import CHECKPOINTS
 from vlatune.config.flags import config_from_dict
 from vlatune.config.settings import RunConfig
-from vlatune.run.external_paths import is_allowed
 from vlatune.run.kept_samples import (
     EVAL_SAMPLES_FILE,
     FIRST_BATCH_FILE,
@@ -50,11 +49,9 @@ class MetricsRecord(TypedDict, total=False):
     samples_per_s: Number
     step_s: Number
     wait_share: Number
-    other_process_share: Number
     spilled_bytes: Number
     object_store_bytes: Number
     samples_seen: int | None
-    cached_share: Number
     loss_by_dataset: tuple[Number, ...] | None
     loss_by_task: dict[str, Number] | None
     loss_by_dim: tuple[Number, ...] | None
@@ -84,26 +81,6 @@ class DatasetRecord(TypedDict):
     share: float
 
 
-class StoreRecord(TypedDict):
-    """A result that is stored instead of computed again; see train/cache_choice.py."""
-
-    name: str
-    is_used: bool
-    decision: str
-    sample_bytes: int
-    stored_bytes: int
-    share: float
-    make_s: Number
-    read_s: Number
-    epoch_s_without: Number
-    epoch_s_with: Number
-
-
-class StoresRecord(TypedDict):
-    epochs: float
-    levels: tuple[StoreRecord, ...]
-
-
 class DataRecord(TypedDict):
     """Training data of a run (data.json), as written by run_setup.py."""
 
@@ -111,7 +88,6 @@ class DataRecord(TypedDict):
     tasks: tuple[str, ...]
     num_tasks: int
     task_episodes: NotRequired[tuple[int, ...]]
-    stores: NotRequired[StoresRecord]
 
 
 class EpisodeError(TypedDict):
@@ -226,7 +202,7 @@ class Checkpoints:
     """Checkpoints that a run has kept."""
 
     steps: tuple[int, ...] | None = ()
-    """Optimizer steps; None if the store was not reachable."""
+    """Optimizer steps; None if the run has not listed them."""
     elsewhere: str | None = None
     """Storage location if outside of the run folder (--storage_path)."""
 
@@ -337,22 +313,12 @@ def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _checkpoints(run_dir: Path, storage_path: str | None, summary: Summary | None) -> Checkpoints:
-    """Return the run's checkpoints; object stores are queried only if the summary does not list
-    them. A location that only the run's own files name is never accessed (external_paths.py)."""
+    """Return the run's checkpoints; a location outside of the run folder is never accessed."""
     if storage_path is None:
         return Checkpoints(tuple(LocalStore(run_dir / CHECKPOINTS).steps()))
-    trusted = is_allowed(run_dir, storage_path)
-    if summary and summary.checkpoint_place:
-        place, below = Path(summary.checkpoint_place), absolute_storage(storage_path)
-        can_read = trusted and below is not None and place.resolve().is_relative_to(below) and place.is_dir()
-        return Checkpoints(tuple(LocalStore(place).steps()) if can_read else summary.checkpoints, str(place))
-    if not trusted:
+    if summary is None or summary.checkpoint_place is None:
         return Checkpoints(None, storage_path)
-    try:
-        store = open_store(run_dir, storage_path)
-        return Checkpoints(tuple(store.steps()), store.root.url)
-    except (OSError, RuntimeError, ValueError):  # not reachable, or its driver is not installed
-        return Checkpoints(None, storage_path)
+    return Checkpoints(summary.checkpoints, summary.checkpoint_place)
 
 
 def _read_checked(run_dir: Path, name: str, kind: Any) -> Any:

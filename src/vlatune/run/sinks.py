@@ -8,18 +8,12 @@ run should stop.
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vlatune.storage.files import (
-    MAX_LINES_BYTES,
-    open_file,
-    open_to_append,
-    open_to_change,
-    require_finite,
-    write_atomic,
-)
+from vlatune.storage.files import MAX_LINES_BYTES, open_file, open_to_append, require_finite, write_atomic
 from vlatune.storage.limits import check_limit, limit
 
 
@@ -29,8 +23,8 @@ class MetricsFile:
     def __init__(self, path: Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_incomplete_line(self.path)
         self._file = open_to_append(self.path)
+        self.keep_until(sys.maxsize)
 
     def append(self, record: dict[str, Any]) -> None:
         require_finite(record, self.path.name)
@@ -38,7 +32,7 @@ class MetricsFile:
         self._file.flush()
 
     def keep_until(self, optimizer_step: int) -> None:
-        """Drop all lines after this optimizer step, from which the run resumes."""
+        """Drop all lines after this optimizer step, from which the run resumes, and an incomplete last line."""
         self._file.close()
         kept = (line for line, record in _lines(self.path) if record["optimizer_step"] <= optimizer_step)
         write_atomic(self.path, (line.rstrip(b"\n") + b"\n" for line in kept))
@@ -97,17 +91,3 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                     f"{path}: line {number} has no optimizer_step ({line[:60]!r}); remove the line, or restore the file"
                 )
             yield line, record
-
-
-def _remove_incomplete_line(path: Path) -> None:
-    """Remove an incomplete last line, and add a missing newline to a complete one."""
-    if not path.exists():
-        return
-    line, end = b"\n", 0
-    for line, _ in _lines(path):
-        end += len(line)
-    with open_to_change(path) as file:
-        file.truncate(end)
-        if not line.endswith(b"\n"):
-            file.seek(end)
-            file.write(b"\n")

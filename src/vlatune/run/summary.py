@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlatune.storage.files import parse_json, read_file, write_json
+from vlatune.storage.files import read_json, write_json
 from vlatune.storage.json_types import checked
 from vlatune.storage.paths import SUMMARY_FILE
 
@@ -31,8 +31,6 @@ class Summary:
     """Number of readers over all workers."""
     time_s: dict[str, float] = field(default_factory=dict)
     """Seconds by activity and by data stage; see meters.py."""
-    other_process_share: float | None = None
-    """Share of the usable CPUs' time that other processes used; None if unknown."""
     kept_prefix_samples: int | None = None
     """Samples of the last start whose prefix was read, not computed; None without --policy.keep_prefix."""
     kept_prefix_share: float | None = None
@@ -61,7 +59,4 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 def read_summary(run_dir: Path) -> Summary | None:
     """Read and validate RUN/summary.json; None if the run has not finished."""
     file = run_dir / SUMMARY_FILE
-    if not file.exists():
-        return None
-    remedy = "restore it, or remove it and write the report again"
-    return checked(parse_json(read_file(run_dir, SUMMARY_FILE), f"{file}:", remedy=remedy), Summary, str(file))
+    return checked(read_json(run_dir, SUMMARY_FILE), Summary, str(file)) if file.exists() else None

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and MLflow logging from the driver.
+"""TensorBoard and Weights & Biases logging from the driver.
 
 Trackers follow the files that rank 0 writes, so they cannot block or fail the training process.
 Each point is sent once: `logs/trackers.json` stores each tracker's run id and the last step sent
@@ -7,22 +7,22 @@ charts. A tracker that fails is reported once and disabled.
 """
 
 import copy
-import importlib
-import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from vlatune.config.settings import MlflowConfig, RunConfig, WandbConfig, to_json
+from vlatune.config.settings import RunConfig, WandbConfig, to_json
 from vlatune.console import printable, redacted, warn
 from vlatune.run.run_folder import LOGS, METRICS_FILE, REPORT_FILE, VALIDATIONS_FILE, flat_settings
 from vlatune.run.sinks import JsonlTail
 from vlatune.run.summary import SUMMARY_FILE
-from vlatune.storage.files import make_folder, parse_json, read_file, write_json
+from vlatune.storage.files import make_folder, read_json, write_json
+from vlatune.storage.json_types import checked
 
 STATE_FILE = "trackers.json"
 POLL_S = 2.0
@@ -57,8 +57,6 @@ def make_trackers(config: RunConfig) -> dict[str, Begin]:
     found: dict[str, Begin] = {"tensorboard": lambda _: begin_tensorboard(config.run_dir)}
     if config.wandb.enable:
         found["wandb"] = lambda run_id: begin_wandb(config.wandb, config.job_name, config.run_dir, settings, run_id)
-    if config.mlflow.enable:
-        found["mlflow"] = lambda run_id: begin_mlflow(config.mlflow, config.job_name, settings, run_id)
     return found
 
 
@@ -72,7 +70,9 @@ class TrackerFeed:
 
     def __init__(self, run_dir: Path, begin: Mapping[str, Begin]) -> None:
         self._run_dir = run_dir
-        self._state: dict[str, Any] = _read_state(run_dir)
+        name = f"{LOGS}/{STATE_FILE}"
+        found = read_json(run_dir, name) if (run_dir / name).exists() else {}
+        self._state = checked(found, dict[str, dict], f"{run_dir / name} (remove it; charts then start again)")
         self._writing = threading.Lock()
         self._stop = threading.Event()
         self._threads = {
@@ -93,26 +93,25 @@ class TrackerFeed:
 
     def _follow(self, name: str, begin: Begin) -> None:
         """Feed one tracker; errors are reported once and disable it."""
-        try:
-            self._feed(name, begin)
-        except Exception as error:
-            self._give_up(name, str(error))
-
-    def _feed(self, name: str, begin: Begin) -> None:
         known: dict[str, Any] = {"sent": {}, **copy.deepcopy(self._state.get(name, {}))}
-        tracker, known["run_id"] = begin(known.get("run_id"))
-        self._remember(name, known)
-        is_last = False
         files = {"metrics": METRICS_FILE, "validation": VALIDATIONS_FILE}
         tails = {source: JsonlTail(self._run_dir / file) for source, file in files.items()}
-        while not is_last:
-            is_last = self._stop.wait(POLL_S)
-            try:
+        try:
+            tracker, known["run_id"] = begin(known.get("run_id"))
+            self._remember(name, known)
+            is_last = False
+            while not is_last:
+                is_last = self._stop.wait(POLL_S)
                 for source, tail in tails.items():
-                    _send(tracker, tail.read_new(), known["sent"], source)
-            finally:
+                    for line in tail.read_new():
+                        if (step := line["optimizer_step"]) > known["sent"].get(source, -1):
+                            tracker.send(step, flat_numbers(line))
+                            known["sent"][source] = step
                 self._remember(name, known)
-        tracker.finish([file for one in (REPORT_FILE, SUMMARY_FILE) if (file := self._run_dir / one).is_file()])
+            tracker.finish([file for one in (REPORT_FILE, SUMMARY_FILE) if (file := self._run_dir / one).is_file()])
+        except Exception as error:
+            self._give_up(name, str(error))
+            self._remember(name, known)
 
     def _give_up(self, name: str, reason: str) -> None:
         warn(f"vlatune: warning: {name}: {reason}; the run continues without it, its values are in metrics.jsonl")
@@ -124,13 +123,6 @@ class TrackerFeed:
                 write_json(make_folder(self._run_dir, LOGS) / STATE_FILE, self._state)
 
 
-def _send(tracker: Tracker, lines: list[dict[str, Any]], sent: dict[str, int], source: str) -> None:
-    for line in lines:
-        if line["optimizer_step"] > sent.get(source, -1):
-            tracker.send(line["optimizer_step"], flat_numbers(line))
-            sent[source] = line["optimizer_step"]
-
-
 def flat_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Flatten {"loss_by_task": {"fold": 2.0}, "loss_by_dim": [3.0]} to loss_by_task/fold etc."""
     parts = {key: dict(enumerate(one)) if isinstance(one, list) else one for key, one in line.items()}
@@ -140,19 +132,6 @@ def flat_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     numbers = {key: one for key, one in (parts | nested).items() if isinstance(one, int | float)}
     # Task and camera names come from datasets; a tracker gets no control characters.
     return {printable(key): float(one) for key, one in numbers.items() if key != "optimizer_step"}
-
-
-def _read_state(run_dir: Path) -> dict[str, Any]:
-    file = run_dir / LOGS / STATE_FILE
-    if not file.exists():
-        return {}
-    state = parse_json(
-        read_file(run_dir, f"{LOGS}/{STATE_FILE}"), f"{file}:", remedy="remove it; charts then start again"
-    )
-    fits = isinstance(state, dict) and all(isinstance(one, dict) for one in state.values())
-    if not fits:
-        raise ValueError(f"{file}: expected an object of objects; remove it; charts then start again")
-    return state
 
 
 class TensorBoardTracker:
@@ -196,8 +175,11 @@ def begin_wandb(
     config: WandbConfig, job_name: str, run_dir: Path, settings: Mapping[str, str], run_id: str | None
 ) -> tuple[Tracker, str]:
     _check_wandb_settings()
-    wandb = _imported("wandb", "wandb")
-    run_id = str(config.run_id or run_id or wandb.util.generate_id())
+    try:
+        import wandb
+    except ImportError:
+        raise RuntimeError("it is not installed; `pip install wandb`, or leave --wandb.enable out") from None
+    run_id = str(config.run_id or run_id or secrets.token_hex(4))
     run = wandb.init(
         project=config.project,
         entity=config.entity,
@@ -223,46 +205,3 @@ def _check_wandb_settings() -> None:
                 f"'{Path(name).absolute()}' would choose the server that gets your API key; start the command in another folder, or "
                 f"remove the file and set WANDB_BASE_URL"
             )
-
-
-NOT_IN_MLFLOW = re.compile(r"[^\w./ -]")
-"""Characters that MLflow rejects in metric names."""
-
-
-@dataclass(frozen=True)
-class MlflowTracker:
-    client: Any
-    run_id: str
-
-    def send(self, optimizer_step: int, numbers: Mapping[str, float]) -> None:
-        for key, value in numbers.items():
-            self.client.log_metric(self.run_id, NOT_IN_MLFLOW.sub("_", key), value, step=optimizer_step)
-
-    def finish(self, files: list[Path]) -> None:
-        for file in files:
-            self.client.log_artifact(self.run_id, str(file))
-        self.client.set_terminated(self.run_id)
-
-
-def begin_mlflow(
-    config: MlflowConfig, job_name: str, settings: Mapping[str, str], run_id: str | None
-) -> tuple[Tracker, str]:
-    mlflow = _imported("mlflow", "mlflow-skinny")
-    client = mlflow.MlflowClient(tracking_uri=config.tracking_uri)
-    if run_id is not None:
-        client.update_run(run_id, status="RUNNING")
-        return MlflowTracker(client, run_id), run_id
-    found = client.get_experiment_by_name(config.experiment)
-    experiment_id = found.experiment_id if found else client.create_experiment(config.experiment)
-    run = client.create_run(experiment_id, run_name=job_name)
-    for key, value in settings.items():
-        client.log_param(run.info.run_id, key, value)
-    return MlflowTracker(client, run.info.run_id), run.info.run_id
-
-
-def _imported(name: Literal["wandb", "mlflow"], package: str) -> Any:
-    """Import an optional library."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise RuntimeError(f"it is not installed; `pip install '{package}'`, or leave --{name}.enable out") from None

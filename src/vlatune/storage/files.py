@@ -154,18 +154,9 @@ def _links_below(folder: Path, skip: Collection[str], depth: int) -> Iterator[Pa
 
 def open_to_append(path: Path) -> IO[str]:
     """Open a text file for appending; create it if missing."""
-    return os.fdopen(_open_to_write(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
-
-
-def open_to_change(path: Path) -> IO[bytes]:
-    """Open a file for changes in place; create it if missing."""
-    return os.fdopen(_open_to_write(path, os.O_RDWR), "rb+")
-
-
-def _open_to_write(path: Path, mode: int) -> int:
     reject_link(path)
     try:
-        descriptor = os.open(path, WRITE | mode, 0o666)
+        descriptor = os.open(path, WRITE | os.O_WRONLY | os.O_APPEND, 0o666)
     except OSError as error:
         if error.errno != errno.ENXIO:  # a FIFO without a reader, or a socket
             raise
@@ -175,7 +166,7 @@ def _open_to_write(path: Path, mode: int) -> int:
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+    return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def write_atomic(path: Path, chunks: Iterable[bytes]) -> None:

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
 from vlatune.errors import RunStoppedError
 from vlatune.storage.files import make_output_folder, open_to_append, parse_json, read_file, write_atomic
+from vlatune.storage.json_types import checked
 from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
 
@@ -74,25 +74,10 @@ def is_dead(pid: int) -> bool:
         return False
 
 
-class LeaseFile(Protocol):
-    """A file that can be replaced only if it is unchanged."""
-
-    @property
-    def where(self) -> str: ...
-
-    def read(self) -> tuple[bytes, str] | None:
-        """Return content and version; None if there is no file."""
-        ...
-
-    def write(self, data: bytes, version: str | None) -> bool:
-        """Replace this version, or create the file if None; False if it has changed or exists."""
-        ...
-
-    def remove(self, version: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class LocalLeaseFile:
+    """A file that is replaced only if it is unchanged, under a lock."""
+
     folder: Path
 
     @property
@@ -100,12 +85,14 @@ class LocalLeaseFile:
         return str(self.folder / LEASE_FILE)
 
     def read(self) -> tuple[bytes, str] | None:
+        """Return content and version; None if there is no file."""
         with suppress(FileNotFoundError):
             data = read_file(self.folder, LEASE_FILE, max_bytes=MAX_BYTES)
             return data, hashlib.sha256(data).hexdigest()
         return None
 
     def write(self, data: bytes, version: str | None) -> bool:
+        """Replace this version, or create the file if None; False if it has changed or exists."""
         with self._locked(version) as is_unchanged:
             if is_unchanged:
                 write_atomic(self.folder / LEASE_FILE, [data])
@@ -175,6 +162,9 @@ class RemoteLeaseFile:
         with suppress(OSError):  # it expires
             if (found := self.read()) and found[1] == version:
                 self.root.filesystem().rm_file(self.root.join(LEASE_FILE))
+
+
+LeaseFile = LocalLeaseFile | RemoteLeaseFile
 
 
 def lease_file(run_dir: Path, storage_path: str) -> LeaseFile:
@@ -258,21 +248,10 @@ def check_lease(file: LeaseFile, holder_id: str) -> str:
 
 def _parse(data: bytes, where: str) -> Holder:
     remedy = "remove it if no process uses the run"
-    values = parse_json(data, f"'{where}':", remedy=remedy)
-    try:
-        holder = Holder(
-            host=str(values["host"])[:200],
-            machine=str(values["machine"])[:200],
-            pid=int(values["pid"]),
-            started_s=float(values["started_s"]),
-            id=str(values["id"])[:200],
-            renewed_s=float(values["renewed_s"]),
-        )
-        if not 0 < holder.pid < 2**31 or not 0 <= holder.started_s < 1e11:
-            raise ValueError
-        return holder
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise ValueError(f"'{where}' is not a lease; {remedy}") from None
+    holder = checked(parse_json(data, f"'{where}':", remedy=remedy), Holder, f"'{where}'")
+    if not 0 < holder.pid < 2**31 or not 0 <= holder.started_s < 1e11:
+        raise ValueError(f"'{where}' is not a lease; {remedy}")
+    return holder
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""fsspec filesystems, one per process and options, with limited responses, and `--dataset.storage_options`.
+"""fsspec filesystems with limited responses, and `--dataset.storage_options`.
 
-Instances are shared by the threads of a process to reuse connections, but not across forks. Listings are not cached.
-Retries happen only in remote_retry.py; those of botocore and s3fs are disabled, because nested retries multiply.
+Listings are not cached. Retries happen only in remote_retry.py; those of botocore and s3fs are disabled, because nested retries multiply.
 
 s3fs, gcsfs and fsspec's HTTP use aiohttp and read bodies of any length. Here the connection is closed if a body is
 too long or takes too long, and redirects to another scheme, host or port are rejected.
@@ -14,14 +13,11 @@ keys determine what is removed from messages.
 import asyncio
 import functools
 import json
-import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import fsspec
 from fsspec.dircache import DirCache
-from fsspec.utils import tokenize
 
 from vlatune.console import CUT, USER_AND_PASSWORD, has_secret, is_secret_name
 from vlatune.errors import RejectedAnswerError, did_you_mean
@@ -33,8 +29,6 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Maps a URL scheme to the extra of vlatune that installs its driver."""
 SESSION_OPTIONS = {"http": "client_kwargs", "https": "client_kwargs", "gs": "session_kwargs", "gcs": "session_kwargs"}
 """Maps a URL scheme to the driver's option for arguments of the aiohttp session."""
-CREDENTIALS = ("AWS_", "GOOGLE_", "GCSFS_", "AZURE_", "HF_", "FSSPEC_")
-"""Prefixes of environment variables in which drivers find credentials, profiles and addresses."""
 VERSION_KEYS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
 TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "created")
 CONNECT_TIMEOUT_S = 5.0
@@ -43,9 +37,6 @@ READ_TIMEOUT_S = 20.0
 MAX_BODY_BYTES = 32 << 20
 """Exceeds the longest requested range (8 MiB) and a page of a listing (about 1 MB)."""
 MAX_BODY_S = 120.0
-
-_instances: dict[tuple, Any] = {}
-"""Filesystems by process, thread and options."""
 
 
 def parse_storage_options(text: str | None) -> dict[str, Any]:
@@ -69,13 +60,12 @@ def parse_storage_options(text: str | None) -> dict[str, Any]:
 def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the texts to remove from messages, longest first, because one may contain another."""
     found: set[str] = set()
-    for text in (text for _, value in _secrets(options) for text in _texts(value)):
+    for _, text in _secrets(options):
         found.add(text)
         if password := USER_AND_PASSWORD.search(text):
             found.add(password["password"])
-        for name, _, value in (part.partition("=") for part in text.split(";") if ";" in text):
-            if _is_secret(name, value):  # e.g. the AccountKey of a connection string
-                found.add(value)
+        # e.g. the AccountKey of a connection string
+        found |= {value for name, _, value in (part.partition("=") for part in text.split(";")) if is_secret_name(name)}
     return tuple(sorted(found - {""}, key=lambda text: (-len(text), text)))
 
 
@@ -86,41 +76,16 @@ def cut_out(secrets: Iterable[str], text: str) -> str:
     return text
 
 
-def _secrets(options: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values of options that are secrets or URLs with passwords, at any depth."""
-    for name, value in options.items():
-        if _is_secret(str(name), value):
-            yield f"{prefix}{name}", value
-        elif isinstance(value, list | tuple):
-            yield from _secrets(dict(enumerate(value)), f"{prefix}{name}.")
-        elif isinstance(value, Mapping):
-            yield from _secrets(value, f"{prefix}{name}.")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    if value is None or isinstance(value, bool) or (isinstance(value, str) and value in NO_SECRETS):
-        return False
-    return (isinstance(value, str) and has_secret(value)) or is_secret_name(name)
-
-
-def filesystem_for(url: str, options: Mapping[str, Any]) -> Any:
-    """Return the filesystem of this process for a URL."""
-    kind = _filesystem_class(url)
-    thread = 0 if kind.async_impl else threading.get_ident()  # async filesystems use their own thread
-    start = url if "::" in url else (_scheme(url), kind._get_kwargs_from_urls(url))
-    variables = sorted(item for item in os.environ.items() if item[0].startswith(CREDENTIALS))
-    key = (os.getpid(), thread, tokenize(start, dict(options), variables))
-    if key not in _instances:
-        _instances.setdefault(key, _make(url, options))  # concurrent threads may make two; the first is used
-    return _instances[key]
+def _secrets(value: Any, name: str = "", *, is_secret: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of options that are secrets or URLs with passwords, at any depth."""
+    if isinstance(value, Mapping | list | tuple):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            path = f"{name}.{key}" if name else str(key)
+            yield from _secrets(inner, path, is_secret=is_secret or is_secret_name(str(key)))
+    elif value is None or isinstance(value, bool) or value in NO_SECRETS:
+        return
+    elif is_secret or has_secret(str(value)):
+        yield name, str(value)
 
 
 def version_tag(info: Mapping[str, Any]) -> str | None:
@@ -128,25 +93,17 @@ def version_tag(info: Mapping[str, Any]) -> str | None:
     return next((f"{info[key]}-{info.get('size')}" for key in (*VERSION_KEYS, *TIME_KEYS) if info.get(key)), None)
 
 
-def _scheme(url: str) -> str:
-    """Return `s3` for s3://... and `simplecache` for simplecache::s3://..."""
-    return url.partition("://")[0].partition("::")[0]
-
-
-def _filesystem_class(url: str) -> Any:
-    scheme = _scheme(url)
+def filesystem_for(url: str, options: Mapping[str, Any]) -> Any:
+    """Return the filesystem of this process and thread for a URL; fsspec caches it."""
+    scheme = url.partition("://")[0].partition("::")[0]  # simplecache of simplecache::s3://...
     try:
-        return fsspec.get_filesystem_class(scheme)
+        fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         remedy = f"pip install 'vlatune[{EXTRAS[scheme]}]'" if scheme in EXTRAS else str(error)
         raise RuntimeError(f"dataset '{url}': the driver for {scheme}:// is not installed: {remedy}") from error
     except ValueError as error:
         hint = did_you_mean(scheme, fsspec.available_protocols()) or "; use a folder, s3://, gs:// or hf://"
         raise ValueError(f"dataset '{url}': unknown scheme '{scheme}'{hint}") from error
-
-
-def _make(url: str, options: Mapping[str, Any]) -> Any:
-    scheme = _scheme(url)
     limited = dict(options)
     if scheme in ("s3", "s3a"):
         config = {
@@ -159,7 +116,7 @@ def _make(url: str, options: Mapping[str, Any]) -> Any:
     elif name := SESSION_OPTIONS.get(scheme):
         limited[name] = dict(options.get(name, {})) | _session_limits()
     try:
-        made, _ = fsspec.url_to_fs(url, skip_instance_cache=True, **limited)
+        made, _ = fsspec.url_to_fs(url, **limited)
     except (TypeError, ValueError) as error:  # its text may contain the options
         cause = cut_out(secrets_in(options), str(error))
         raise ValueError(f"dataset '{url}': storage_options do not fit {scheme}:// ({cause})") from (

@@ -78,11 +78,9 @@ def retried[T](call: Callable[[], T], where: str, *, secrets: tuple[str, ...] = 
                     error if is_clean else None
                 )
             if tries == MAX_TRIES or waited_s + pause_s > MAX_RETRY_S:
-                remedy = "check the network and the store's health, then start again"
-                if any(isinstance(one, socket.gaierror) for one in chain(error)):
-                    remedy = "the host's name cannot be resolved: check the address (endpoint_url) and the network"
                 raise RuntimeError(
-                    f"{where}: gave up after {tries} tries in {waited_s:.1f} s; the last failed with {cause}; {remedy}"
+                    f"{where}: gave up after {tries} tries in {waited_s:.1f} s; the last failed with {cause}; check the "
+                    f"address (endpoint_url), the network and the store's health, then start again"
                 ) from (error if is_clean else None)
             if tries == 1:
                 _log.info("%s: %s; retrying up to %d times in %.0f s", where, cause, MAX_TRIES - 1, MAX_RETRY_S)

@@ -10,6 +10,7 @@ again after it changed. Checksums do not authenticate: anyone who can change the
 change the checksums.
 """
 
+import functools
 import hashlib
 import json
 import posixpath
@@ -38,11 +39,6 @@ from vlatune.storage.remote_retry import retried
 CHECKSUMS = "meta/checksums.json"
 MAX_CHECKSUMS_BYTES = 128 << 20
 REMEDY = f"download it again; if you changed the dataset, delete {CHECKSUMS} and write it with `vlatune inspect --write_checksums`"
-
-_sums: dict[str, tuple[str, dict[str, str]]] = {}
-"""Maps a root to the version and content of its checksums.json; empty if there is none."""
-_verified: dict[tuple[str, str], tuple[str, str]] = {}
-"""Maps (root, file) to the verified version and its checksum."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +128,21 @@ class Root:
         return path
 
     def _verify(self, name: str) -> None:
+        """Reject a file that does not match its checksum; do nothing without checksums."""
         self.join(name)
-        if self.has_checksums:
-            _verify(self, name)
+        if not self.has_checksums or name == CHECKSUMS:
+            return
+        if self.is_local:
+            version = checksums_version(self)
+        else:  # a store is asked once per run, or once per process
+            version = _first_version(self) if self.sums_version is None else self.sums_version
+        if not version:
+            return
+        where, sums = f"dataset '{self.url}': {name}", _checksums(self, version)
+        if name not in sums:
+            raise ValueError(f"{where} is not in {CHECKSUMS}; {REMEDY}")
+        if _hash(self, name, self.version(name)) != sums[name]:
+            raise ValueError(f"{where} is damaged: it does not match its checksum in {CHECKSUMS}; {REMEDY}")
 
     def version(self, name: str) -> str:
         """Return a tag that changes with the file: mtime and size, or ETag and size if remote."""
@@ -201,52 +209,33 @@ def write_checksums(root: Root, names: Iterable[str]) -> int:
         raise ValueError(
             f"dataset '{root.url}': checksums can only be written for a local folder; copy the dataset first"
         )
-    sums = {name: _hash(root, name) for name in sorted(set(names) - {CHECKSUMS})}
+    sums = {name: _hash(root, name, root.version(name)) for name in sorted(set(names) - {CHECKSUMS})}
     folder = make_folder(Path(root.path), "meta")
     write_text(folder / Path(CHECKSUMS).name, json.dumps({"sha256": sums}, indent=1) + "\n")
     return len(sums)
 
 
-def _verify(root: Root, name: str) -> None:
-    """Reject a file that does not match its checksum; do nothing without checksums."""
-    held = _sums.get(root.url)
-    # A local file is checked for changes each time, a store once per run.
-    if held is None or root.is_local or root.sums_version not in (None, held[0]):
-        read_checksums(root)
-    sums = _sums[root.url][1]
-    if not sums or name == CHECKSUMS:
-        return
-    where = f"dataset '{root.url}': {name}"
-    if name not in sums:
-        raise ValueError(f"{where} is not in {CHECKSUMS}; {REMEDY}")
-    expected = (root.version(name), sums[name])
-    if _verified.get((root.url, name)) != expected:
-        if _hash(root, name) != sums[name]:
-            raise ValueError(f"{where} is damaged: it does not match its checksum in {CHECKSUMS}; {REMEDY}")
-        _verified[root.url, name] = expected
-
-
-def read_checksums(root: Root) -> str:
-    """Read the checksums if they changed; return their version, empty if there are none.
-
-    The version travels with the root to other processes, whose cached checksums may be outdated.
-    """
+def checksums_version(root: Root) -> str:
+    """Return the version of a dataset's checksums; empty if there are none."""
     try:
-        version = root.version(CHECKSUMS)
+        return root.version(CHECKSUMS)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # stores may deny access to missing objects
-        version = ""
-    if root.url not in _sums or _sums[root.url][0] != version:
-        _sums[root.url] = (version, {})  # reading the file calls `_verify`
-        _sums[root.url] = (version, _parse_checksums(root) if version else {})
-    return version
+        return ""
 
 
-def _hash(root: Root, name: str) -> str:
+_first_version = functools.lru_cache(maxsize=64)(checksums_version)
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def _hash(root: Root, name: str, version: str) -> str:
+    """Return the checksum of a file; `version` makes the cache forget a file that changed."""
     with root.open_unverified(name) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
 
 
-def _parse_checksums(root: Root) -> dict[str, str]:
+@functools.lru_cache(maxsize=64)
+def _checksums(root: Root, version: str) -> dict[str, str]:
+    """Return the checksums by file name; `version` is as in `_hash`."""
     where = f"dataset '{root.url}': {CHECKSUMS}"
     found = parse_json(root.read_bytes(CHECKSUMS, max_bytes=MAX_CHECKSUMS_BYTES), where)
     sums = found.get("sha256") if isinstance(found, dict) else None

@@ -1,6 +1,5 @@
 """Drive Chromium over its DevTools protocol through two pipes, without a port or a package."""
 
-import base64
 import json
 import os
 import shutil
@@ -118,12 +117,6 @@ class Tab:
     def mouse(self, kind: str, x: float, y: float, **options: Any) -> None:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **options)
 
-    def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        self.mouse("mouseMoved", *begin)
-        self.mouse("mousePressed", *begin, **LEFT_BUTTON)
-        self.mouse("mouseMoved", *end, button="left", buttons=1)
-        self.mouse("mouseReleased", *end, button="left", clickCount=1)
-
     def click(self, x: float, y: float) -> None:
         self.mouse("mouseMoved", x, y)
         self.mouse("mousePressed", x, y, **LEFT_BUTTON)
@@ -145,11 +138,6 @@ class Tab:
             "const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2] })()"
         )
         return x, y
-
-    def screenshot(self, file: Path, *, full: bool = True) -> None:
-        """Write a PNG of the complete page, or of the window."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full)
-        file.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
         self.browser.call("Target.closeTarget", targetId=self.target)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vlatune.config.settings import MlflowConfig, RunConfig, WandbConfig
+from vlatune.config.settings import RunConfig, WandbConfig
 from vlatune.run import trackers
 from vlatune.run.sinks import MetricsFile
 from vlatune.run.trackers import TrackerFeed, begin_wandb, make_trackers, tracked, tracked_settings
@@ -83,11 +83,11 @@ def test_a_failing_tracker_is_reported_once_and_disabled(tmp_path, capsys):
 
 
 def test_a_missing_library_does_not_end_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     write_steps(tmp_path, 1, 3)
-    with tracked(RunConfig(output_dir=str(tmp_path), mlflow=MlflowConfig(enable=True))):
+    with tracked(RunConfig(output_dir=str(tmp_path), wandb=WandbConfig(enable=True))):
         pass
-    assert "pip install 'mlflow-skinny'" in capsys.readouterr().err
+    assert "pip install wandb" in capsys.readouterr().err
 
 
 def test_settings_are_flags_without_secrets(monkeypatch):
@@ -208,26 +208,6 @@ def test_wandb_has_every_point_once_after_a_resume(tmp_path):
     assert steps == [1, 2, 3, 4, 5, 6, 7]
     assert errors == [0.25]
     assert len(ids) == 1
-
-
-def test_mlflow_has_every_point_once_after_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    import mlflow
-
-    uri = str(tmp_path / "mlruns")
-    config = RunConfig(output_dir=str(tmp_path / "run"), mlflow=MlflowConfig(enable=True, tracking_uri=uri))
-    (tmp_path / "run").mkdir()
-    write_steps(tmp_path / "run", 1, 5)
-    with tracked(config):
-        pass
-    write_steps(tmp_path / "run", 3, 8)
-    with tracked(config):
-        pass
-    client = mlflow.MlflowClient(tracking_uri=uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("vlatune").experiment_id])
-    for name in ("loss", "loss_by_task/fold_ it"):
-        assert [point.step for point in client.get_metric_history(run.info.run_id, name)] == [1, 2, 3, 4, 5, 6, 7]
-    assert run.data.params["steps"] == "3000"
 
 
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])

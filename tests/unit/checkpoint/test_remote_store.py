@@ -37,7 +37,7 @@ def s3(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     server.reset()
-    remote_file.edges.clear()
+    remote_file.cache.clear()
     yield server
     server.reset()
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from vlatune.report.chart import (
     MAX_POINTS,
     Line,
-    Scale,
     linear_ticks,
     log_ticks,
     loss_chart,
@@ -39,10 +38,6 @@ def test_a_scale_contains_all_finite_values(values, from_zero):
     finite = [value for value in values if np.isfinite(value)]
     placed = scale_of(values, from_zero=from_zero).place(finite)
     assert ((placed >= -1e-6) & (placed <= 100 + 1e-6)).all()
-
-
-def test_a_log_scale_places_by_ratio():
-    assert Scale(0.01, 1.0, log=True).place([0.01, 0.1, 1.0]) == pytest.approx([0, 50, 100])
 
 
 def test_thinning_keeps_spikes():

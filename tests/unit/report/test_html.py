@@ -44,7 +44,6 @@ SECTIONS = [
     "First batch",
     "Speed",
     "Starts and checkpoints",
-    "Cluster and CPUs",
     "Settings, versions, command",
 ]
 PAGE_JS = resources.files("vlatune.report").joinpath("page.js").read_text()
@@ -103,19 +102,12 @@ def test_the_report_starts_with_the_training_result(complete):
     order = ["demo", learnt, "Optimizer steps", *SECTIONS[:speed], verdict, *SECTIONS[speed:]]
     positions = [complete.texts.index(text) for text in order]
     assert positions == sorted(positions)
-    for text in ("31.2", "256 ms a step", "1.2 %", "4.8 s", "0 bytes", "1 min 40 s", TASKS[0], "decoding, all readers"):
+    for text in ("31.2", "1.2 %", "4.8 s", "0 bytes", "1 min 40 s", TASKS[0]):
         assert text in complete.texts
     assert "75 % below that of always predicting the mean action" in complete.text
     assert "Checkpoints kept, by optimizer step: 20." in complete.text
     assert "No evaluation yet" not in complete.text
-
-
-def test_cluster_details_are_folded_unless_bytes_were_spilled(complete, tmp_path):
-    assert "Object store" in complete.html.partition("<details>")[2].partition("</details>")[0]
-    assert ("details", "open", "") not in complete.attributes
-    write_started_run(tmp_path)
-    write_lines(tmp_path / "metrics.jsonl", [metrics_line(1) | {"spilled_bytes": 10**6}])
-    assert ("details", "open", "") in page_of(tmp_path).attributes
+    assert "Nothing was spilled to disk, and nothing was allocated on disk." in complete.texts
 
 
 def test_the_page_loads_nothing_and_runs_only_its_own_script(complete):
@@ -141,7 +133,7 @@ def test_charts_carry_their_values_and_a_description(complete):
     assert (logged["name"], logged["xs"][:2], logged["ys"][:2]) == ("logged", [1, 2], [1.0, 0.5])
     assert smoothed["xs"] is None  # equal to those of the previous line
     assert held_out["xs"] == [50, 100, 150, 200, 250]
-    assert (loss["log"], loss["x"]) == (True, [1.0, 300.0])
+    assert loss["x"] == [1.0, 300.0]
     labels = [value for tag, name, value in complete.attributes if (tag, name) == ("svg", "aria-label")]
     assert len(labels) == len(charts)
     assert any(label.startswith("Loss (log scale) by optimizer step; logged from 1 to") for label in labels)
@@ -241,16 +233,10 @@ def test_samples_of_other_shapes_are_rejected(tmp_path, change):
     ("file", "change", "message"),
     [
         ("metrics.jsonl", {"loss_by_task": ["a"]}, "'loss_by_task': expected an object"),
-        ("metrics.jsonl", {"loss_by_task": {"a": "<b>"}}, "expected a whole number"),
         ("metrics.jsonl", {"loss_by_dim": {"a": 1.0}}, "'loss_by_dim': expected a list"),
         ("events.jsonl", {"event": 3}, "'event': expected text"),
-        ("events.jsonl", {"time_s": "now"}, "'time_s': expected a number"),
-        ("data.json", {"datasets": [{"root": 7}]}, "'root'"),
-        ("data.json", {"tasks": [None]}, "expected text"),
         ("data.json", {"datasets": [{}]}, "is missing"),
         ("eval.json", {"rollouts": {"error": 0.1}}, "is missing"),
-        ("eval.json", {"per_dim_error": [1.0]}, "'per_dim_error': expected an object"),
-        ("summary.json", {"loss_by_episode": [{"episode": "x"}]}, "expected a whole number"),
         ("summary.json", {"loss_by_episode": [{"episode": 1}]}, "not as vlatune writes them"),
     ],
 )
@@ -258,8 +244,6 @@ def test_values_of_another_type_are_named(tmp_path, file, change, message):
     write_complete_run(tmp_path)
     text = (tmp_path / file).read_text()
     line = json.loads(text.splitlines()[0] if file.endswith("l") else text)
-    if file == "data.json" and change.get("datasets") == [{"root": 7}]:
-        change = {"datasets": [line["datasets"][0] | {"root": 7}]}
     (tmp_path / file).write_text(json.dumps(line | change) + "\n")
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         write_report(tmp_path)

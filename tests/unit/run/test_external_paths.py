@@ -127,16 +127,9 @@ def test_no_command_contacts_an_unrecorded_address(run_dir: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_a_report_reads_only_recorded_stores(run_dir: Path, tmp_path: Path, finished: bool) -> None:
-    elsewhere = tmp_path / "elsewhere/run/checkpoints"
-    (elsewhere / "00000007").mkdir(parents=True)
-    (elsewhere / "00000007/manifest.json").write_text("{}")
+def test_a_report_reads_no_store(run_dir: Path, finished: bool) -> None:
     if finished:
-        write_summary(run_dir, summary(checkpoint_place=str(elsewhere), checkpoints=(5,)))
-        write_json(run_dir / CONFIG_FILE, to_json(replace(CONFIG, storage_path=str(tmp_path / "elsewhere"))))
-    found = read_run(run_dir).checkpoints
+        write_summary(run_dir, summary(checkpoint_place=STORE, checkpoints=(5,)))
+    record_paths(run_dir, CONFIG)
+    assert read_run(run_dir).checkpoints.steps == ((5,) if finished else None)
     assert asked == []
-    assert found.steps == ((5,) if finished else None)
-    record_paths(run_dir, replace(CONFIG, storage_path=str(tmp_path / "elsewhere") if finished else STORE))
-    found = read_run(run_dir).checkpoints
-    assert (found.steps, bool(asked)) == (((7,), False) if finished else ((), True))

@@ -58,54 +58,36 @@ def test_a_repository_is_fetched_with_the_token_of_the_environment(small_base, t
     assert offline.stdout == done.stdout, "what was fetched once is used without a network"
 
 
-def test_retries_are_reported_in_one_line(small_base, tmp_path):
+def test_a_hub_that_fails_for_a_while_is_asked_again(small_base, tmp_path):
     failing = Hub(small_base, refusal=(503, ""), refused_path="/resolve/", refused_times=12)
     with running_hub(failing) as hub:
         done = run(tmp_path, hub.endpoint)
     assert done.returncode == 0, done.stdout + done.stderr
     assert hub.refused_times == 0
-    (line,) = [line for line in done.stderr.splitlines() if "503" in line or "etry" in line or "again" in line]
-    assert line == f"vlatune: hub repository '{REPOSITORY}': HTTP Error 503; retrying for up to half a minute"
+    assert "503" not in done.stderr
 
 
-def test_a_private_or_unknown_repository(small_base, tmp_path):
-    with running_hub(Hub(small_base, token=TOKEN)) as hub:
-        line = rejected(run(tmp_path, hub.endpoint))
-        assert "it does not exist, or it is private and no token is set; check the name, and set HF_TOKEN" in line
-        line = rejected(run(tmp_path, hub.endpoint, HF_TOKEN=TOKEN[:-1]))
-        assert "or it is private and the token that is set has no access" in line
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_repository(small_base, tmp_path, status):
-    with running_hub(Hub(small_base, token=TOKEN, refusal=(status, "GatedRepo"))) as hub:
-        line = rejected(run(tmp_path, hub.endpoint))
-    assert "it is gated and no token is set; request access on its page and set HF_TOKEN" in line
-
-
-def test_a_missing_revision(small_base, tmp_path):
-    with running_hub(Hub(small_base)) as hub:
-        line = rejected(run(tmp_path, hub.endpoint, revision="v9"))
-    assert "it has no such revision; check --policy.revision" in line
-
-
-def test_a_token_that_may_not_read(small_base, tmp_path):
-    with running_hub(Hub(small_base, token=TOKEN, refusal=(403, ""))) as hub:
-        line = rejected(run(tmp_path, hub.endpoint, HF_TOKEN=TOKEN[:-1]))
-    assert "the hub returned status 403; check HF_TOKEN (the token that is set has no access)" in line
+@pytest.mark.parametrize(
+    ("hub", "settings", "message"),
+    [
+        ({}, {}, "it does not exist, or it is private and no token is set; check the name, and set HF_TOKEN"),
+        ({}, {"HF_TOKEN": TOKEN[:-1]}, "or it is private and the token that is set has no access"),
+        ({"refusal": (403, "GatedRepo")}, {}, "it is gated and no token is set; request access on its page"),
+        ({"token": None}, {"revision": "v9"}, "it has no such revision; check --policy.revision"),
+        (
+            {"refusal": (403, "")},
+            {"HF_TOKEN": TOKEN[:-1]},
+            "the hub returned status 403; check HF_TOKEN (the token that",
+        ),
+    ],
+    ids=["unknown", "private", "gated", "revision", "no access"],
+)
+def test_a_repository_that_cannot_be_read(hub, settings, message, small_base, tmp_path):
+    with running_hub(Hub(small_base, **{"token": TOKEN} | hub)) as running:
+        assert message in rejected(run(tmp_path, running.endpoint, **settings))
 
 
 @pytest.mark.parametrize("offline", ["0", "1"], ids=["no network", "offline mode"])
 def test_no_network(tmp_path, offline):
     line = rejected(run(tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE=offline))
     assert "the hub cannot be reached and the cache is incomplete; check the network, HF_HUB_OFFLINE" in line
-
-
-def test_a_repository_of_another_kind(tmp_path):
-    """It is fetched, and then refused by what is in it."""
-    (tmp_path / "repository").mkdir()
-    (tmp_path / "repository/config.json").write_text('{"type": "smolvla"}')
-    with running_hub(Hub(tmp_path / "repository")) as hub:
-        done = run(tmp_path, hub.endpoint)
-    assert done.returncode == 2
-    assert "config.json: type is 'smolvla', expected 'pi05'" in done.stdout

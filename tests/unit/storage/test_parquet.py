@@ -19,7 +19,7 @@ from unit.storage.pickled_columns import put_pickled_type, put_pickles
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.tables import read_rows
 from vlatune.storage.limits import TooMuchError
-from vlatune.storage.parquet import SCHEMA_KEY, TAIL_BYTES, PageGuard, open_parquet, opened
+from vlatune.storage.parquet import SCHEMA_KEY, PageGuard, open_parquet, opened
 from vlatune.storage.root import Root
 
 TASKS, EPISODES = "meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"
@@ -124,35 +124,6 @@ def test_a_footer_longer_than_the_first_read(tmp_path) -> None:
     pq.write_table(wide, tmp_path / "rows.parquet")
     with (tmp_path / "rows.parquet").open("rb") as file:
         assert open_parquet(file).read().to_pylist() == wide.to_pylist()
-
-
-class Recorded(io.BytesIO):
-    """A file that records which blocks of 4 KiB were read."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.seen: set[int] = set()
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        begin = self.tell()
-        data = super().read(size)
-        self.seen.update(range(begin // 4096, -(-(begin + len(data)) // 4096)))
-        return data
-
-
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("rows", [500, 60_000])
-def test_page_checks_read_no_bytes_that_arrow_does_not_need(version, rows) -> None:
-    table = pa.table({"a": np.arange(rows), "b": np.arange(rows) * 7919, "c": [[1.5] * 3] * rows})
-    file = io.BytesIO()
-    options = {"row_group_size": rows // 3, "data_page_size": 4096, "data_page_version": version}
-    pq.write_table(table, file, use_dictionary=["a"], **options)
-    for columns in (["a"], ["a", "b", "c"], None):
-        ours, plain = Recorded(file.getvalue()), Recorded(file.getvalue())
-        assert open_parquet(ours).read(columns).equals(table.select(columns or table.column_names))
-        pq.ParquetFile(plain, buffer_size=1 << 20, pre_buffer=False).read(columns)
-        tail = set(range(max(0, len(file.getvalue()) - TAIL_BYTES) // 4096, len(file.getvalue()) // 4096 + 1))
-        assert ours.seen <= plain.seen | tail
 
 
 def test_pages_beyond_the_footers_numbers_are_rejected() -> None:

@@ -2,10 +2,7 @@
 
 import logging
 import multiprocessing
-import pickle
 import random
-import socket
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,7 +27,6 @@ SIDE = 64
 BIG = "big/noise.mp4"
 PAYLOAD = np.random.default_rng(5).integers(0, 256, 3_000_000, dtype=np.uint8).tobytes()
 FAULTS = ["503", "500", "429", "reset", "cut", "short", "hang", "hang_in_body"]
-FAULTS_WITHOUT_BODY = ["503", "500", "429", "reset", "hang"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +42,7 @@ def s3(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The server without faults and counts, short pauses, an empty cache."""
     monkeypatch.setattr(remote_retry, "FIRST_BACKOFF_S", 0.001)
     server.reset()
-    remote_file.edges.clear()
+    remote_file.cache.clear()
     yield server
     server.reset()
 
@@ -205,20 +201,15 @@ def test_a_small_object_is_one_request(s3: Proxy) -> None:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_failed_get_is_retried(s3: Proxy, kind: str) -> None:
+def test_a_failed_request_is_retried(s3: Proxy, kind: str) -> None:
     root = root_of(s3, read_timeout=0.5) if "hang" in kind else root_of(s3)
-    s3.faults.append(Fault(kind, times=2))
+    s3.faults.append(Fault(kind, times=2, part="payload.bin"))
+    if kind not in ("cut", "short", "hang_in_body"):  # a HEAD has no body
+        s3.faults.append(Fault(kind, times=2, method="HEAD", part="payload.bin"))
     assert root.read_bytes("payload.bin") == PAYLOAD
+    assert not any(fault.times for fault in s3.faults)
     assert sum(one.is_faulty for one in s3.gets()) == 2
     assert len({one.range for one in s3.gets()[:3]}) == 1, "the same range is asked for again"
-
-
-@pytest.mark.parametrize("kind", FAULTS_WITHOUT_BODY)
-def test_a_failed_head_is_retried(s3: Proxy, kind: str) -> None:
-    root = root_of(s3, read_timeout=0.5) if kind == "hang" else root_of(s3)
-    s3.faults.append(Fault(kind, times=2, method="HEAD"))
-    assert root.exists("payload.bin")
-    assert s3.faults[0].times == 0
 
 
 @pytest.mark.parametrize("kind", ["503", "reset", "cut"])
@@ -230,19 +221,18 @@ def test_a_failed_listing_is_retried(s3: Proxy, uploaded: dict[str, Path], kind:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "says"), [("403", PermissionError, "denied"), ("404", FileNotFoundError, "no such object")]
+    ("method", "kind", "error", "says"),
+    [
+        ("GET", "400", RuntimeError, "request rejected"),
+        ("GET", "403", PermissionError, "denied"),
+        ("GET", "404", FileNotFoundError, "no such object"),
+        ("HEAD", "403", PermissionError, "denied"),
+        ("HEAD", "404", FileNotFoundError, "no such object"),
+    ],
 )
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_permanent_errors_are_not_retried(s3: Proxy, method: str, kind: str, error: type[Exception], says: str) -> None:
     s3.faults.append(Fault(kind, times=-1, method=method, part="payload.bin"))
     with pytest.raises(error, match=f"'s3://{BUCKET}/files/payload.bin': .*{says}"):
-        root_of(s3).read_bytes("payload.bin")
-    assert sum(one.is_faulty for one in s3.seen) == 1
-
-
-def test_a_rejected_request_is_not_retried(s3: Proxy) -> None:
-    s3.faults.append(Fault("400", times=-1))
-    with pytest.raises(RuntimeError, match=f"s3://{BUCKET}/files/payload.bin': request rejected .*BadThing"):
         root_of(s3).read_bytes("payload.bin")
     assert sum(one.is_faulty for one in s3.seen) == 1
 
@@ -254,13 +244,6 @@ def test_the_last_error_names_object_and_tries(s3: Proxy, monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match=pattern):
         root_of(s3).read_bytes("payload.bin")
     assert len(s3.gets()) == 4
-
-
-def test_no_retry_after_the_time_limit(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_retry, "MAX_RETRY_S", 0.0)
-    s3.faults.append(Fault("503", times=-1))
-    with pytest.raises(RuntimeError, match="gave up after 1 tries"):
-        root_of(s3).read_bytes("payload.bin")
 
 
 @pytest.mark.parametrize("kind", ["503", "403"])
@@ -278,7 +261,7 @@ def test_failures_that_ffmpeg_swallows_are_raised(
 
     def read_and_lose() -> None:
         with root_of(s3, "big").open("noise.mp4") as file, suppress(OSError, RuntimeError):
-            file.seek(size // 2 + 2_000_000)
+            file.seek(size // 2 + 3_000_000)
             file.read(10)
 
     with pytest.raises(error, match=BIG):
@@ -323,15 +306,6 @@ def test_a_change_during_reading_is_detected_on_close(memory: Any) -> None:
     assert root.read_bytes("file.bin") == PAYLOAD[::-1]
 
 
-def test_version_of_a_local_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"one")
-    root = Root(str(tmp_path))
-    before = root.version("file")
-    assert root.version("file") == before
-    (tmp_path / "file").write_bytes(b"other")
-    assert root.version("file") != before
-
-
 # --- listings ------------------------------------------------------------------------------------------------------
 
 
@@ -361,25 +335,6 @@ def test_a_root_with_wildcards_in_its_name(memory: Any) -> None:
 
 
 # --- processes, threads, secrets -----------------------------------------------------------------------------------
-
-
-def test_a_root_is_pickled_without_its_filesystem(s3: Proxy) -> None:
-    root = root_of(s3)
-    root.read_bytes("payload.bin")
-    pickled = pickle.dumps(root)
-    assert b"s3fs" not in pickled
-    assert pickle.loads(pickled) == root  # noqa: S301 (our own bytes)
-    assert hash(root) == hash(root_of(s3))
-
-
-def test_threads_share_the_connections(s3: Proxy) -> None:
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(root_of(s3).filesystem())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(one is root_of(s3, "other").filesystem() for one in found)
 
 
 def test_a_forked_child_reads(s3: Proxy) -> None:
@@ -458,17 +413,6 @@ def test_credentials_of_the_environment(s3: Proxy, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
     assert Root(f"s3://{BUCKET}/files", {"use_ssl": False}).read_bytes("payload.bin") == PAYLOAD
-
-
-def test_a_host_that_cannot_be_resolved(s3: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(remote_retry, "MAX_TRIES", 2)
-    monkeypatch.setattr(socket, "getaddrinfo", fail)
-    options = s3.storage_options() | {"client_kwargs": {"endpoint_url": "http://store.invalid"}}
-    with pytest.raises(RuntimeError, match=r"gave up after 2 tries .* name cannot be resolved: check the address"):
-        Root(f"s3://{BUCKET}/files", options).exists("payload.bin")
 
 
 def test_a_misspelt_option(s3: Proxy) -> None:

@@ -9,24 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.storage import remote_file, remote_retry
-from vlatune.storage.remote_file import (
-    FIRST_BLOCK_BYTES,
-    MAX_BLOCK_BYTES,
-    SMALL_OBJECT_BYTES,
-    Block,
-    EdgeCache,
-    RemoteFile,
-    plan_fetch,
-)
+from vlatune.storage.remote_file import BLOCK_BYTES, RemoteFile
 
-SMALL = {
-    "FIRST_BLOCK_BYTES": 8,
-    "MAX_BLOCK_BYTES": 64,
-    "SMALL_OBJECT_BYTES": 16,
-    "KEPT_BYTES": 100,
-    "EDGE_BYTES": 20,
-    "PROCESS_BYTES": 300,
-}
+SMALL = {"BLOCK_BYTES": 8, "MAX_BLOCKS": 6, "CACHED_BLOCKS": 12}
 """The constants, made so small that a few hundred bytes meet every case."""
 
 
@@ -63,7 +48,7 @@ def opened(store: Store, name: str = "object") -> RemoteFile:
 
 @pytest.fixture(autouse=True)
 def _empty_cache() -> None:
-    remote_file.edges.clear()
+    remote_file.cache.clear()
 
 
 steps = st.lists(
@@ -73,7 +58,7 @@ steps = st.lists(
 
 @given(st.binary(max_size=600), steps)
 def test_reads_equal_those_of_a_file_in_memory(data: bytes, steps: list[tuple[str, int]]) -> None:
-    remote_file.edges.clear()
+    remote_file.cache.clear()
     with mock.patch.multiple(remote_file, **SMALL):
         store, plain = Store(data), io.BytesIO(data)
         file = opened(store)
@@ -101,7 +86,7 @@ def test_a_sequential_reader_makes_few_requests_and_gets_each_byte_once() -> Non
     with opened(store) as file:
         while file.read(32 * 1024):
             pass
-    assert len(store.ranges) == 17  # five blocks of 256 KiB to 4 MiB, then twelve of up to 8 MiB
+    assert len(store.ranges) == 26  # one block, then four at a time
     assert sum(end - begin for begin, end in store.ranges) == len(store.data)
 
 
@@ -111,7 +96,7 @@ def test_a_random_reader_gets_small_blocks() -> None:
         for at in range(10_000_000, 90_000_000, 10_000_000):
             file.seek(at)
             file.read(1000)
-    assert [end - begin for begin, end in store.ranges] == [FIRST_BLOCK_BYTES] * 8
+    assert [end - begin for begin, end in store.ranges] == [BLOCK_BYTES] * 8
 
 
 def test_the_head_and_the_tail_are_fetched_once() -> None:
@@ -124,40 +109,24 @@ def test_the_head_and_the_tail_are_fetched_once() -> None:
             file.read()
             file.seek(40_000)
             file.read(32 * 1024)
-    assert store.ranges == [(0, FIRST_BLOCK_BYTES), (len(store.data) - 100_000, len(store.data))]
+    assert store.ranges == [(0, BLOCK_BYTES), (len(store.data) - BLOCK_BYTES, len(store.data))]
 
 
-def test_plan_fetch() -> None:
-    size = 100 * 1024 * 1024
-    first = Block(1000, bytes(FIRST_BLOCK_BYTES), FIRST_BLOCK_BYTES)
-    assert plan_fetch(5, 10, SMALL_OBJECT_BYTES, []) == (0, SMALL_OBJECT_BYTES, FIRST_BLOCK_BYTES)
-    assert plan_fetch(7_000_000, 10, size, [first]) == (7_000_000, 7_000_000 + FIRST_BLOCK_BYTES, FIRST_BLOCK_BYTES)
-    at = first.end
-    assert plan_fetch(at, 10, size, [first]) == (at, at + 2 * FIRST_BLOCK_BYTES, 2 * FIRST_BLOCK_BYTES)
-    next_one = Block(at + 500, b"x", FIRST_BLOCK_BYTES)
-    assert plan_fetch(at, 10, size, [first, next_one])[:2] == (at, at + 500)
-    assert plan_fetch(at, 1_000_000, size, [first])[:2] == (at, at + 1_000_000)
-    assert plan_fetch(0, size, size, [])[:2] == (0, MAX_BLOCK_BYTES)
-    assert plan_fetch(size - 10, 10, size, [])[:2] == (size - 10, size)
+def test_a_large_read_is_few_requests() -> None:
+    store = Store(bytes(20 * BLOCK_BYTES))
+    with opened(store) as file:
+        file.seek(BLOCK_BYTES + 5)
+        assert len(file.read(10 * BLOCK_BYTES)) == 10 * BLOCK_BYTES
+    assert [(begin // BLOCK_BYTES, end // BLOCK_BYTES) for begin, end in store.ranges] == [(1, 9), (9, 13)]
 
 
 def test_the_process_cache_is_bounded() -> None:
-    cache = EdgeCache()
     with mock.patch.multiple(remote_file, **SMALL):
-        for number in range(10):
-            cache.put((f"object {number}", "tag"), Block(0, bytes(60), 8))
-            cache.get(("object 0", "tag"))
-    kept = [number for number in range(10) if cache.get((f"object {number}", "tag"))]
-    assert kept == [0, 6, 7, 8, 9]
-
-
-def test_the_cache_of_an_open_file_is_bounded() -> None:
-    with mock.patch.multiple(remote_file, **SMALL):
-        file = opened(Store(bytes(2000)))
-        for at in range(0, 2000, 50):
-            file.seek(at)
-            file.read(5)
-            assert sum(len(block.data) for block in file._blocks) <= SMALL["KEPT_BYTES"]
+        for number in range(20):
+            remote_file.cache.put((f"object {number}", 0), bytes(8))
+            remote_file.cache.get(("object 0", 0))
+        kept = [number for number in range(20) if remote_file.cache.get((f"object {number}", 0))]
+    assert kept == [0, *range(9, 20)]
 
 
 def test_versions_do_not_mix_in_the_cache() -> None:

@@ -56,29 +56,10 @@ def test_names_that_leave_the_root_are_rejected(root, name):
         assert root.url in str(caught.value)
 
 
-def test_dots_inside_a_name_are_allowed(root):
-    assert root.join("videos/observation.images..top/file.mp4").endswith("videos/observation.images..top/file.mp4")
-
-
 def test_a_root_can_be_pickled(root):
     sent = pickle.loads(pickle.dumps(root))  # noqa: S301  (our own bytes)
     assert sent == root
     assert sent.read_bytes("meta/info.json") == b"{}"
-
-
-@pytest.mark.parametrize(
-    ("url", "is_local"),
-    [
-        ("data/x", True),
-        ("/data/x", True),
-        ("~/x", True),
-        ("file:///data/x", True),
-        ("s3://b/x", False),
-        ("memory://x", False),
-    ],
-)
-def test_is_local(url, is_local):
-    assert Root(url).is_local is is_local
 
 
 def test_a_local_root_is_a_plain_path():

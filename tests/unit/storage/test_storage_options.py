@@ -35,7 +35,7 @@ def test_no_options():
         ({"key": "AKIAXYZ"}, "key"),
         ({"secret": "hunter2xyz"}, "secret"),
         ({"token": "hf_xyz"}, "token"),
-        ({"token": {"private": "xyz"}}, "token"),
+        ({"token": {"private": "xyz"}}, "token.private"),
         ({"password": "xyz"}, "password"),
         ({"account_key": "xyz"}, "account_key"),
         ({"sas_token": "xyz"}, "sas_token"),

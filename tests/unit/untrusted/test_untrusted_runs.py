@@ -16,7 +16,6 @@ from unit.untrusted.damage import (
     edit,
     fifo,
     link_out,
-    link_to,
     processor_step,
     remove,
     replace,
@@ -40,33 +39,19 @@ HUGE = "1" + "0" * 400
 
 IN_REPORT = {
     "summary.json is a FIFO": (fifo("summary.json"), "is a FIFO", 2),
-    "config.json is a FIFO": (fifo("config.json"), "is a FIFO", 2),
     "eval.json is a link out": (link_out("eval.json"), "outside of", 2),
     "metrics.jsonl is a FIFO": (fifo("metrics.jsonl"), "is a FIFO", 2),
     "samples are a FIFO": (fifo("eval_samples.npz"), "is a FIFO", 1),
-    "samples are a link out": (link_out("eval_samples.npz"), "outside of", 1),
     "samples are not an archive": (text("eval_samples.npz", "x"), "eval_samples.npz", 1),
-    "the first batch is not an archive": (text("first_batch.npz", "x"), "first_batch.npz", 1),
     "loss is text": (text("metrics.jsonl", '{"optimizer_step": 1, "loss": "x"}\n'), "'loss'", 2),
-    "loss is a list": (text("metrics.jsonl", '{"optimizer_step": 1, "loss": [1]}\n'), "'loss'", 2),
     "loss is an escape": (text("metrics.jsonl", json.dumps({"optimizer_step": 1, "loss": ESCAPE})), "?]0;owned?", 2),
     "no step": (text("metrics.jsonl", '{"loss": 1}\n'), "optimizer_step", 1),
-    "a record is a list": (text("metrics.jsonl", "[1]\n"), "optimizer_step", 1),
     "metrics nested beyond the parser": (text("metrics.jsonl", "[" * 100_000 + "\n"), "line 1", 1),
-    "eval.json of text": (text("eval.json", '{"action_error": "x"}'), "'action_error'", 2),
     "eval.json is a list": (text("eval.json", "[]"), "eval.json", 2),
     "validation of text": (text("validation.jsonl", '{"optimizer_step": 1, "val_loss": "x"}\n'), "validation.jsonl", 2),
-    "validation of 10^400": (
-        text("validation.jsonl", f'{{"optimizer_step": 1, "val_loss": {HUGE}}}\n'),
-        "validation.jsonl",
-        2,
-    ),
-    "half a summary": (text("summary.json", '{"optimizer'), "summary.json", 2),
     "summary is a list": (text("summary.json", "[]"), "", 2),
     "summary of 10^400": (text("summary.json", f'{{"optimizer_steps": {HUGE}}}'), "summary.json", 2),
     "settings of another type": (text("config.json", '{"ray": [1]}'), "'ray'", 2),
-    "steps are text": (text("config.json", '{"steps": "many"}'), "'steps'", 2),
-    "job name is a number": (text("config.json", '{"job_name": 5}'), "'job_name'", 2),
 }
 IN_EXPORT = {
     "config.json is a link out": (link_out("config.json"), "outside of"),
@@ -81,20 +66,13 @@ IN_EXPORT = {
         "trainable.safetensors",
     ),
     "the manifest is a FIFO": (fifo(MANIFEST), "is a FIFO"),
-    "the manifest is missing": (remove(MANIFEST), "manifest.json"),
     "a manifest of no files": (update(MANIFEST, files={}), "names no files"),
     "a manifest of infinite step": (update(MANIFEST, optimizer_step=1e999), "damaged"),
-    "a manifest nested beyond the parser": (text(MANIFEST, "[" * 100_000), "damaged"),
     "a manifest with files outside": (
         edit(MANIFEST, lambda one: one["files"].update({"../../../outside/secret.json": {"bytes": 1, "sha256": "0"}})),
         "outside of",
     ),
-    "a manifest with sizes of text": (
-        edit(MANIFEST, lambda one: one["files"]["state.json"].update(bytes="x")),
-        "manifest",
-    ),
     "a file that is not in the manifest": (text(f"{CHECKPOINT}/ema.safetensors", "x"), "ema.safetensors"),
-    "no policy files": (remove(POLICY), "policy/config.json"),
     "a policy file is a link out": (with_new_hashes(link_out(f"{POLICY}/policy_preprocessor.json")), "outside of"),
     "a step that names a class": (
         with_new_hashes(processor_step(f"{POLICY}/policy_preprocessor.json", {"class": "subprocess.Popen"})),
@@ -123,23 +101,16 @@ def binding(**fields: object) -> Damage:
 IN_STATE = {
     "a link out": (link_out(STATE), "outside of"),
     "missing": (remove(STATE), "state.json"),
-    "a list": (text(STATE, "[]"), "state.json"),
-    "nested beyond the parser": (text(STATE, "[" * 100_000), "state.json"),
     "another version": (update(STATE, version=99), "version"),
     "step -1": (update(STATE, optimizer_step=-1), "optimizer_step"),
     "10^30 lanes": (update(STATE, lanes=10**30), "lanes"),
-    "no sums": (update(STATE, loss_sums=[]), "loss_sums"),
-    "settings of text": (update(STATE, config="x"), "config"),
     "no fingerprints": (update(STATE, fingerprints={}), "fingerprints"),
-    "fingerprints of text": (update(STATE, fingerprints="x"), "fingerprints"),
     "fingerprints of numbers": (
         edit(STATE, lambda one: one["fingerprints"].update({"base.weights": 5})),
         "fingerprints",
     ),
     "no binding": (edit(STATE, lambda one: one.pop("binding")), "binding"),
     "a binding of text": (update(STATE, binding="x"), "binding"),
-    "an empty binding": (update(STATE, binding={}), "binding"),
-    "a state dim of text": (binding(state_dim="x"), "state_dim"),
     "60,000 state dims": (binding(state_dim=60_000), "60000"),
     "10^9 action dims": (binding(action_dim=10**9), "action_dim"),
     "a name too few": (edit(STATE, lambda one: one["binding"]["action_names"].pop()), "action_names"),
@@ -148,7 +119,6 @@ IN_STATE = {
         "action_names",
     ),
     "a camera of nobody": (binding(missing_cameras=["observation.images.evil"]), "observation.images.evil"),
-    "a camera of three names": (binding(cameras=[["a", "b", "c"]]), "cameras"),
     "a part of a part that is text": (binding(parts=["x"]), "parts"),
     "60,000 state dims of a part": (
         edit(STATE, lambda one: one["binding"].update(parts=[one["binding"] | {"state_dim": 60_000}])),
@@ -310,8 +280,3 @@ def test_secrets_of_the_environment_are_redacted(sandbox, capsys, monkeypatch) -
     assert CANARY not in capsys.readouterr().err
     kept = (sandbox.run / "logs/traceback.txt").read_text()
     assert (CANARY in kept, "TypeError" in kept) == (False, True)
-
-
-def test_a_config_that_is_an_endless_device(sandbox, vlatune) -> None:
-    link_to("config.json", "/dev/zero")(sandbox.run)
-    vlatune("eval", sandbox.run, code=2, mentions="outside of")

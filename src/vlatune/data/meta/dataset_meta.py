@@ -14,7 +14,7 @@ import numpy as np
 from vlatune.data.meta import meta_v21, meta_v30
 from vlatune.data.meta.episodes import Episodes, check_episodes
 from vlatune.data.meta.meta_info import SUPPORTED, Feature, Info, read_info
-from vlatune.storage.root import Root, read_checksums
+from vlatune.storage.root import Root, checksums_version
 
 __all__ = ["SUPPORTED", "DatasetMeta", "Feature", "check_complete", "fill_template", "load_meta"]
 
@@ -67,7 +67,7 @@ def load_meta(root: str | Root, *, argument: str = "the path") -> DatasetMeta:
     """Read `meta/` of the dataset at a folder or URL; messages refer to the input as `argument`."""
     root = Root(root) if isinstance(root, str) else root
     if root.has_checksums and not root.is_local:
-        root = replace(root, sums_version=read_checksums(root))
+        root = replace(root, sums_version=checksums_version(root))
     info = read_info(root, argument=argument)
     layout = meta_v30 if info.version == "v3.0" else meta_v21
     video_keys = [name for name, feature in info.features.items() if feature.dtype == "video"]

@@ -54,7 +54,7 @@ MAY_CHANGE += ("batch_size", "grad_accum", "num_workers")
 # The end of the run, and when it is stopped.
 MAY_CHANGE += ("steps", "early_stop", "hang_timeout_s", "grace_s", "max_restarts", "max_spilled_bytes")
 # What is logged, evaluated and saved.
-MAY_CHANGE += ("log_freq", "log_samples", "eval_freq", "eval_samples", "wandb", "mlflow")
+MAY_CHANGE += ("log_freq", "log_samples", "eval_freq", "eval_samples", "wandb")
 MAY_CHANGE += ("save_freq", "save_every_s", "save_buffer_bytes", "keep_checkpoints", "keep_best")
 START_ONLY = ("resume", "allow_changed")
 """Options of one start, not settings of the run."""
