@@ -70,22 +70,14 @@ def validate(config: RunConfig) -> None:
 def validate_eval(options: EvalConfig) -> None:
     """Raise a ValueError for evaluation settings that cannot work."""
     check_limits(options)
-    data, env = options.dataset, options.env
+    data = options.dataset
     _require(
         data.root is not None or (data.episodes is None and data.storage_options is None and not data.select_dims),
         "--dataset.episodes, --dataset.select_dims and --dataset.storage_options need --dataset.root",
     )
     _require(
-        data.root is not None or env.type is not None or not options.rename_map,
+        data.root is not None or not options.rename_map,
         "--rename_map: held-out episodes use the run's own map; add --dataset.root, or remove the flag",
-    )
-    _require(
-        env.type is not None or (env.task is None and not env.options),
-        "--env.task and --env.options need --env.type, e.g. --env.type=pusht",
-    )
-    _require(
-        env.type is None or data.root is None,
-        f"--env.type={env.type}: a simulation has no effect on --dataset.root={data.root}; remove one of them",
     )
 
 

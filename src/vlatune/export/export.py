@@ -25,7 +25,7 @@ from vlatune.checkpoint.state_file import BASE_WEIGHTS, STATE, TrainState, read_
 from vlatune.checkpoint.store import choose, open_store
 from vlatune.config.flags import config_from_dict
 from vlatune.config.settings import ExportConfig, RunConfig
-from vlatune.export.model_card import CARD, CardFacts, make_card
+from vlatune.export.model_card import CARD, Exported, make_card
 from vlatune.export.policy_files import (
     CONFIG,
     PREPROCESSOR,
@@ -58,24 +58,6 @@ TOKENIZER_KINDS = (".json", ".txt", ".model", ".jinja")
 """Suffixes of tokenizer files; code is not copied."""
 
 
-@dataclass(frozen=True)
-class Exported:
-    folder: Path
-    optimizer_step: int
-    weights: str
-    """`ema` or `trained`."""
-    rename_map: dict[str, str]
-    """Maps the robot's camera names to the policy's."""
-    has_tokenizer: bool
-    """The folder contains a tokenizer, see README.md."""
-    dataset: int | None = None
-    """With several robots, the index of the exported dataset."""
-    pushed_to: str | None = None
-    """URL of the hub repository it was pushed to."""
-    action_fps: float | None = None
-    """The run's --dataset.action_fps."""
-
-
 def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
     """Write the folder; raise on conflicts and on damaged or missing inputs before writing."""
     config, repository = read_config(run_dir), options.push_to_hub
@@ -94,7 +76,8 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
         with atomic_folder(folder) as temporary:
             weights = write_weights(plan, temporary)
             has_tokenizer = write_rest(plan, temporary, folder.resolve())
-            facts = CardFacts(
+            done = Exported(
+                folder=folder,
                 repository=repository,
                 config=_without_own_base(plan.config),
                 run=_read_results(run_dir, warn),
@@ -106,14 +89,14 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
                 binding=plan.binding,
                 loader=plan.adapter.loading_code(Path(plan.spec.folder)),
             )
-            (temporary / CARD).write_bytes(make_card(facts).encode())
+            (temporary / CARD).write_bytes(make_card(done).encode())
             for path in (*temporary.rglob("*"), temporary):
                 share(path)
                 sync(path)
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    address = None if repository is None else push(repository, files, f"Optimizer step {step}")
-    rate = plan.config.dataset.action_fps
-    return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer, options.dataset, address, rate)
+    if repository is not None:
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        return replace(done, repository=push(repository, files, f"Optimizer step {step}"))
+    return done
 
 
 def _without_own_base(config: RunConfig) -> RunConfig:
@@ -178,10 +161,10 @@ def _chosen_dataset(options: ExportConfig, binding: Binding, roots: Sequence[str
             raise ValueError(f"--dataset={number}: the run was trained on one robot; leave the flag out")
         return None
     if number not in known:
-        each = ", ".join(f"--dataset={one} for {root}" for one, root in zip(known, roots, strict=False))
+        each = ", ".join(f"{one}: {root}" for one, root in zip(known, roots, strict=False))
         raise ValueError(
             f"{'--dataset is missing' if number is None else f'--dataset={number}'}: the run was trained on {len(known)} robots, and an "
-            f"exported folder has the dims, cameras and statistics of one; choose it ({each}), and export once for each"
+            f"exported folder has the dims, cameras and statistics of one; choose it with `vlatune export RUN DIR --dataset=N` ({each})"
         )
     return number
 
@@ -191,14 +174,14 @@ def export_text(done: Exported) -> str:
     lines = [f"{done.folder}: optimizer step {done.optimizer_step}, {done.weights} weights"]
     if done.dataset is not None:
         lines.append(f"dims, cameras and statistics of dataset {done.dataset}; export once for each other robot")
-    if done.rename_map:
+    if names := rename_map(done.binding):
         lines.append(
-            f"the preprocessor renames observations; LeRobot's programs need the flag --rename_map='{json.dumps(done.rename_map)}'"
+            f"the preprocessor renames observations; LeRobot's programs need the flag --rename_map='{json.dumps(names)}'"
         )
-    if done.action_fps is not None:
-        lines.append(f"{done.action_fps:.10g} actions per second: run it with --fps={done.action_fps:.10g}")
-    if done.pushed_to is not None:
-        lines.append(f"pushed to {done.pushed_to} with the model card {done.folder / CARD}")
+    if (rate := done.config.dataset.action_fps) is not None:
+        lines.append(f"{rate:.10g} actions per second: run it with --fps={rate:.10g}")
+    if done.repository is not None:
+        lines.append(f"pushed to {done.repository} with the model card {done.folder / CARD}")
     elif done.has_tokenizer:
         lines.append(
             f"LeRobot loads the tokenizer by its absolute path; after moving the folder, load it with the two lines in {done.folder / CARD}"

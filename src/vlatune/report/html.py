@@ -37,7 +37,7 @@ from vlatune.report.page import (
 )
 from vlatune.report.section_cache import stored
 from vlatune.report.section_data import data_used, first_batch
-from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, simulated, split_loss
+from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, split_loss
 from vlatune.report.section_speed import cluster, run_verdict, speed, time_line, verdict_line
 from vlatune.run.kept_samples import EVAL_SAMPLES_FILE, ROLLOUTS_FILE, EvalSample, load_samples
 from vlatune.run.run_folder import (
@@ -69,7 +69,7 @@ def damage_reported(where: object) -> Iterator[None]:
 def write_report(run_dir: Path, *, file: Path | None = None) -> Path:
     """Write RUN/report.html, or `file`."""
     run = read_run(Path(run_dir))
-    learnt_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, simulated, split_loss)
+    learnt_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, split_loss)
     parts = (*learnt_parts, data_used, first_batch, speed, stored, time_line, cluster, _settings)
     path = file or Path(run_dir) / REPORT_FILE
     with damage_reported(run_dir):

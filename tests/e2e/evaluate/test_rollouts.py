@@ -56,7 +56,7 @@ def test_a_rollout_equals_separate_predictions_of_every_third_frame(name, run_of
     subject = open_subject(run_of(name), EvalConfig())
     setup, options = subject.setup, EvalConfig(rollouts=1, batch_size=2)
     module = setup.adapter.load_module(setup.policy, setup.binding, subject.options, stats=setup.stats).eval()
-    next(subject.variants(trained_tensors(module)))
+    subject.load(trained_tensors(module))
     (one,) = roll_out(setup, module, options)
     meta, position = setup.metas[0], int(setup.held_out.position[0])
     recorded = read_episode(meta, ACTION, position)
