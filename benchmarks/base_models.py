@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lerobot.configs import PreTrainedConfig
 
 from benchmarks.options import StepBench
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, SLOT, STATE, TASK, Columns
@@ -22,40 +21,23 @@ from vlatune.policies.model_size import write_size
 from vlatune.policies.pi05.size import Pi05Size, building_at, read_size
 from vlatune.policies.pi05.tiny import init_for_scratch
 from vlatune.policies.pi05.weights import CLASSES, parse_config
-from vlatune.policies.smolvla import size as smolvla_size
-from vlatune.policies.smolvla import tiny as smolvla_tiny
 from vlatune.registry import get_adapter
 
 TASKS = ("pick up the red block and put it into the tray", "fold the towel twice")
 DIMS = 7
 PREPROCESSOR = "policy_preprocessor.json"
-SMOLVLA = "smolvla"
 IMAGE_STATS = {"mean": 0.5, "std": 0.25}
 STAGES = 3
 """Stages of Diffusion Policy's U-Net; each halves the length and doubles the width."""
 
 
-@dataclass(frozen=True)
-class Usual:
-    """Defaults of the step benchmark: published width and image size, LeRobot's chunk size."""
-
-    width: int
-    image_size: int
-    horizon: int
-
-
-USUAL = {
-    "pi05": Usual(2048, 224, 50),
-    "pi0": Usual(2048, 224, 50),
-    SMOLVLA: Usual(960, 512, 50),
-    "act": Usual(512, 224, 100),
-    "diffusion": Usual(512, 224, 64),
-}
+USUAL_WIDTH, USUAL_HORIZON, IMAGE_SIZE = {"pi05": 2048, "pi0": 2048}, {"act": 100, "diffusion": 64}, 224
+"""Defaults of the step benchmark: published width (others 512), LeRobot's chunk size (others 50)."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of a vision-language policy."""
+    """Size of a PI0.5 or PI0."""
 
     width: int
     """Width of the language model; other widths follow."""
@@ -90,30 +72,26 @@ class Base:
 def make_base(folder: Path, options: StepBench) -> Base:
     """Create a folder with LeRobot's config and processors and random weights of the given size."""
     kind = options.policy.type
-    usual = USUAL.get(kind, Usual(0, 224, 50))
-    width, image_size = options.width or usual.width, options.image_size or usual.image_size
-    fit = _fit(options, num_cameras=options.cameras, horizon=options.horizon or usual.horizon, image_size=image_size)
-    if kind in CLASSES or kind == SMOLVLA:
+    width, image_size = options.width or USUAL_WIDTH.get(kind, 512), options.image_size or IMAGE_SIZE
+    horizon, cameras = options.horizon or USUAL_HORIZON.get(kind, 50), range(options.cameras)
+    names = tuple(f"observation.images.camera{number}" for number in cameras)
+    fit = Fit(names, DIMS, DIMS, horizon, image_size, TASKS, options.seed, ((image_size, image_size),) * len(cameras))
+    if kind in CLASSES:
         scale = Scale(width, options.depth, options.vision_depth, image_size)
         make_scaled(folder, kind, fit, scale, tokens=options.tokens)
-    else:
+    else:  # SmolVLA at the size of its tiny model
         fit = replace(fit, overrides=_from_scratch(kind, width, fit.horizon))
-        get_adapter(kind).make_base(folder, fit, small=False, place=folder)
+        get_adapter(kind).make_base(folder, fit, small=kind == "smolvla", place=folder)
     return _base(folder, kind)
 
 
 def make_scaled(
     folder: Path, kind: str, fit: Fit, scale: Scale, *, tokens: int | None = None, place: Path | None = None
 ) -> None:
-    """Create a vision-language policy of a given size. `tokens` overrides the prompt length of
-    PI0.5 and PI0; `place` is the final location of the folder."""
-    if kind == SMOLVLA:
-        _check_smolvlm(scale)
+    """Create a PI0.5 or PI0 of a given size. `tokens` overrides the prompt length; `place` is the
+    final location of the folder."""
     fit = replace(fit, image_size=scale.image_size)
     get_adapter(kind).make_base(folder, fit, small=True, place=place or folder)
-    if kind == SMOLVLA:
-        _rebuild_smolvla(folder, scale, fit.seed)
-        return
     small = read_size(folder)
     assert small is not None  # written by make_base
     rebuild_at(folder, scaled_size(scale, small.vocab_size), seed=fit.seed, tokens=tokens)
@@ -132,11 +110,6 @@ def _from_scratch(kind: str, width: int, horizon: int) -> dict[str, Any]:
     return {}
 
 
-def _fit(options: StepBench, *, num_cameras: int, horizon: int, image_size: int) -> Fit:
-    cameras = tuple(f"observation.images.camera{number}" for number in range(num_cameras))
-    return Fit(cameras, DIMS, DIMS, horizon, image_size, TASKS, options.seed, ((image_size, image_size),) * num_cameras)
-
-
 def rebuild_at(folder: Path, size: Pi05Size, *, seed: int, tokens: int | None = None) -> None:
     """Replace a folder's weights by random ones of another size; `tokens` is the prompt length."""
     config = parse_config(folder)
@@ -146,16 +119,6 @@ def rebuild_at(folder: Path, size: Pi05Size, *, seed: int, tokens: int | None = 
         policy = CLASSES[config.type][1](config)
         init_for_scratch(policy)
     policy.save_pretrained(folder)
-    write_size(folder, size)
-
-
-def _rebuild_smolvla(folder: Path, scale: Scale, seed: int) -> None:
-    """Replace a SmolVLA's weights by random ones of another size."""
-    config: Any = PreTrainedConfig.from_pretrained(folder)
-    config.num_vlm_layers = scale.depth
-    config.expert_width_multiplier = smolvla_size.CONFIG_DEFAULTS["expert_width_multiplier"]
-    size = scaled_smolvlm(scale, smolvla_size.read_size(folder, {}).vlm.vocab_size)
-    smolvla_tiny.make_policy(config, size, seed).save_pretrained(folder)
     write_size(folder, size)
 
 
@@ -177,39 +140,6 @@ def scaled_size(scale: Scale, vocab_size: int) -> Pi05Size:
         patch_size=scale.patch_size or patch_size,
         vocab_size=vocab_size,
     )
-
-
-def scaled_smolvlm(scale: Scale, vocab_size: int) -> smolvla_size.SmolVLMSize:
-    """Return the published proportions of SmolVLM at another width, with constant head size."""
-    published, width = smolvla_size.SmolVLMSize(), scale.width
-    vision_heads = max(1, round(published.vision_heads * width / published.width))
-    vision_width = vision_heads * published.vision_width // published.vision_heads
-    return replace(
-        published,
-        width=width,
-        depth=scale.depth,
-        mlp_dim=width * published.mlp_dim // published.width,
-        heads=width // published.head_dim,
-        kv_heads=width // published.head_dim * published.kv_heads // published.heads,
-        vision_width=vision_width,
-        vision_depth=scale.vision_depth,
-        vision_mlp_dim=vision_width * published.vision_mlp_dim // published.vision_width,
-        vision_heads=vision_heads,
-        image_size=scale.image_size,
-        vocab_size=vocab_size,
-    )
-
-
-def _check_smolvlm(scale: Scale) -> None:
-    published = smolvla_size.SmolVLMSize()
-    group = published.head_dim * published.heads // published.kv_heads
-    token = published.patch_size * published.shuffle
-    for name, value, of, what in (
-        ("width", scale.width, group, "the heads that share keys and values"),
-        ("image_size", scale.image_size, token, "a side of an image token"),
-    ):
-        if value % of:
-            raise ValueError(f"--{name}={value}: must be a multiple of {of} for SmolVLA, {what}")
 
 
 def make_rows(base: Base, count: int, seed: int) -> Columns:

@@ -34,11 +34,9 @@ class ReaderBench(BenchOptions):
     """Recorded image height in pixels."""
     width: int = 640
     """Recorded image width in pixels."""
-    texture: float = 8.0
-    """Image texture as in `vlatune make-dataset`; without it, video decodes several times faster
-    than real recordings."""
-    noise: float = 2.0
-    """Strength of the camera noise."""
+    noise: float = 4.0
+    """Camera noise as in `vlatune make-dataset`; without it, video decodes several times faster than
+    real recordings."""
     passes: int = 4
     """Passes per round for PyAV and vlatune; other readers read two thirds of the dataset once."""
     rounds: int = 3
@@ -60,12 +58,11 @@ class StepBench(BenchOptions):
     policy: PolicyBench = field(default_factory=PolicyBench)
     width: int | None = None
     """Width of the language model (ACT: transformers, Diffusion Policy: first U-Net stage); the
-    other widths follow (default: 2048 for PI0.5 and PI0, 960 for SmolVLA, 512 for others)."""
+    other widths follow (default: 2048 for PI0.5 and PI0, 512 for others; ignored by SmolVLA)."""
     depth: int = 3
-    """Layers of the language model and action expert (published: 18, SmolVLA 16); ignored by ACT
-    and Diffusion Policy."""
+    """Layers of the language model and action expert of PI0.5 and PI0 (published: 18)."""
     vision_depth: int = 4
-    """Layers of the vision tower (published: 27, SmolVLA 12)."""
+    """Layers of the vision tower of PI0.5 and PI0 (published: 27)."""
     batch_size: int = 1
     """Samples per micro-step."""
     train: tuple[str, ...] = ()
@@ -75,7 +72,7 @@ class StepBench(BenchOptions):
     cameras: int = 3
     """Images per sample."""
     image_size: int | None = None
-    """Image height and width in pixels (default: 512 for SmolVLA, 224 for others)."""
+    """Image height and width in pixels (default: 224)."""
     tokens: int = 200
     """Prompt tokens including padding."""
     horizon: int | None = None
@@ -100,10 +97,8 @@ class FeedBench(BenchOptions):
     """Recorded image height in pixels."""
     width: int = 640
     """Recorded image width in pixels."""
-    texture: float = 8.0
-    """Image texture as in `vlatune make-dataset`."""
-    noise: float = 2.0
-    """Strength of the camera noise."""
+    noise: float = 4.0
+    """Camera noise as in `vlatune make-dataset`."""
     store_bytes: int = 500_000_000
     """Object store in bytes."""
     small_store_bytes: int = 150_000_000
@@ -124,15 +119,14 @@ class FeedBench(BenchOptions):
 class ResumeBench(BenchOptions):
     interval: int = 30
     """Optimizer steps between checkpoints of the tiny model's run."""
-    steps: int = 600
-    """Optimizer steps of the tiny model's run, at least 4 x interval: it is killed twice, and
-    workers outlive a killed driver briefly."""
+    steps: int = 300
+    """Optimizer steps of the tiny model's run, at least 3 x interval."""
     batch_size: int = 8
     """Samples per worker and step of the tiny model's run."""
     num_workers: int = 1
     """Training workers of the tiny model's run."""
     timeout_s: float = 600.0
-    """Timeout in seconds for each start, each restart, and the rest of the run."""
+    """Timeout in seconds for the start, the restart, and the rest of the run."""
     width: int = 2048
     """Width of the large model's language model; other widths follow in PI0.5's proportions."""
     depth: int = 3
@@ -140,7 +134,7 @@ class ResumeBench(BenchOptions):
     vision_depth: int = 4
     """Layers of the large model's vision tower (published PI0.5: 27)."""
     rounds: int = 3
-    """Rounds; each saves the large model once per implementation."""
+    """Rounds; each saves the large model once."""
     seed: int = 0
     """Seed of dataset, weights and sample order."""
 
@@ -150,9 +144,8 @@ class TrainBench(BenchOptions):
     policy: PolicyBench = field(default_factory=PolicyBench)
     config: str | None = None
     """Configuration (default: demo for PI0.5, else video). demo: as `vlatune demo`; video: tiny
-    model, decoding-bound; expert-balanced: frozen prefix, step and decoding cost the same;
-    expert-step: the same, step-bound; full-video: full fine-tuning on large images; step: Diffusion
-    Policy, step-bound."""
+    model, decoding-bound; of PI0.5 and PI0 also expert-step: frozen prefix, step-bound; full-video:
+    full fine-tuning on large images."""
     root: str | None = None
     """Trusted dataset to train on; other readers do not validate it (default: create one)."""
     base: str | None = None
@@ -165,17 +158,10 @@ class TrainBench(BenchOptions):
     """Samples per step (default: by configuration)."""
     store_bytes: int | None = None
     """Object store of vlatune's run in bytes (default: by configuration)."""
-    width: int | None = None
-    """Width of the created language model; SmolVLA: multiple of 192 (default: by configuration)."""
-    depth: int | None = None
-    """Layers of the created language model (default: by configuration)."""
     eval_split: float = 0.1
     """Share of episodes that are held out."""
     rounds: int = 3
     """Rounds; each runs every program once."""
-    cache_epochs: int | None = None
-    """Epochs of a further run of vlatune that fills and reads a frame cache; 0 for none (default:
-    3 for video, else 0)."""
     alone_s: float = 8.0
     """Seconds to measure the step and reading in isolation, after a quarter of that for warm-up."""
     peers: tuple[str, ...] = ("lerobot", "template")
@@ -184,16 +170,8 @@ class TrainBench(BenchOptions):
     num_workers: int = 2
     """Worker processes of LeRobot's DataLoader (LeRobot recommends 4, at most one per core)."""
     quality: bool = False
-    """Also measure seconds to a held-out error, with one more run per program and number of noise
-    samples; for configurations that train the complete model."""
-    flow_samples: tuple[int, ...] = (1, 4, 8)
-    """Noise samples per observation of vlatune's runs in the quality measurement; policies without
-    noise samples run once."""
-    checkpoints: int = 16
-    """Evenly spaced checkpoints per run; errors are measured at the 1st, 2nd, 3rd, 4th, 6th, 8th,
-    11th, 16th, ... and last."""
-    error: float | None = None
-    """Target error of the quality measurement (default: 1.1 x LeRobot's last error)."""
+    """Also measure seconds to 1.1 x LeRobot's last held-out error, with one more run per program; for
+    configurations that train the complete model."""
     eval_samples: int = 256
     """Held-out samples per error measurement."""
     timeout_s: float = 3600.0

@@ -30,12 +30,12 @@ from vlatune.storage.parquet import opened
 from vlatune.train.driver.ray_cluster import environment, ray_environment
 
 
-def decode_rows_per_s(meta: DatasetMeta, *, to_rgb: bool, threads: int, passes: int = 1) -> float:
-    """Return rows (one frame of every camera) per second; a task is an episode of a camera."""
+def decode_rows_per_s(meta: DatasetMeta, *, threads: int, passes: int = 1) -> float:
+    """Decode to RGB; return rows (one frame of every camera) per second; a task is an episode of a camera."""
     tasks = [(position, camera) for position in range(len(meta.episodes)) for camera in meta.cameras] * passes
     begin = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
-        frames = sum(pool.map(partial(_decode_episode, meta, to_rgb), tasks))
+        frames = sum(pool.map(partial(_decode_episode, meta), tasks))
     rows = frames / len(meta.cameras)
     assert rows == meta.num_frames * passes, f"decoded {rows} rows of {meta.num_frames * passes}"
     return rows / (time.perf_counter() - begin)
@@ -53,13 +53,9 @@ def episode_frames(meta: DatasetMeta, position: int, camera: str, *, threads: in
         yield from itertools.islice(at_or_after, int(meta.episodes.length[position]))
 
 
-def _decode_episode(meta: DatasetMeta, to_rgb: bool, task: tuple[int, str]) -> int:
-    frames = 0
-    for frame in episode_frames(meta, *task, threads=1):
-        if to_rgb:
-            frame.to_ndarray(format="rgb24")
-        frames += 1
-    return frames
+def _decode_episode(meta: DatasetMeta, task: tuple[int, str]) -> int:
+    frames = episode_frames(meta, *task, threads=1)
+    return sum(frame.to_ndarray(format="rgb24") is not None for frame in frames)
 
 
 ACTION_HORIZON = 50
@@ -110,15 +106,15 @@ def read_as_ray(meta: DatasetMeta, positions: list[int]) -> Read:
     return consume(ray.data.read_lerobot(meta.root.path, episodes=episodes, delta_timestamps=deltas))
 
 
-def lerobot_rows_per_s(meta: DatasetMeta, *, shuffle: bool, workers: int, max_rows: int) -> float:
-    """Measure `LeRobotDataset` with a torch DataLoader, as in `lerobot-train`."""
+def lerobot_rows_per_s(meta: DatasetMeta, *, workers: int, max_rows: int) -> float:
+    """Measure `LeRobotDataset` with a torch DataLoader, shuffled, as in `lerobot-train`."""
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from torch.utils.data import DataLoader, Subset
 
     require_torchcodec()
     deltas = {"action": [offset / meta.fps for offset in range(ACTION_HORIZON)]}
     dataset = LeRobotDataset("bench/reader", root=meta.root.path, delta_timestamps=deltas, video_backend="torchcodec")
-    order = np.random.default_rng(0).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
+    order = np.random.default_rng(0).permutation(len(dataset))
     subset = Subset(dataset, order[:max_rows].tolist())
     loader = DataLoader(subset, batch_size=8, num_workers=workers, prefetch_factor=2, multiprocessing_context="spawn")
     batches = iter(loader)
@@ -215,7 +211,6 @@ def make_videos(folder: Path, codec: str, options: FeedBench | ReaderBench) -> s
         fps=30,
         episodes_per_file=max(1, options.episodes // 2),
         codec=codec,
-        texture=options.texture,
         noise=options.noise,
     )
     make_dataset(folder, spec)

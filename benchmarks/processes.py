@@ -1,12 +1,10 @@
-"""Run a command in its own session, and measure its steps and the CPU time of its processes.
+"""Run a command in its own session, and measure its steps.
 
 Ray starts processes that may outlive the driver, lose their parent and change their title, but they
 stay in the session of the command.
 
 Training programs log a line every few optimizer steps: vlatune to metrics.jsonl, LeRobot to its
-log. A step's time is when its line is seen, so the programs are not modified. Processes are
-classified by all titles they ever had, because a Ray worker changes its title when idle. CPU time
-of ended processes stays counted.
+log. A step's time is when its line is seen, so the programs are not modified.
 """
 
 import contextlib
@@ -17,10 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 POLL_S = 0.1
@@ -106,70 +103,6 @@ class Session:
         self._process.wait()
 
 
-TRAINING, READERS, OTHERS = "training", "readers", "others"
-"""Process groups: training; reading and decoding; Ray's processes, scheduler and driver."""
-READER_TITLES = ("ray::Read", "ray::_read_blocks", "ray::MapBatches")
-"""Prefixes of the titles of Ray tasks that read."""
-LOADER_FLAG = "--multiprocessing-fork"
-"""Part of the title of a torch DataLoader worker."""
-
-
-@dataclass
-class CpuMeter:
-    """Measure the CPU time of a session's processes; `trainer` is part of the training process's title."""
-
-    session: int
-    trainer: str = ""
-    titles: dict[int, set[str]] = field(default_factory=dict)
-    at_s: list[float] = field(default_factory=list)
-    """Monotonic times of the readings."""
-    readings: list[Mapping[int, float]] = field(default_factory=list)
-    """Cumulative CPU seconds by process."""
-
-    def read(self) -> None:
-        spent_s: dict[int, float] = {}
-        for pid, title in processes_in(self.session).items():
-            self.titles.setdefault(pid, set()).add(title)
-            with contextlib.suppress(psutil.NoSuchProcess):  # ended
-                spent_s[pid] = sum(psutil.Process(pid).cpu_times()[:2])
-        self.at_s.append(time.monotonic())
-        self.readings.append(spent_s)
-
-    def cpu(self) -> "CpuSeries":
-        """Return all readings by process group; an ended process keeps its last value."""
-        groups = {group: np.zeros(len(self.at_s)) for group in (TRAINING, READERS, OTHERS)}
-        for pid, titles in self.titles.items():
-            groups[self._group(pid, titles)] += np.maximum.accumulate([one.get(pid, 0.0) for one in self.readings])
-        return CpuSeries(np.array(self.at_s), groups)
-
-    def _group(self, pid: int, titles: set[str]) -> str:
-        if any(self.trainer in title for title in titles) if self.trainer else pid == self.session:
-            return TRAINING
-        reads = any(title.startswith(READER_TITLES) or LOADER_FLAG in title for title in titles)
-        return READERS if reads else OTHERS
-
-
-@dataclass(frozen=True)
-class CpuSeries:
-    """Cumulative CPU seconds over time, by process group."""
-
-    at_s: np.ndarray
-    groups: Mapping[str, np.ndarray]
-
-    def spent_s(self, group: str, begin_s: float, end_s: float) -> float:
-        begin, end = np.interp([begin_s, end_s], self.at_s, self.groups[group])
-        return float(end - begin)
-
-    def when(self, group: str, share: float) -> float:
-        """Return the time at which a group had spent this share of its CPU time."""
-        spent = self.groups[group]
-        return float(self.at_s[np.searchsorted(spent, share * spent[-1])])
-
-
-CPU_EVERY_S = 1.0
-"""Interval of CPU readings; one takes a few milliseconds."""
-
-
 @dataclass(frozen=True)
 class Program:
     """A training program, and how to detect its steps."""
@@ -183,8 +116,6 @@ class Program:
     is_mark: Callable[[bytes], bool]
     """True for lines of `progress` that appear every `log_freq` optimizer steps."""
     log_freq: int
-    trainer: str = ""
-    """Text in the training process's title (default: the command itself)."""
     begins_reading: Callable[[bytes], bool] = lambda line: False
     """True for the line of `progress` that appears just before the first batch is read."""
 
@@ -205,7 +136,6 @@ class Seen:
     """Start of the command, monotonic time."""
     end_s: float
     marks: tuple[Mark, ...]
-    cpu: CpuSeries
     data_begin_s: float | None = None
     """Time of the line before the first batch, if the program has such a line."""
 
@@ -232,9 +162,8 @@ def watch(program: Program, *, timeout_s: float) -> Seen:
     marks: list[Mark] = []
     data_begin_s: float | None = None
     lines = NewLines(program.progress)
-    begin_s = next_cpu_s = polled_s = time.monotonic()
+    begin_s = polled_s = time.monotonic()
     with Session(program.command, program.output, env=program.env) as session:
-        meter = CpuMeter(session.pid, program.trainer)
         while True:
             code = session.exit_code()  # before reading, so that the last lines are not missed
             now_s = time.monotonic()
@@ -246,9 +175,6 @@ def watch(program: Program, *, timeout_s: float) -> Seen:
                 at_s = polled_s + (now_s - polled_s) * number / new
                 marks.append(Mark((len(marks) + 1) * program.log_freq, at_s))
             polled_s = now_s
-            if now_s >= next_cpu_s:
-                meter.read()
-                next_cpu_s = now_s + CPU_EVERY_S
             if code is not None:
                 break
             if now_s - begin_s > timeout_s:
@@ -260,4 +186,4 @@ def watch(program: Program, *, timeout_s: float) -> Seen:
             raise RuntimeError(
                 f"{program.command[2]} ended with code {code} after {len(marks)} lines of progress; its last lines:\n{session.tail()}"
             )
-    return Seen(begin_s, now_s, tuple(marks), meter.cpu(), data_begin_s)
+    return Seen(begin_s, now_s, tuple(marks), data_begin_s)

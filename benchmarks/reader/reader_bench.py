@@ -27,13 +27,11 @@ from vlatune.data.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.feed.sizing import usable_cpus
 
 LIMIT = "plain PyAV, decode + RGB (the limit)"
-DECODE = "plain PyAV, decode only"
 OURS = "vlatune.read_lerobot, warm"
 CACHED = "vlatune's read tasks, warm frame cache"
 TEMPLATE = "the template"
 RAY = "ray.data.read_lerobot"
-LEROBOT = "LeRobotDataset + DataLoader, in order"
-LEROBOT_SHUFFLED = "LeRobotDataset + DataLoader, shuffled"
+LEROBOT = "LeRobotDataset + DataLoader, shuffled"
 
 
 @dataclass(frozen=True)
@@ -54,17 +52,15 @@ def run(options: ReaderBench) -> None:
         metas = {name: load_meta(root) for name, root in roots.items()}
         start_ray(usable_cpus(), options.object_store_bytes, as_ours=False)
         try:
-            cold = _read_ours(next(iter(metas.values())))
+            first_row_s = _first_row_s(next(iter(metas.values())))
             measured = {name: _measure(meta, options, Path(scratch)) for name, meta in metas.items()}
         finally:
             ray.shutdown()
     for name, one in measured.items():
         sys.stdout.write(f"\n{name}, {one.rows} rows\n{_table(one)}\n")
         sys.stdout.write(f"warm frame cache: {one.cached_cpu_ms_per_row:.2f} ms of CPU per row\n")
-    sys.stdout.write(
-        f"\ncold: first row {cold['first_row_s']:.1f} s after the call, on a cluster that has just started\n"
-    )
-    print_last("reader", _figures(measured, cold["first_row_s"]), options)
+    sys.stdout.write(f"\ncold: first row {first_row_s:.1f} s after the call, on a cluster that has just started\n")
+    print_last("reader", _figures(measured, first_row_s), options)
 
 
 def _measure(meta: DatasetMeta, options: ReaderBench, scratch: Path) -> Measured:
@@ -94,8 +90,7 @@ def _ways(meta: DatasetMeta, options: ReaderBench, seen: dict[str, float]) -> di
         return done.rows_per_s
 
     programs = {
-        DECODE: lambda: decode_rows_per_s(meta, to_rgb=False, threads=cores, passes=options.passes),
-        LIMIT: lambda: decode_rows_per_s(meta, to_rgb=True, threads=cores, passes=options.passes),
+        LIMIT: lambda: decode_rows_per_s(meta, threads=cores, passes=options.passes),
         OURS: lambda: counted(OURS, lambda: peers.consume(vlatune.read_lerobot([meta.root.path] * options.passes))),
     }
     if options.peers:
@@ -104,22 +99,21 @@ def _ways(meta: DatasetMeta, options: ReaderBench, seen: dict[str, float]) -> di
         programs |= {
             TEMPLATE: lambda: counted(TEMPLATE, lambda: peers.read_as_template(meta, some)),
             RAY: lambda: counted(RAY, lambda: peers.read_as_ray(meta, some)),
-            LEROBOT: lambda: peers.lerobot_rows_per_s(meta, shuffle=False, workers=cores, max_rows=rows),
-            LEROBOT_SHUFFLED: lambda: peers.lerobot_rows_per_s(meta, shuffle=True, workers=cores, max_rows=rows),
+            LEROBOT: lambda: peers.lerobot_rows_per_s(meta, workers=cores, max_rows=rows),
         }
     return programs
 
 
-def _read_ours(meta: DatasetMeta) -> dict[str, float]:
+def _first_row_s(meta: DatasetMeta) -> float:
     begin = time.perf_counter()
     done = peers.consume(vlatune.read_lerobot(meta.root.path))
     assert done.rows == meta.num_frames, f"read {done.rows} rows of {meta.num_frames}"
-    return {"first_row_s": time.perf_counter() - begin - done.seconds + done.first_row_s}
+    return time.perf_counter() - begin - done.seconds + done.first_row_s
 
 
 def _table(one: Measured) -> str:
     rows = []
-    for program in (DECODE, LIMIT, OURS, CACHED, TEMPLATE, RAY, LEROBOT, LEROBOT_SHUFFLED):
+    for program in (LIMIT, OURS, CACHED, TEMPLATE, RAY, LEROBOT):
         median, ratio = one.results.median(program), one.results.ratio(program, LIMIT)
         stored = f"{one.bytes_per_row[program] / 1e6:.2f} MB" if program in one.bytes_per_row else ""
         if median is not None and ratio is not None:
@@ -156,7 +150,7 @@ def _figures_of(one: Measured) -> dict[str, Any]:
         "cached_cpu_ms_per_row": one.cached_cpu_ms_per_row,
         "ours_over_template": results.ratio(OURS, TEMPLATE),
         "ours_over_ray": results.ratio(OURS, RAY),
-        "ours_over_lerobot": results.ratio(OURS, LEROBOT_SHUFFLED),
+        "ours_over_lerobot": results.ratio(OURS, LEROBOT),
         "bytes_per_row": one.bytes_per_row[OURS],
         "rows_per_s": {program: results.median(program) for program in results.rounds},
         "bytes_per_row_of": dict(one.bytes_per_row),

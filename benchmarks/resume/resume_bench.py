@@ -1,36 +1,35 @@
-"""`python -m benchmarks resume`: measure the cost of checkpoints and of lost processes.
+"""`python -m benchmarks resume`: measure the cost of checkpoints and of a lost worker.
 
-A run of a tiny model is killed twice (`killed_run.py`): `stall_share`, `restart_s` and
-`redone_steps`. A large model with trained heads is saved by vlatune and by the template
-(`save_cost.py`): `checkpoint_bytes` and `stall_s`.
+A worker of a tiny model's run is killed (`killed_run.py`): `stall_share`, `restart_s` and
+`redone_steps`. The trained heads of a large model are saved (`save_cost.py`): `checkpoint_bytes` and
+`stall_s`.
 """
 
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import format_table, print_last, say
+from benchmarks.harness import print_last
 from benchmarks.options import ResumeBench
 from benchmarks.processes import ends_in_order
-from benchmarks.resume.killed_run import Comeback, RunFigures, measure_run, stall_share
-from benchmarks.resume.save_cost import OURS, TEMPLATE, Saves, measure_saves
+from benchmarks.resume.killed_run import RunFigures, measure_run, stall_share
+from benchmarks.resume.save_cost import Save, measure_saves
 from vlatune.config.settings import RunConfig
 
 
 def run(options: ResumeBench) -> None:
-    """Print tables and a final JSON line."""
+    """Print the figures and a final JSON line."""
     check(options)
     with ends_in_order(), tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
         run_folder, save_folder = Path(scratch) / "small", Path(scratch) / "wide"
         for folder in (run_folder, save_folder):
             folder.mkdir()
-        of_run = measure_run(run_folder, options, say=say)
-        by_train = measure_saves(save_folder, options, say=say)
-    print_report(options, of_run, by_train)
+        of_run, saves = measure_run(run_folder, options), measure_saves(save_folder, options)
+    print_report(options, of_run, saves)
 
 
 def check(options: ResumeBench) -> None:
@@ -40,81 +39,35 @@ def check(options: ResumeBench) -> None:
             raise ValueError(f"--{name}={value}: must be {least} or more")
     if options.interval < 2:
         raise ValueError(
-            f"--interval={options.interval}: must be 2 or more, because the run is killed between two checkpoints"
+            f"--interval={options.interval}: must be 2 or more, because a worker is killed between two checkpoints"
         )
-    if options.steps < 4 * options.interval:
+    if options.steps < 3 * options.interval:
         raise ValueError(
-            f"--steps={options.steps}: must be {4 * options.interval} or more, four times --interval={options.interval}; "
-            f"the run is killed twice"
+            f"--steps={options.steps}: must be {3 * options.interval} or more, three times --interval={options.interval}"
         )
 
 
-def print_report(options: ResumeBench, of_run: RunFigures, by_train: Mapping[str, Saves]) -> None:
-    rows = [
-        _save_row(train, program, saves[program]) for train, saves in by_train.items() for program in (OURS, TEMPLATE)
-    ]
-    header = ["trained", "program", "checkpoint MB", "blocked s", "background s"]
-    sys.stdout.write(format_table(header, rows) + "\n\n")
-    sys.stdout.writelines(f"{line}\n" for line in _summary_lines(options, of_run))
-    print_last("resume", figures(options, of_run, by_train), options)
-
-
-def _save_row(train: str, program: str, saves: list[Any]) -> list[str]:
-    stall_s, background_s = (
-        statistics.median(getattr(one, name) for one in saves) for name in ("stall_s", "background_s")
+def print_report(options: ResumeBench, of_run: RunFigures, saves: Sequence[Save]) -> None:
+    last = figures(options, of_run, saves)
+    sys.stdout.write(
+        f"large model: {last['checkpoint_bytes'] / 1e6:.1f} MB, {1000 * last['stall_s']:.1f} ms blocked\n"
+        f"tiny model: first step {of_run.start_s:.1f} s after the command; after the kill of a worker, "
+        f"{of_run.restart_s:.1f} s to the next step, {of_run.redone_steps} steps repeated\n"
+        f"{of_run.num_saves} checkpoints: {1000 * of_run.stall_s:.1f} ms blocked each, {last['stall_share_measured']:.3%} "
+        f"of the time with one every {options.interval} steps, {last['stall_share']:.3%} at the default interval\n"
     )
-    return [train, program, f"{saves[-1].num_bytes / 1e6:.1f}", f"{stall_s:.4f}", f"{background_s:.2f}"]
+    print_last("resume", last, options)
 
 
-def _summary_lines(options: ResumeBench, of_run: RunFigures) -> list[str]:
-    shares = _shares(options, of_run)
-    return [
-        f"first step {of_run.start_s:.1f} s after the command, without a checkpoint",
-        f"restart after {of_run.worker.restart_s:.1f} s (worker killed) and {of_run.driver.restart_s:.1f} s (driver killed)",
-        f"repeated steps: {of_run.worker.redone_steps} (worker killed) and {of_run.driver.redone_steps} (driver killed), with "
-        f"{options.interval} steps between checkpoints",
-        f"{of_run.num_saves} checkpoints of the tiny model: {1000 * of_run.stall_s:.1f} ms blocked each, "
-        f"{shares['stall_share_measured']:.3%} of the loop's time with a checkpoint every {options.interval} steps of "
-        f"{1000 * of_run.step_s:.0f} ms, {shares['stall_share']:.3%} at the default interval",
-    ]
-
-
-def _shares(options: ResumeBench, of_run: RunFigures) -> dict[str, float]:
-    """Return the share of time spent saving, as measured and at the default interval."""
+def figures(options: ResumeBench, of_run: RunFigures, saves: Sequence[Save]) -> dict[str, Any]:
     usual, stall_s, step_s = RunConfig(), of_run.stall_s, of_run.step_s
     return {
+        "checkpoint_bytes": saves[-1].num_bytes,
+        "stall_s": statistics.median(one.stall_s for one in saves),
         "stall_share": stall_share(stall_s, step_s, save_freq=usual.save_freq, save_every_s=usual.save_every_s),
         "stall_share_measured": stall_share(stall_s, step_s, save_freq=options.interval),
-    }
-
-
-def figures(options: ResumeBench, of_run: RunFigures, by_train: Mapping[str, Saves]) -> dict[str, Any]:
-    ours, template = by_train["heads"][OURS], by_train["heads"][TEMPLATE]
-    return {
-        "checkpoint_bytes": ours[-1].num_bytes,
-        "template_checkpoint_bytes": template[-1].num_bytes,
-        "stall_s": statistics.median(one.stall_s for one in ours),
-        "template_stall_s": statistics.median(one.stall_s for one in template),
-        "template_stall_over_ours": statistics.median(
-            theirs.stall_s / mine.stall_s for mine, theirs in zip(ours, template, strict=True)
-        ),
-        **_shares(options, of_run),
-        "run_stall_s": of_run.stall_s,
-        "run_step_s": of_run.step_s,
-        "run_saves": of_run.num_saves,
-        "start_s": of_run.start_s,
-        **_comeback_figures("", of_run.worker),
-        **_comeback_figures("driver_", of_run.driver),
-        "saves": {
-            train: {program: [asdict(one) for one in saves[program]] for program in saves}
-            for train, saves in by_train.items()
-        },
-    }
-
-
-def _comeback_figures(prefix: str, comeback: Comeback) -> dict[str, Any]:
-    return {
-        f"{prefix}restart_s": comeback.restart_s,
-        f"{prefix}redone_steps": comeback.redone_steps,
-        f"{prefix}resumed_step": comeback.resumed_step,
+        "restart_s": of_run.restart_s,
+        "redone_steps": of_run.redone_steps,
+        "run": asdict(of_run),
+        "saves": [asdict(one) for one in saves],
     }

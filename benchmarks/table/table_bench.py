@@ -2,8 +2,7 @@
 
 All programs train the same base on the same dataset for the same steps, one after the other. The
 time of a step is the pull request's measure: the seconds from the start of reading until the last
-step (the execution of the dataset, the producer's time), over the number of steps. Writes the table
-and a plot beside the JSON result of `--output`.
+step (the execution of the dataset, the producer's time), over the number of steps.
 """
 
 import json
@@ -21,10 +20,8 @@ from benchmarks.harness import format_table, print_last, say
 from benchmarks.options import StepBench, TableBench, TrainBench
 from benchmarks.processes import Program, Seen, ends_in_order, watch
 from benchmarks.resume.save_cost import folder_bytes
-from benchmarks.table.table_plot import Panel, draw_bars
 from benchmarks.table.template_program import DATA_BEGIN, MODEL, PROGRESS, RESULT
 from benchmarks.table.template_step import TEMPLATE, TEMPLATE_705
-from benchmarks.tables import markdown_table
 from benchmarks.train import train_programs as programs
 from benchmarks.train.time_to_quality import ErrorMeter, lerobot_folder, our_folder
 from benchmarks.train.train_cases import TrainJob, make_job
@@ -33,7 +30,6 @@ from vlatune.checkpoint.store import list_checkpoints
 from vlatune.formatting import format_bytes
 from vlatune.run.run_folder import EVENTS_FILE
 from vlatune.run.summary import read_summary
-from vlatune.storage.files import write_text
 
 LEROBOT, OURS = "lerobot-train", "vlatune"
 PROGRAMS = (TEMPLATE, TEMPLATE_705, LEROBOT, OURS)
@@ -185,13 +181,9 @@ def data_begin_s(name: str, folder: Path, seen: Seen) -> float:
 
 
 def print_report(options: TableBench, rows: Mapping[str, Row], start_error: float) -> None:
-    table = format_table(("program", *COLUMNS), [_cells(name, row) for name, row in rows.items()])
+    cells = [[name, *(column(row) for column in COLUMNS.values())] for name, row in rows.items()]
+    table = format_table(("program", *COLUMNS), cells)
     sys.stdout.write(f"{table}\nheld-out error of the base: {start_error:.4f}\n")
-    if options.output is not None:
-        output = Path(options.output)
-        cells = [_cells(name, row) for name, row in rows.items()]
-        write_text(output.with_suffix(".md"), markdown_table(("", *COLUMNS), cells) + "\n")
-        write_text(output.with_suffix(".svg"), plot(rows))
     print_last("table", figures(rows, start_error), options)
 
 
@@ -207,25 +199,6 @@ def figures(rows: Mapping[str, Row], start_error: float) -> dict[str, Any]:
         "base_held_out_error": start_error,
         "rows": {name: asdict(row) for name, row in rows.items()},
     }
-
-
-def plot(rows: Mapping[str, Row]) -> str:
-    """Return the plot as SVG: seconds per step and bytes spilled."""
-    steps = Panel("seconds per step", {name: row.step_s for name, row in rows.items()}, lambda value: f"{value:.2f} s")
-    spilled = {name: float(row.spilled_bytes or 0) for name, row in rows.items()}
-    errors = {name: row.held_out_error for name, row in rows.items()}
-    return draw_bars(
-        (
-            steps,
-            Panel("spilled to disk", spilled, lambda value: format_bytes(value) if value else "0"),
-            Panel("held-out error", errors, lambda value: f"{value:.3f}"),
-        ),
-        strong=OURS,
-    )
-
-
-def _cells(name: str, row: Row) -> list[str]:
-    return [name, *(column(row) for column in COLUMNS.values())]
 
 
 def _bytes(value: int | None) -> str:

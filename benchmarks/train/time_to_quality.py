@@ -1,17 +1,11 @@
 """Measure the seconds to a held-out action error for LeRobot and vlatune.
 
-Each run saves evenly spaced checkpoints; some of them, denser at the start, are evaluated
-afterwards by the same function on the same samples. Saving counts in a run's time, evaluation does
-not. Errors are noisy between checkpoints, so the time is taken from the nearest curve that never
-rises. A target that is reached before the first checkpoint is interpolated from the start and
-marked as rough.
-
-A random frozen part would provide no usable features, so with frozen parts the base is first
-trained in full on another dataset.
+Each run saves evenly spaced checkpoints, which are evaluated afterwards by the same function on the
+same samples. Saving counts in a run's time, evaluation does not.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +16,7 @@ from benchmarks.options import TrainBench
 from benchmarks.processes import Program, Seen, watch
 from benchmarks.train import train_programs as programs
 from benchmarks.train.train_cases import TrainJob
-from benchmarks.train.train_figures import (
-    ErrorPoint,
-    falling,
-    first_step_at,
-    measured_checkpoints,
-    seconds_to_error,
-)
+from benchmarks.train.train_figures import ErrorPoint, first_step_at, seconds_to_error
 from vlatune.batch import Columns
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config.settings import EvalConfig, ExportConfig
@@ -38,9 +26,11 @@ from vlatune.export.export import export_run
 from vlatune.export.policy_files import TOKENIZER_FOLDER
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.model_size import SIZE_FILE
-from vlatune.registry import get_policy_info
 from vlatune.run_setup import make_setup
 
+LEROBOT, OURS = "lerobot", "ours"
+CHECKPOINTS = 8
+"""Evenly spaced checkpoints of a run whose errors are measured."""
 ERROR_FACTOR = 1.1
 """Target relative to LeRobot's last error; above 1, because a curve's end is flat and noisy."""
 
@@ -53,14 +43,9 @@ class Course:
     """Measured errors; the first is the base's."""
     seen: Seen
 
-    @cached_property
-    def curve(self) -> tuple[ErrorPoint, ...]:
-        """Return the errors without rises."""
-        return falling(self.points)
-
     def seconds_to(self, error: float) -> tuple[float, float] | None:
         """Return seconds from the first step and from the command; None if never reached."""
-        at_s = seconds_to_error(self.curve, self.seen.marks, error)
+        at_s = seconds_to_error(self.points, self.seen.marks, error)
         return None if at_s is None else (at_s - first_step_at(self.seen.marks), at_s - self.seen.begin_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -86,16 +71,13 @@ class ErrorMeter:
 
 
 def measure_quality(
-    job: TrainJob, options: TrainBench, meter: ErrorMeter, folder: Callable[[str], Path], *, say: Callable[[str], None]
+    job: TrainJob, options: TrainBench, meter: ErrorMeter, folder: Callable[[str], Path]
 ) -> dict[str, Course]:
-    """Return the course of LeRobot, if selected, and of vlatune by number of noise samples."""
-    save_freq = max(1, job.config.steps // options.checkpoints)
+    """Return the courses of LeRobot, if selected, and of vlatune."""
+    steps = job.config.steps
+    save_freq = max(1, steps // CHECKPOINTS)
     start = ErrorPoint(0, meter.error_of(Path(str(job.config.policy.path))))
-    before = measured_checkpoints(job.config.steps // save_freq)[:-1]
-    wanted = [
-        *(save_freq * number for number in before),
-        job.config.steps,
-    ]  # both programs also save after the last step
+    wanted = [*range(save_freq, steps, save_freq), steps]  # both programs also save after the last step
 
     def run(name: str, program: Program, find: Callable[[Path, int], Path]) -> Course:
         say(f"{name}: a run with checkpoints")
@@ -107,15 +89,9 @@ def measure_quality(
     courses = {}
     if "lerobot" in options.peers:
         program = programs.lerobot(job, folder("lerobot"), save_freq=save_freq)
-        courses["lerobot"] = run("lerobot-train", program, lambda at, step: lerobot_folder(job, at, step))
-    for samples in noise_samples(job, options):
-        program = programs.ours(job, folder(f"ours-{samples}"), save_freq=save_freq, flow_samples=samples)
-        courses[f"ours, {samples} noise samples"] = run(f"vlatune train, flow_samples={samples}", program, our_folder)
+        courses[LEROBOT] = run("lerobot-train", program, lambda at, step: lerobot_folder(job, at, step))
+    courses[OURS] = run("vlatune train", programs.ours(job, folder("ours"), save_freq=save_freq), our_folder)
     return courses
-
-
-def noise_samples(job: TrainJob, options: TrainBench) -> tuple[int, ...]:
-    return options.flow_samples if "flow_samples" in get_policy_info(job.config.policy.type).settings else (1,)
 
 
 def our_folder(at: Path, step: int) -> Path:
@@ -140,17 +116,14 @@ def lerobot_folder(job: TrainJob, at: Path, step: int) -> Path:
     return folder
 
 
-def wanted_error(courses: dict[str, Course], given: float | None) -> float:
-    """Return the given target, or one slightly above LeRobot's (else vlatune's) last error."""
-    if given is not None:
-        return given
-    reference = courses.get("lerobot") or next(iter(courses.values()))
-    return ERROR_FACTOR * reference.curve[-1].error
+def wanted_error(courses: dict[str, Course]) -> float:
+    """Return a target slightly above LeRobot's (else vlatune's) last error."""
+    return ERROR_FACTOR * next(iter(courses.values())).points[-1].error
 
 
-def over_lerobot(courses: dict[str, Course], error: float, names: Sequence[str]) -> dict[str, float | None]:
-    """Return how many times sooner than LeRobot each run reaches the error, from the first step.
+def over_lerobot(courses: dict[str, Course], error: float) -> float | None:
+    """Return how many times sooner than LeRobot our run reaches the error, from the first step.
     None if one of them never reached it or started below it."""
-    theirs = courses["lerobot"].seconds_to(error) if "lerobot" in courses else None
-    ours = {name: courses[name].seconds_to(error) for name in names}
-    return {name: theirs[0] / own[0] if theirs and own and own[0] > 0 else None for name, own in ours.items()}
+    theirs = courses[LEROBOT].seconds_to(error) if LEROBOT in courses else None
+    ours = courses[OURS].seconds_to(error)
+    return theirs[0] / ours[0] if theirs and ours and ours[0] > 0 else None

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.harness import CannotRunError, Results, alternate, format_table, print_last, say
 from benchmarks.options import TrainBench
-from benchmarks.processes import OTHERS, READERS, TRAINING, Program, ends_in_order, watch
+from benchmarks.processes import Program, ends_in_order, watch
 from benchmarks.train import train_programs as programs
 from benchmarks.train.time_to_quality import (
     Course,
@@ -36,18 +36,9 @@ from benchmarks.train.train_figures import RunFigures, figures_of, share_of_idea
 from vlatune.feed.sizing import usable_cpus
 from vlatune.run.summary import read_summary
 
-OURS, CACHED = "vlatune train", "vlatune train, frame cache"
+OURS = "vlatune train"
 PEERS = {"lerobot": "lerobot-train", "template": "the template"}
-COLUMNS = (
-    "program",
-    "samples/s",
-    "spread",
-    "ours over it",
-    "by epoch",
-    "with start-up",
-    "first step",
-    *(TRAINING, READERS, OTHERS),
-)
+COLUMNS = ("program", "samples/s", "spread", "ours over it", "with start-up", "first step")
 
 
 @dataclass
@@ -83,7 +74,7 @@ def run(options: TrainBench) -> None:
         rounds = Rounds(job, options, folder / "runs", meter)
         figures = rounds.measure()
         if options.quality:
-            figures.courses = measure_quality(job, options, meter, rounds.clean_folder, say=say)
+            figures.courses = measure_quality(job, options, meter, rounds.clean_folder)
         shutil.rmtree(folder / "runs", ignore_errors=True)
     print_report(options, job, figures)
 
@@ -108,8 +99,6 @@ class Rounds:
             READ_ALONE: lambda: self._measure_alone(READ_ALONE, "reading", "cpu_s"),
             OURS: self._run_ours,
         }
-        if self.job.cache_epochs:
-            turns[CACHED] = self._run_cached
         peers = {"lerobot": self._run_lerobot, "template": self._run_template}
         turns |= {PEERS[peer]: peers[peer] for peer in self.options.peers}
         say("samples/s:")
@@ -139,14 +128,6 @@ class Rounds:
         self.shares.append(share_of_ideal(rate, step_cpu_s=step_cpu_s, read_cpu_s=read_cpu_s, cores=usable_cpus()))
         return rate
 
-    def _run_cached(self) -> float:
-        """Return the rate from the second epoch on, when all frames are cached."""
-        self._run(CACHED, programs.ours_cached(self.job, self.clean_folder("cached")))
-        last = self.by_program[CACHED][-1]
-        later = last.by_epoch[1:] or last.by_epoch
-        self.by_program[CACHED][-1] = replace(last, samples_per_s=statistics.harmonic_mean(later))
-        return self.by_program[CACHED][-1].samples_per_s
-
     def _run_lerobot(self) -> float:
         return self._run(PEERS["lerobot"], programs.lerobot(self.job, self.clean_folder("lerobot")))
 
@@ -157,7 +138,7 @@ class Rounds:
 
     def _run(self, name: str, program: Program) -> float:
         seen = watch(program, timeout_s=self.options.timeout_s)
-        figures = figures_of(seen, batch_size=self.job.config.batch_size, steps_per_epoch=self.job.steps_per_epoch)
+        figures = figures_of(seen, batch_size=self.job.config.batch_size)
         self.by_program.setdefault(name, []).append(figures)
         return figures.samples_per_s
 
@@ -176,7 +157,7 @@ def _check(options: TrainBench) -> None:
         if peer not in PEERS:
             raise ValueError(f"--peers={peer}: must be one of {', '.join(PEERS)}")
     for name, value in vars(options).items():
-        least = 0 if name in ("seed", "num_workers", "cache_epochs") else 1
+        least = 0 if name in ("seed", "num_workers") else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise ValueError(f"--{name}={value}: must be {least} or more")
     if options.alone_s <= 0:
@@ -188,9 +169,9 @@ def _check(options: TrainBench) -> None:
 
 
 def print_report(options: TrainBench, job: TrainJob, figures: Figures) -> None:
-    config, last = job.config, _last(options, figures)
+    config, last = job.config, _last(figures)
     samples = config.steps * config.batch_size
-    sys.stdout.write(f"{samples} samples in batches of {config.batch_size}; CPU in ms per sample, in steady state\n")
+    sys.stdout.write(f"{samples} samples in batches of {config.batch_size}\n")
     rows = [_row(name, runs, figures) for name, runs in figures.by_program.items()]
     sys.stdout.write(format_table(COLUMNS, rows) + "\n")
     sys.stdout.write(
@@ -199,7 +180,7 @@ def print_report(options: TrainBench, job: TrainJob, figures: Figures) -> None:
     for name, error in figures.errors.items():
         sys.stdout.write(f"held-out action error after the same samples: {name}: {error:.4f}\n")
     if figures.courses:
-        sys.stdout.write("\n" + _quality_table(figures.courses, options) + "\n")
+        sys.stdout.write("\n" + _quality_table(figures.courses) + "\n")
     print_last("train", last, options, _settings(job))
 
 
@@ -210,28 +191,22 @@ def _row(name: str, runs: Sequence[RunFigures], figures: Figures) -> list[str]:
         f"{_median(run.samples_per_s for run in runs):.4g}",
         figures.results.spread(name),
         f"{ratio:.2f} x" if ratio and name != OURS else "",
-        " ".join(f"{_median(rates):.4g}" for rates in zip(*(run.by_epoch for run in runs), strict=False)),
         f"{_median(run.complete_samples_per_s for run in runs):.4g}",
         f"{_median(run.first_step_s for run in runs):.1f} s",
-        *(f"{1000 * _median(run.cpu_s[group] for run in runs):.2f}" for group in (TRAINING, READERS, OTHERS)),
     ]
 
 
-def _quality_table(courses: dict[str, Course], options: TrainBench) -> str:
-    error = wanted_error(courses, options.error)
-    sooner = over_lerobot(courses, error, list(courses))
+def _quality_table(courses: dict[str, Course]) -> str:
+    error = wanted_error(courses)
     rows = []
     for name, course in courses.items():
         seconds = course.seconds_to(error)
         times = ["not reached", ""] if seconds is None else [f"{one:.1f} s" for one in seconds]
-        ratio = sooner[name]
-        rows.append([name, f"{course.points[-1].error:.4f}", *times, f"{ratio:.2f} x" if ratio else ""])
-    return format_table(
-        ["program", "last error", f"to {error:.4f}", "with start-up", "sooner than lerobot-train"], rows
-    )
+        rows.append([name, f"{course.points[-1].error:.4f}", *times])
+    return format_table(["program", "last error", f"to {error:.4f}", "with start-up"], rows)
 
 
-def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
+def _last(figures: Figures) -> dict[str, Any]:
     results = figures.results
     return {
         "samples_per_s": results.median(OURS),
@@ -240,38 +215,20 @@ def _last(options: TrainBench, figures: Figures) -> dict[str, Any]:
         "share_of_ideal": _median(figures.share_of_ideal),
         "time_to_first_step_s": _median(run.first_step_s for run in figures.by_program[OURS]),
         "held_out_error": dict(figures.errors),
-        **_cached(figures),
-        **_quality(options, figures.courses),
+        **_quality(figures.courses),
         "rounds": {name: [asdict(run) for run in runs] for name, runs in figures.by_program.items()},
         "spilled_bytes": figures.spilled_bytes,
         "not_run": results.not_run,
     }
 
 
-def _cached(figures: Figures) -> dict[str, Any]:
-    """Return the figures of the run with the frame cache, from its second epoch on."""
-    firsts = [run.by_epoch[0] for run in figures.by_program.get(CACHED, ()) if run.by_epoch]
-    uncached = [run.samples_per_s for run in figures.by_program[OURS]]
-    first = _median(a / b for a, b in zip(firsts, uncached, strict=False)) if firsts else None
-    return {
-        "cached_over_uncached": figures.results.ratio(CACHED, OURS),
-        "cached_over_lerobot": figures.results.ratio(CACHED, PEERS["lerobot"]),
-        "first_epoch_over_uncached": first,
-    }
-
-
-def _quality(options: TrainBench, courses: dict[str, Course]) -> dict[str, Any]:
-    """Return the quality figures; the main one uses one noise sample, or the first number given."""
-    ours = [name for name in courses if name != "lerobot"]
-    if not ours:
+def _quality(courses: dict[str, Course]) -> dict[str, Any]:
+    if not courses:
         return {"time_to_quality_over_lerobot": None}
-    error = wanted_error(courses, options.error)
-    sooner = over_lerobot(courses, error, ours)
+    error = wanted_error(courses)
     seconds = {name: course.seconds_to(error) for name, course in courses.items()}
-    main = "ours, 1 noise samples" if "ours, 1 noise samples" in ours else ours[0]
     return {
-        "time_to_quality_over_lerobot": sooner[main],
-        "time_to_quality_by_noise_samples": sooner,
+        "time_to_quality_over_lerobot": over_lerobot(courses, error),
         "quality": {"error": error, "seconds": seconds} | {name: one.to_json() for name, one in courses.items()},
     }
 

@@ -1,9 +1,8 @@
 """Define the configurations of the train benchmark: dataset, base model and run config.
 
 `demo` is what `vlatune demo` trains. The others have three AV1 cameras of 480 x 640, as LeRobot
-records: `video` with the tiny model, so that decoding dominates, the others with a model in the
-published proportions whose width balances decoding and computing. Datasets and models are created
-once.
+records: `video` with the tiny model, so that decoding dominates, the others with a larger model in
+the published proportions. Datasets and models are created once.
 """
 
 import shutil
@@ -32,8 +31,7 @@ VIDEOS = SyntheticSpec(
     fps=30,
     episodes_per_file=30,
     codec="av1",
-    texture=8,
-    noise=2,
+    noise=4,
 )
 HORIZON, PATCH_SIZE = 50, 28
 LOG_LINES = 40
@@ -56,15 +54,12 @@ class Case:
     width: int = 0
     """Width of the created language model; 0 for the tiny model."""
     depth: int = 0
-    cache_epochs: int = 0
-    """Epochs of a further run of vlatune with the frame cache; 0 for none."""
 
 
-VIDEO = Case("full", steps=96, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=96, cache_epochs=3)
+VIDEO = Case("full", steps=96, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=96)
 PI_CASES = {
     "demo": Case("full", steps=800, batch_size=32, store_bytes=128 * MIB, lr=3e-3),
     "video": VIDEO,
-    "expert-balanced": Case("expert", 320, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=128, depth=2),
     "expert-step": Case("expert", 160, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=256, depth=4),
     "full-video": Case("full", 240, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=128, depth=2),
 }
@@ -74,7 +69,6 @@ CASES: dict[str, dict[str, Case]] = {
     "smolvla": {
         "demo": PI_CASES["demo"],
         "video": VIDEO,
-        "expert-step": Case("expert", 32, 16, store_bytes=256 * MIB, lr=1e-3, image_size=256, width=384, depth=4),
     },
     "act": {
         "demo": Case("full", steps=120, batch_size=16, store_bytes=128 * MIB, lr=5e-4),
@@ -83,12 +77,11 @@ CASES: dict[str, dict[str, Case]] = {
     "diffusion": {
         "demo": Case("full", steps=200, batch_size=8, store_bytes=128 * MIB, lr=1e-3),
         "video": Case("full", steps=64, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=32),
-        "step": Case("full", steps=40, batch_size=8, store_bytes=96 * MIB, lr=1e-3, image_size=96),
     },
 }
 """Policy -> configurations. Store sizes are a small part of what a run consumes. ACT takes images
 at recorded size through a ResNet, so on a CPU its step dominates even in `video`."""
-OVERRIDES = ("steps", "batch_size", "store_bytes", "width", "depth", "cache_epochs")
+OVERRIDES = ("steps", "batch_size", "store_bytes")
 """Fields of a case that options of the same name replace."""
 USUAL_CASE = {"pi05": "demo"}
 """Default configurations other than `video`."""
@@ -104,9 +97,6 @@ class TrainJob:
     """Indices of the training episodes."""
     num_workers: int
     """Worker processes of LeRobot's DataLoader."""
-    steps_per_epoch: int = 0
-    cache_epochs: int = 0
-    """Epochs of the run with the frame cache."""
     device: str = "cpu"
     """Device of LeRobot and of the template; vlatune uses GPUs if there are any."""
 
@@ -120,7 +110,7 @@ def make_job(options: TrainBench, folder: Path) -> TrainJob:
     setup = make_setup(config)
     positions = setup.training.position
     episodes = tuple(setup.metas[0].episodes.index[positions].tolist())
-    return TrainJob(config, episodes, options.num_workers, setup.order.batches_per_epoch, case.cache_epochs)
+    return TrainJob(config, episodes, options.num_workers)
 
 
 def case_name(options: TrainBench) -> str:
@@ -135,10 +125,7 @@ def find_case(options: TrainBench) -> Case:
         hint = did_you_mean(name, known) or f"; there are {', '.join(known) or 'none'}"
         raise ValueError(f"--config={name}: --policy.type={kind} has no such configuration{hint}")
     changed = {name: getattr(options, name) for name in OVERRIDES}
-    case = replace(known[name], **{name: value for name, value in changed.items() if value is not None})
-    if case.width and not known[name].width:
-        raise ValueError(f"--width={case.width}: --config={name} trains a model of its own size; leave it out")
-    return case
+    return replace(known[name], **{name: value for name, value in changed.items() if value is not None})
 
 
 def choose_log_freq(steps: int) -> int:
@@ -188,20 +175,17 @@ def _ensure_dataset(folder: Path, case: Case, kind: str) -> Path:
     if not case.image_size:
         has_prompt = get_policy_info(kind).has_prompt
         return ensure_dataset(folder / ("dataset" if has_prompt else "dataset-one-task"), 0, has_prompt=has_prompt)
-    return ensure_videos(folder / "videos", VIDEOS)
-
-
-def ensure_videos(folder: Path, spec: SyntheticSpec) -> Path:
-    if not folder.exists():
-        say(f"making a dataset of {spec.episodes} episodes of {spec.frames} frames, {spec.cameras} cameras")
-        make_dataset(folder, spec)
-    return folder
+    videos = folder / "videos"
+    if not videos.exists():
+        say(f"making a dataset of {VIDEOS.episodes} episodes of {VIDEOS.frames} frames, {VIDEOS.cameras} cameras")
+        make_dataset(videos, VIDEOS)
+    return videos
 
 
 def _ensure_base(folder: Path, root: str, case: Case, kind: str) -> Path:
     """Create a model with random weights for the dataset's features."""
     info = get_policy_info(kind)
-    from benchmarks.base_models import SMOLVLA, Scale, make_scaled
+    from benchmarks.base_models import Scale, make_scaled
 
     size = f"{case.width}x{case.depth}" if case.width else "small"
     base = folder / (f"base-{kind}-{size}-{case.image_size}" if case.image_size else f"base-{kind}")
@@ -214,10 +198,8 @@ def _ensure_base(folder: Path, root: str, case: Case, kind: str) -> Path:
     temporary = folder / f".{base.name}.making"
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     if case.width:
-        patch_size = None if kind == SMOLVLA else PATCH_SIZE
-        make_scaled(
-            temporary, kind, fit, Scale(case.width, case.depth, case.depth, case.image_size, patch_size), place=base
-        )
+        scale = Scale(case.width, case.depth, case.depth, case.image_size, PATCH_SIZE)
+        make_scaled(temporary, kind, fit, scale, place=base)
     else:
         info.adapter().make_base(temporary, fit, small=True, place=base)
     replace_folder(temporary, base)

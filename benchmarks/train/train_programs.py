@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import Program
-from benchmarks.train.train_cases import TrainJob, choose_log_freq
+from benchmarks.train.train_cases import TrainJob
 from vlatune.config.settings import RunConfig, to_json
-from vlatune.ray_internals import TRAIN_WORKER_TITLE
 
 LEROBOT_LINE = re.compile(rb"\bstep:\S+ smpl:\S+ ")
 """Matches LeRobot's log line of every `--log_freq` steps; a progress bar may precede it."""
@@ -30,11 +29,10 @@ POLICY_FLAGS = {
 """Policy-specific fields of LeRobot's config that correspond to our config."""
 
 
-def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int = 1) -> Program:
+def ours(job: TrainJob, folder: Path, *, save_freq: int = 0) -> Program:
     """Return `vlatune train` with its config in a file."""
     config = replace(
         job.config,
-        policy=replace(job.config.policy, flow_samples=flow_samples),
         output_dir=str(folder / "run"),
         save_freq=save_freq,
         keep_checkpoints=1_000_000,  # keep all checkpoints for evaluation
@@ -46,16 +44,7 @@ def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int =
         progress=folder / "run" / METRICS,
         is_mark=lambda line: line.startswith(b"{"),
         log_freq=config.log_freq,
-        trainer=TRAIN_WORKER_TITLE,
     )
-
-
-def ours_cached(job: TrainJob, folder: Path) -> Program:
-    """Return `vlatune train` for some epochs with an empty frame cache."""
-    steps = job.cache_epochs * job.steps_per_epoch
-    dataset = replace(job.config.dataset, cache=str(folder / "frames"))
-    config = replace(job.config, dataset=dataset, steps=steps, log_freq=choose_log_freq(steps))
-    return ours(replace(job, config=config), folder)
 
 
 def lerobot(job: TrainJob, folder: Path, *, save_freq: int = 0) -> Program:
@@ -98,7 +87,6 @@ def template(job: TrainJob, folder: Path, version: str = "template") -> Program:
         progress=folder / TEMPLATE_PROGRESS,
         is_mark=lambda line: line.startswith(b'{"optimizer_step"'),
         log_freq=config.log_freq,
-        trainer=TRAIN_WORKER_TITLE,
     )
 
 

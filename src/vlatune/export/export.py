@@ -48,7 +48,7 @@ from vlatune.policies.binding import check_stored
 from vlatune.policies.processors import is_hub_name
 from vlatune.registry import get_adapter, get_policy_info
 from vlatune.run.external_paths import BASE, STORAGE, external_paths, only, require_allowed
-from vlatune.run.run_folder import OWN_FOLDERS, Run, read_config, read_run
+from vlatune.run.run_folder import Run, read_config, read_run
 from vlatune.storage.files import MAX_TOKENIZER_BYTES, atomic_folder, read_file, read_json, sync
 from vlatune.storage.hub import open_repository, push, require_pushable
 
@@ -79,7 +79,7 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
             done = Exported(
                 folder=folder,
                 repository=repository,
-                config=_without_own_base(plan.config),
+                config=plan.config,
                 run=_read_results(run_dir, warn),
                 optimizer_step=step,
                 weights=weights,
@@ -97,13 +97,6 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
         files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         return replace(done, repository=push(repository, files, f"Optimizer step {step}"))
     return done
-
-
-def _without_own_base(config: RunConfig) -> RunConfig:
-    """Remove the path of a base model that the run created, to restore the command's config."""
-    path = config.policy.path
-    is_own = path is not None and Path(path).parent.name == config.run_dir.name and Path(path).name in OWN_FOLDERS
-    return replace(config, policy=replace(config.policy, path=None)) if is_own else config
 
 
 def _read_results(run_dir: Path, warn: Callable[[str], None]) -> Run:
@@ -184,7 +177,7 @@ def export_text(done: Exported) -> str:
         lines.append(f"pushed to {done.repository} with the model card {done.folder / CARD}")
     elif done.has_tokenizer:
         lines.append(
-            f"LeRobot loads the tokenizer by its absolute path; after moving the folder, load it with the two lines in {done.folder / CARD}"
+            f"LeRobot loads the tokenizer by its absolute path; after moving the folder, run the command in {done.folder / CARD}"
         )
     return "\n".join(lines)
 

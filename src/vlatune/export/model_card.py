@@ -28,18 +28,8 @@ MAX_NAME = 200
 MAX_DIMS = 16
 IMAGES = "observation.images."
 FORM = "width: 640, height: 480, fps: 30"
-LEARNT = (
-    "recipe",
-    "optimizer",
-    "scheduler",
-    "rename_map",
-    "job_name",
-    "steps",
-    "batch_size",
-    "grad_accum",
-    "num_workers",
-    "seed",
-)
+LEARNT = ("recipe", "optimizer", "scheduler", "rename_map", "job_name")
+LEARNT += ("steps", "batch_size", "grad_accum", "num_workers", "seed")
 """Settings besides dataset and policy that affect the result; paths and logging are not shared."""
 
 
@@ -111,9 +101,11 @@ def _is_on_hub(place: str) -> bool:
     return is_hub_name(place) and not Path(place).exists()
 
 
-def _shareable(place: str) -> str:
-    """Return a URL or hub name as it is, and only the last part of a folder."""
-    return place if "://" in place or _is_on_hub(place) else Path(place).expanduser().name or "folder"
+def _shareable(place: str, parent: str = "") -> str:
+    """Return a URL or hub name as it is, and only the last part of a folder, below `parent`."""
+    if "://" in place or _is_on_hub(place):
+        return place
+    return parent + (Path(place).expanduser().name or "folder")
 
 
 def _facts(done: Exported) -> str:
@@ -213,8 +205,10 @@ def _in_python(done: Exported) -> str:
 
 def _made_by(done: Exported) -> str:
     config = done.config
-    dataset = replace(config.dataset, root=tuple(map(_fill_in, config.dataset.root)), storage_options=None)
-    policy = replace(config.policy, path=_fill_in(config.policy.path) if config.policy.path else None)
+    dataset = replace(
+        config.dataset, root=tuple(_shareable(one, "/path/to/") for one in config.dataset.root), storage_options=None
+    )
+    policy = replace(config.policy, path=_shareable(config.policy.path, "/path/to/") if config.policy.path else None)
     plain = parse_flags([f"--recipe={config.recipe}"] if config.recipe else [], RunConfig)
     shown = replace(plain, **{name: getattr(config, name) for name in LEARNT}, dataset=dataset, policy=policy)
     found = done.run.summary.versions if done.run.summary else {}
@@ -225,23 +219,11 @@ def _made_by(done: Exported) -> str:
     )
 
 
-def _fill_in(place: str) -> str:
-    """Return a path for a command; local ones start with /path/to."""
-    return place if "://" in place or _is_on_hub(place) else f"/path/to/{_shareable(place)}"
-
-
 MOVED = """\
 ## After moving this folder
 
 LeRobot finds a tokenizer by its path, and policy_preprocessor.json names the path at which this folder was exported.
-After moving the folder, load its processors like this (`policy` is LeRobot's, `folder` is the path of this folder):
-
-```python
-from lerobot.policies.factory import make_pre_post_processors
-preprocessor, postprocessor = make_pre_post_processors(policy.config, folder, preprocessor_overrides={"tokenizer_processor": {"tokenizer_name": f"{folder}/tokenizer"}})
-```
-
-LeRobot's own programs have no such flag; for them, write the new path once, in this folder:
+After moving the folder, write the new path once, in this folder:
 
 ```sh
 sed -i "s|\\"tokenizer_name\\": \\"[^\\"]*\\"|\\"tokenizer_name\\": \\"$PWD/tokenizer\\"|" policy_preprocessor.json

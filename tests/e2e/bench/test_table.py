@@ -33,6 +33,3 @@ def test_every_program_has_a_row_with_all_figures(dataset_v3: Path, small_base: 
     assert rows[TEMPLATE]["host_syncs"] > rows[TEMPLATE_705]["host_syncs"] > rows[OURS]["host_syncs"] == 0
     assert rows[OURS]["checkpoint_bytes"] < rows[TEMPLATE]["checkpoint_bytes"]
     assert rows[OURS]["spilled_bytes"] == 0
-    for name in PROGRAMS:
-        assert name in output.with_suffix(".md").read_text()
-        assert name in output.with_suffix(".svg").read_text()

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.base_models import Scale, scaled_size, scaled_smolvlm
+from benchmarks.base_models import Scale, scaled_size
 from benchmarks.options import PolicyBench, StepBench
 from benchmarks.step.step_bench import run
 from benchmarks.tables import COLUMNS
 from vlatune.policies.pi05.size import Pi05Size
-from vlatune.policies.smolvla.size import SmolVLMSize
 from vlatune.registry import get_policy_info
 
 TINY = StepBench(width=64, depth=2, vision_depth=1, rounds=1, cameras=2, image_size=28, tokens=48, horizon=4)
@@ -38,7 +37,7 @@ def test_the_last_line_has_all_figures(capsys):
 
 OTHERS: dict[str, dict[str, Any]] = {
     "pi0": {"train": ("expert",)},
-    "smolvla": {"train": ("expert",), "width": 192, "image_size": 64},
+    "smolvla": {"train": ("expert",), "image_size": 64},
     "act": {"width": 32, "image_size": 64},
     "diffusion": {"width": 16, "image_size": 64},
 }
@@ -58,6 +57,5 @@ def test_the_steps_of_other_policies_are_measured(policy, capsys):
     assert all(figures[f"{train}_speedup"] > 0 for train in modes)
 
 
-def test_scaled_sizes_at_the_published_width_are_the_published_ones():
+def test_the_scaled_size_at_the_published_width_is_the_published_one():
     assert scaled_size(Scale(2048, 18, 27, 224), vocab_size=257_152) == Pi05Size()
-    assert scaled_smolvlm(Scale(960, 32, 12, 512), vocab_size=49_280) == SmolVLMSize()
