@@ -13,7 +13,11 @@ class BenchOptions:
     docs/performance.md."""
 
     def __post_init__(self) -> None:
-        """Reject an unwritable path before minutes of measuring."""
+        """Reject counts below 1 and an unwritable path before minutes of measuring."""
+        for name, value in vars(self).items():
+            least = 0 if name in ("seed", "num_workers", "loader_workers") else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ValueError(f"--{name}={value}: must be {least} or more")
         if self.output is not None and (Path(self.output).is_dir() or not Path(self.output).parent.is_dir()):
             raise ValueError(f"--output={self.output}: must be a file in a folder that exists; make the folder first")
 

@@ -33,10 +33,6 @@ def run(options: ResumeBench) -> None:
 
 
 def check(options: ResumeBench) -> None:
-    for name, value in vars(options).items():
-        least = 0 if name == "seed" else 1
-        if isinstance(value, int | float) and value < least:
-            raise ValueError(f"--{name}={value}: must be {least} or more")
     if options.interval < 2:
         raise ValueError(
             f"--interval={options.interval}: must be 2 or more, because a worker is killed between two checkpoints"

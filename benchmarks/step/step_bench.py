@@ -191,10 +191,6 @@ def _check(options: StepBench) -> None:
     for train in options.train:
         if train not in known:
             raise ValueError(f"--train={train}: must be one of {', '.join(known)}")
-    for name, value in vars(options).items():
-        least = 0 if name == "seed" else 1
-        if isinstance(value, int) and not isinstance(value, bool) and value < least:
-            raise ValueError(f"--{name}={value}: must be {least} or more")
 
 
 def print_report(options: StepBench, by_train: Mapping[str, TrainFigures], flags: Mapping[str, object]) -> None:

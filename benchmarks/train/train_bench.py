@@ -156,10 +156,6 @@ def _check(options: TrainBench) -> None:
     for peer in options.peers:
         if peer not in PEERS:
             raise ValueError(f"--peers={peer}: must be one of {', '.join(PEERS)}")
-    for name, value in vars(options).items():
-        least = 0 if name in ("seed", "num_workers") else 1
-        if isinstance(value, int) and not isinstance(value, bool) and value < least:
-            raise ValueError(f"--{name}={value}: must be {least} or more")
     if options.alone_s <= 0:
         raise ValueError(f"--alone_s={options.alone_s:g}: must be above 0")
     if not 0 < options.eval_split < 1:

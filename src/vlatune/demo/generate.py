@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from vlatune.config.fields import check_limits, setting
 from vlatune.demo.world import ACTION_NAMES, CAMERAS, STATE_NAMES, WorldEpisode, cover_corner, make_episode
-from vlatune.demo.writer import ENCODERS, MIN_SIDE, PATHS, DatasetFormat, DatasetWriter
+from vlatune.demo.writer import MIN_SIDE, DatasetFormat, DatasetWriter
 from vlatune.storage.files import atomic_folder, reject_link
 
 GRID = 6
@@ -87,33 +89,33 @@ def _cell_weights(height: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SyntheticSpec:
-    episodes: int = 20
+    episodes: int = setting(20, minimum=1, maximum=MAX_EPISODES)
     """Number of episodes."""
-    frames: int = 50
+    frames: int = setting(50, minimum=1)
     """Frames per episode."""
-    cameras: int = 2
+    cameras: int = setting(2, minimum=1, maximum=len(CAMERAS))
     """Number of cameras, 1 to 3: top, wrist, side."""
-    height: int = 96
+    height: int = setting(96, minimum=MIN_SIDE)
     """Image height in pixels (even)."""
-    width: int = 96
+    width: int = setting(96, minimum=MIN_SIDE)
     """Image width in pixels (even)."""
-    fps: int = 10
+    fps: int = setting(10, minimum=1)
     """Frames per second."""
-    seed: int = 0
+    seed: int = setting(0, minimum=0)
     """Random seed; the same seed gives the same dataset."""
-    episodes_per_file: int = 8
+    episodes_per_file: int = setting(8, minimum=1)
     """Episodes per mp4 file in v3.0; a data file holds 1.5 times as many."""
-    version: str = "v3.0"
+    version: Literal["v3.0", "v2.1"] = "v3.0"
     """LeRobot dataset format: v3.0, or v2.1 with one file per episode."""
-    codec: str = "h264"
+    codec: Literal["h264", "hevc", "av1"] = "h264"
     """Video codec: h264, hevc or av1."""
     vary_length: bool = False
     """Vary episode lengths by up to a fifth of `frames`."""
-    noise: float = 0.0
+    noise: float = setting(0.0, minimum=0, maximum=64)
     """Add camera noise of this standard deviation in grey levels; video decodes more slowly."""
     one_task: bool = False
     """Use the same task in every episode, for policies without a prompt."""
-    state_noise: float = 0.0
+    state_noise: float = setting(0.0, minimum=0, maximum=1)
     """Add noise of this standard deviation to the state, so that it does not reveal the target."""
 
 
@@ -149,22 +151,16 @@ def make_dataset(folder: Path, spec: SyntheticSpec, *, on_episode: Callable[[int
 
 def validate(spec: SyntheticSpec) -> None:
     """Reject specs that cannot be generated."""
-    at_least = {"episodes": 1, "frames": 1, "cameras": 1, "height": MIN_SIDE, "width": MIN_SIDE, "fps": 1, "seed": 0}
-    for name, least in (at_least | {"episodes_per_file": 1}).items():
-        _require(getattr(spec, name) >= least, spec, name, f"must be {least} or more")
-    for name, most in {"noise": 64, "state_noise": 1}.items():
-        _require(0 <= getattr(spec, name) <= most, spec, name, f"must be 0 to {most}")
-    for name in ("height", "width"):
-        _require(getattr(spec, name) % 2 == 0, spec, name, "must be even, as video has one colour for 2x2 pixels")
-    for name, choices in {"version": PATHS, "codec": ENCODERS}.items():
-        _require(getattr(spec, name) in choices, spec, name, f"must be one of {', '.join(choices)}")
-    _require(spec.cameras <= len(CAMERAS), spec, "cameras", f"must be {len(CAMERAS)} or less")
-    _require(spec.width * CORNER_SHARE >= spec.height, spec, "width", f"must be {spec.height}/4 or more: frame ids")
-    _require(spec.episodes <= MAX_EPISODES, spec, "episodes", f"must be {MAX_EPISODES} or less: frame ids")
+    check_limits(spec)
     longest = max(episode_lengths(spec))
-    _require(
-        longest <= MAX_FRAMES, spec, "frames", f"the longest has {longest}, must be {MAX_FRAMES} or less: frame ids"
-    )
+    for name, is_fine, expectation in (
+        ("height", spec.height % 2 == 0, "must be even, as video has one colour for 2x2 pixels"),
+        ("width", spec.width % 2 == 0, "must be even, as video has one colour for 2x2 pixels"),
+        ("width", spec.width * CORNER_SHARE >= spec.height, f"must be {spec.height}/4 or more: frame ids"),
+        ("frames", longest <= MAX_FRAMES, f"the longest has {longest}, must be {MAX_FRAMES} or less: frame ids"),
+    ):
+        if not is_fine:
+            raise ValueError(f"--{name}={getattr(spec, name)}: {expectation}")
 
 
 def episode_lengths(spec: SyntheticSpec) -> list[int]:
@@ -209,8 +205,3 @@ def _render(
             _add_noise(image_HWC, tile_HWC, [spec.seed, number, camera, frame_index])
         draw_frame_id(image_HWC, number, frame_index)
         yield image_HWC
-
-
-def _require(condition: bool, spec: SyntheticSpec, name: str, expectation: str) -> None:
-    if not condition:
-        raise ValueError(f"--{name}={getattr(spec, name)}: {expectation}")

@@ -65,39 +65,15 @@ def test_lerobot_train_runs_with_every_policy(policy, dataset_v3: Path, tmp_path
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        (
-            "train",
-            [
-                "--steps=2",
-                "--batch_size=2",
-                "--store_bytes=90000000",
-                "--eval_split=0.2",
-                "--alone_s=0.05",
-                "--peers=[]",
-            ],
-        ),
-        (
-            "feed",
-            ["--episodes=4", "--frames=40", "--height=96", "--width=128", "--rows=80", "--step_s=0.2", "--peers=false"],
-        ),
-        (
-            "reader",
-            [
-                "--episodes=4",
-                "--frames=20",
-                "--height=96",
-                "--width=128",
-                "--codec=h264",
-                "--passes=1",
-                "--peers=false",
-            ],
-        ),
-        ("resume", ["--interval=10", "--steps=60", "--width=64", "--depth=2", "--vision_depth=1"]),
+        ("train", "--steps=2 --batch_size=2 --store_bytes=90000000 --eval_split=0.2 --alone_s=0.05 --peers=[]"),
+        ("feed", "--episodes=4 --frames=40 --height=96 --width=128 --rows=80 --step_s=0.2 --peers=false"),
+        ("reader", "--episodes=4 --frames=20 --height=96 --width=128 --codec=h264 --passes=1 --peers=false"),
+        ("resume", "--interval=10 --steps=60 --width=64 --depth=2 --vision_depth=1"),
     ],
 )
 def test_a_benchmark_prints_its_figures(name, flags, tmp_path, capsys):
     output = tmp_path / "results.json"
-    assert main([name, "--rounds=1", f"--output={output}", *flags], BENCHMARKS) == 0
+    assert main([name, "--rounds=1", f"--output={output}", *flags.split()], BENCHMARKS) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert output.read_text() == last + "\n"
     figures = json.loads(last)

@@ -15,7 +15,7 @@ from vlatune.data.meta.stats import read_episode
 from vlatune.demo.generate import SyntheticSpec, make_dataset
 from vlatune.evaluate.held_out import read_chosen
 from vlatune.evaluate.predictions import predict
-from vlatune.evaluate.rollouts import lay_out, mean_over, plan_replans, roll_out
+from vlatune.evaluate.rollouts import lay_out, plan_replans, roll_out
 from vlatune.evaluate.subject import open_subject
 from vlatune.policies.base import trained_tensors
 from vlatune.run.kept_samples import ROLLOUTS_FILE, EvalSample, load_samples
@@ -44,11 +44,6 @@ def test_actions_at_another_rate_belong_to_every_third_frame():
     assert (replans.positions.tolist(), replans.offsets.tolist(), replans.every) == ([0, 1], [0, 3], 6)
     assert plan_replans((0, 3, 6, 9), 4).every == 12
     assert plan_replans((0, 0, 1, 1), 1).every == 1
-
-
-def test_means_exclude_steps_past_the_end():
-    errors = np.array([[1.0, np.nan], [3.0, np.nan]])
-    assert mean_over(errors, 0) == [2.0, None]
 
 
 @pytest.mark.parametrize("name", ["pi05", "diffusion"])

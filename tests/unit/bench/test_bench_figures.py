@@ -1,22 +1,16 @@
 """Figures of the train, resume and feed benchmarks, computed from given measurements."""
 
-import itertools
 import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from waiting import wait_until
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.feed.feed_consumers import WARM_UP_BATCHES, consume
 from benchmarks.harness import Results
 from benchmarks.options import PolicyBench, ResumeBench, TrainBench
 from benchmarks.processes import Mark, Program, Seen, Session, processes_in, watch
@@ -185,16 +179,3 @@ def test_the_last_line_of_the_resume_benchmark_has_all_figures(capsys):
     assert last.keys() >= ALWAYS | {key for key, _ in COLUMNS["resume"][1]}
     assert (last["restart_s"], last["redone_steps"], last["checkpoint_bytes"]) == (20.0, 15, 50)
     assert last["stall_share"] == pytest.approx(0.01 / 50.01)
-
-
-def slow_batches(late_s: float) -> Iterator[dict[str, Any]]:
-    for _ in itertools.count():
-        time.sleep(late_s)
-        yield {"index": np.arange(4)}
-
-
-def test_consumers_count_their_wait_after_the_warm_up():
-    done = consume(slow_batches(0.002), 0.002, WARM_UP_BATCHES + 20)
-    assert (done.samples, done.steady_samples) == (4 * WARM_UP_BATCHES + 80, 80)
-    assert 20 * 0.002 <= done.waited_s < done.busy_s
-    assert consume(itertools.islice(slow_batches(0.0), 5), 0.0, 1000).samples == 20

@@ -8,20 +8,6 @@ def test_the_page_shows_the_committed_results() -> None:
     assert page == update(page, render(read_results())), "run `python -m benchmarks.tables`"
 
 
-def test_a_figure_of_a_result_is_in_its_table() -> None:
-    machine = {"cores": 2, "memory_bytes": 24e9}
-    one = {
-        "bench": "feed",
-        "hardware": machine,
-        "settings": {"codec": "h264"},
-        "wait_share": 0.0123,
-        "spilled_bytes": 0,
-    }
-    table = render([one])
-    assert "| h264 | 0.0123 | 0 | 2 cores, 24 GB |" in table
-    assert "peak share" not in table
-
-
 def test_the_numbers_in_the_readme_are_committed_results() -> None:
     readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
     end_to_end = [one for one in read_results() if one["bench"] == "train" and one["over_lerobot"] is not None]

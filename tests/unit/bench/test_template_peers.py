@@ -53,13 +53,6 @@ def make_trainer(meta: DatasetMeta, base: Path, changes: Changes) -> TemplateTra
     return TemplateTrainer(policy, preprocess, changes, CPU, lr=1e-3, steps=20)
 
 
-def test_images_stay_at_full_size_in_0_to_255_as_float32(meta: DatasetMeta, columns: Columns):
-    for name in meta.cameras:
-        assert columns[name].dtype == np.float32
-        assert columns[name].shape[1:] == (3, *meta.features[name].height_width)
-        assert columns[name].max() > 1
-
-
 def test_hoisted_rows_and_fused_images_are_the_same_values(meta: DatasetMeta, columns: Columns):
     other = read_columns(meta, AFTER)
     assert other.keys() == columns.keys()
