@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from vlatune.config.fields import check_limits, setting
 from vlatune.demo.world import ACTION_NAMES, CAMERAS, STATE_NAMES, WorldEpisode, cover_corner, make_episode
-from vlatune.demo.writer import MIN_SIDE, DatasetFormat, DatasetWriter
+from vlatune.demo.writer import ENCODERS, MIN_SIDE, PATHS, DatasetFormat, DatasetWriter
 from vlatune.storage.files import atomic_folder, reject_link
 
 GRID = 6
@@ -105,9 +104,9 @@ class SyntheticSpec:
     """Random seed; the same seed gives the same dataset."""
     episodes_per_file: int = setting(8, minimum=1)
     """Episodes per mp4 file in v3.0; a data file holds 1.5 times as many."""
-    version: Literal["v3.0", "v2.1"] = "v3.0"
+    version: str = "v3.0"
     """LeRobot dataset format: v3.0, or v2.1 with one file per episode."""
-    codec: Literal["h264", "hevc", "av1"] = "h264"
+    codec: str = "h264"
     """Video codec: h264, hevc or av1."""
     vary_length: bool = False
     """Vary episode lengths by up to a fifth of `frames`."""
@@ -154,6 +153,8 @@ def validate(spec: SyntheticSpec) -> None:
     check_limits(spec)
     longest = max(episode_lengths(spec))
     for name, is_fine, expectation in (
+        ("version", spec.version in PATHS, f"must be one of {', '.join(PATHS)}"),
+        ("codec", spec.codec in ENCODERS, f"must be one of {', '.join(ENCODERS)}"),
         ("height", spec.height % 2 == 0, "must be even, as video has one colour for 2x2 pixels"),
         ("width", spec.width % 2 == 0, "must be even, as video has one colour for 2x2 pixels"),
         ("width", spec.width * CORNER_SHARE >= spec.height, f"must be {spec.height}/4 or more: frame ids"),

@@ -114,6 +114,8 @@ def test_a_folder_with_files_is_rejected_and_unchanged(tmp_path: Path) -> None:
         {"width": 97},
         {"width": 64, "height": 480},
         {"seed": -1},
+        {"version": "v3"},
+        {"codec": "vp9"},
         {"state_noise": 2.0},
     ],
 )
