@@ -48,13 +48,8 @@ def make_wide(
             vectors = {key: np.ascontiguousarray(rows[key][:, dims]) for key, dims in cut.items()}
             writer.add_episode("do it", vectors, {"observation.images.top": images})
     if names is not None:
-        edit_info(folder, names)
+        info = json.loads((folder / "meta/info.json").read_text())
+        for key in (STATE, ACTION):
+            info["features"][key]["names"] = names
+        (folder / "meta/info.json").write_text(json.dumps(info))
     return folder
-
-
-def edit_info(folder: Path, names: Any) -> None:
-    file = folder / "meta/info.json"
-    info = json.loads(file.read_text())
-    for key in (STATE, ACTION):
-        info["features"][key]["names"] = names
-    file.write_text(json.dumps(info))

@@ -123,17 +123,8 @@ def train(config: RunConfig) -> None:
 def evaluate(options: EvalConfig, path: str) -> None:
     if not (Path(path) / PRETRAINED_FOLDER).is_dir():  # LeRobot checkpoints have a separate message
         require_run(Path(path), files=(CONFIG_FILE,))
-    if options.dataset.root is not None and options.env.type is None:
+    if options.dataset.root is not None:
         require_dataset(options.dataset.root, argument="--dataset.root")
-    if options.env.type is not None:
-        from vlatune.evaluate.simulation import simulate, simulation_text
-
-        found = simulate(Path(path), options)
-        if options.json:
-            print(json.dumps(found), flush=True)
-        else:
-            say(simulation_text(found, path))
-        return
     from vlatune.evaluate.evaluate_run import evaluate_run
 
     with progress_bar("batches") as show:

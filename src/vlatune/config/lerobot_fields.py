@@ -114,7 +114,7 @@ IGNORED = (
 MEMORY = "observation memory is not supported"
 REJECTED = {
     "dataset.repo_type": ("dataset", "storage buckets are not supported; download the dataset and give its folder"),
-    "env": (None, "training runs no simulation; use `vlatune eval RUN --env.type=...` afterwards"),
+    "env": (None, "training runs no simulation; export the run and use `lerobot-eval`"),
     "reward_model": (None, "reward models are not supported"),
     "sample_weighting": (None, "samples are weighted by dataset only (--dataset.weight)"),
     "resume": (False, "LeRobot runs cannot be resumed; start from the weights with --policy.path"),

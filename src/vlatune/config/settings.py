@@ -307,26 +307,14 @@ class EvalDatasetConfig:
 
 
 @dataclass(frozen=True)
-class EvalEnvConfig:
-    type: str | None = None
-    """LeRobot simulation environment, e.g. pusht; reports the success rate."""
-    task: str | None = None
-    """Task of the environment (default: LeRobot's)."""
-    options: dict[str, str] = field(default_factory=dict)
-    """Further options of the environment, e.g. {"episode_length": "100"}."""
-
-
-@dataclass(frozen=True)
 class EvalConfig:
     dataset: EvalDatasetConfig = field(default_factory=EvalDatasetConfig)
-    env: EvalEnvConfig = field(default_factory=EvalEnvConfig)
     rename_map: dict[str, str] = field(default_factory=dict)
-    """Map of feature names of --dataset.root or the environment to policy feature names."""
-    checkpoint: tuple[str, ...] = ()
-    """Name of a checkpoint, best or all; may be repeated (default: latest; best with
-    --early_stop)."""
-    weights: Literal["auto", "ema", "trained", "both"] = "auto"
-    """Weights to evaluate: moving average, trained, or both (auto: the average if available)."""
+    """Map of feature names of --dataset.root to policy feature names."""
+    checkpoint: str | None = None
+    """Name of a checkpoint, or best (default: latest; best with --early_stop)."""
+    weights: Literal["auto", "ema", "trained"] = "auto"
+    """Weights to evaluate: moving average or trained (auto: the average if available)."""
     device: str | None = None
     """Device: cpu, cuda or cuda:1 (default: CUDA if available)."""
     json: bool = False
@@ -337,8 +325,6 @@ class EvalConfig:
     """Maximum number of held-out samples."""
     rollouts: int = setting(4, minimum=0)
     """Number of held-out episodes to replay (0 disables)."""
-    episodes: int = setting(50, minimum=1)
-    """Number of episodes to simulate with --env.type."""
     batch_size: int = setting(32, minimum=1)
     """Samples per forward pass."""
     seed: int = setting(0, minimum=0)

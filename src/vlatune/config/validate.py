@@ -58,17 +58,12 @@ def validate(config: RunConfig) -> None:
 def validate_eval(options: EvalConfig) -> None:
     """Raise a ValueError for evaluation settings that cannot work."""
     check_limits(options)
-    data, env = options.dataset, options.env
+    data = options.dataset
     if data.root is None and (data.episodes is not None or data.storage_options is not None or data.select_dims):
         raise ValueError("--dataset.episodes, --dataset.select_dims and --dataset.storage_options need --dataset.root")
-    if data.root is None and env.type is None and options.rename_map:
+    if data.root is None and options.rename_map:
         text = "--rename_map: held-out episodes use the run's own map"
         raise ValueError(f"{text}; add --dataset.root, or remove the flag")
-    if env.type is None and (env.task is not None or env.options):
-        raise ValueError("--env.task and --env.options need --env.type, e.g. --env.type=pusht")
-    if env.type is not None and data.root is not None:
-        text = f"--env.type={env.type}: a simulation has no effect on --dataset.root={data.root}"
-        raise ValueError(f"{text}; remove one of them")
 
 
 def _check_policy(policy: PolicyConfig, info: PolicyInfo, *, has_base: bool) -> None:

@@ -13,8 +13,6 @@ episodes, as in recorded datasets, to expose readers that mix them up:
     video file   0  0  1  1
 
 Statistics are exact, whereas LeRobot averages per-episode quantiles, which moves q01 and q99 inwards.
-
-Legend: C channels, V pixel values 0 to 255.
 """
 
 import json
@@ -41,8 +39,9 @@ GOP = 2
 """Keyframe interval in frames; LeRobot's default, which makes random access cheap."""
 MIN_SIDE = 64
 """Minimum image side in pixels; libx265 corrupts the heap on smaller images."""
-IMAGE_STATS_FRAMES = 8
-"""Images per episode and camera that enter the image statistics."""
+IMAGE_STATS_FRAMES, IMAGE_STATS_SIDE = 8, 24
+"""Images per episode and camera, and rows and columns of pixels of each, that enter the image
+statistics."""
 CHUNK_FILES = 1000
 """Files per chunk folder."""
 PATHS = {
@@ -156,9 +155,7 @@ class DatasetWriter:
         self._stats: list[dict[str, dict[str, Any]]] = []
         self._rows: list[dict[str, np.ndarray]] = []
         self._num_rows, self._video_frames = 0, 0
-        self._pixels: dict[str, tuple[np.ndarray, int]] = {
-            key: (np.zeros((3, 256), np.int64), 0) for key in form.video_keys
-        }
+        self._pixels: dict[str, list[np.ndarray]] = {key: [] for key in form.video_keys}
         self._open: dict[str, tuple[int, Any]] = {}
 
     def __enter__(self) -> Self:
@@ -189,10 +186,8 @@ class DatasetWriter:
         stats = {key: _column_stats(values) for key, values in rows.items()}
         for key, images in videos.items():
             video = self._file(key, number // self._per_video, self._open_video)
-            counts_CV, num_images = _write_video(video, images, length)
-            stats[key] = _pixel_stats(counts_CV, num_images)
-            total_CV, total = self._pixels[key]
-            self._pixels[key] = (total_CV + counts_CV, total + num_images)
+            self._pixels[key].append(_write_video(video, images, length))
+            stats[key] = _pixel_stats(self._pixels[key][-1], min(length, IMAGE_STATS_FRAMES))
         self._rows.append(rows)
         self._stats.append(stats)
         self._episodes.append(self._episode_row(number, task, length))
@@ -264,7 +259,9 @@ class DatasetWriter:
     def _write_v30(self, meta: Path) -> None:
         columns = {key: np.concatenate([rows[key] for rows in self._rows]) for key in self._rows[0]}
         stats = {key: _column_stats(values) for key, values in columns.items()}
-        stats |= {key: _pixel_stats(*counts) for key, counts in self._pixels.items()}
+        for key, pixels in self._pixels.items():
+            num_images = sum(of_episode[key]["count"][0] for of_episode in self._stats)
+            stats[key] = _pixel_stats(np.concatenate(pixels), num_images)
         _write_json(meta / "stats.json", stats)
         pq.write_table(_tasks_table(list(self._tasks)), meta / "tasks.parquet")
         rows = [
@@ -295,15 +292,16 @@ class DatasetWriter:
             (meta / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_video(video: VideoWriter, images: Iterable[np.ndarray], length: int) -> tuple[np.ndarray, int]:
-    """Encode an episode, the first image as a keyframe; return pixel counts of a few images."""
+def _write_video(video: VideoWriter, images: Iterable[np.ndarray], length: int) -> np.ndarray:
+    """Encode an episode, the first image as a keyframe; return pixels of a few images, (N, 3)."""
     sampled = set(np.linspace(0, length - 1, IMAGE_STATS_FRAMES).round().astype(int).tolist())
-    counts_CV = np.zeros((3, 256), np.int64)
+    pixels = []
     for frame_index, image_HWC in enumerate(images):
         video.write(image_HWC, keyframe=frame_index == 0)
         if frame_index in sampled:
-            counts_CV += [np.bincount(image_HWC[..., channel].reshape(-1), minlength=256) for channel in range(3)]
-    return counts_CV, len(sampled)
+            step = max(1, min(image_HWC.shape[:2]) // IMAGE_STATS_SIDE)
+            pixels.append(image_HWC[::step, ::step].reshape(-1, 3))
+    return np.concatenate(pixels)
 
 
 def _column_stats(values: np.ndarray) -> dict[str, Any]:
@@ -311,24 +309,10 @@ def _column_stats(values: np.ndarray) -> dict[str, Any]:
     return {name: value.tolist() for name, value in stats.items()} | {"count": [len(values)]}
 
 
-def _pixel_stats(counts_CV: np.ndarray, num_images: int) -> dict[str, Any]:
+def _pixel_stats(pixels_N3: np.ndarray, num_images: int) -> dict[str, Any]:
     """Return statistics per channel, nested as (3, 1, 1), scaled to 0..1; `count` is in images."""
-    channels = [_counted_stats(counts_V) for counts_V in counts_CV]
-    stats = {name: [[[float(of[name]) / 255.0]] for of in channels] for name in channels[0]}
-    return stats | {"count": [num_images]}
-
-
-def _counted_stats(counts_V: np.ndarray) -> dict[str, float]:
-    """Return the statistics of values 0 to 255 from their counts; quantiles equal numpy's."""
-    values_V, present, ends_V = np.arange(256), np.flatnonzero(counts_V), counts_V.cumsum()
-    mean = (values_V * counts_V).sum() / ends_V[-1]
-    variance = ((values_V - mean) ** 2 * counts_V).sum() / ends_V[-1]
-    stats = {"min": present[0], "max": present[-1], "mean": mean, "std": np.sqrt(variance)}
-    for name, share in QUANTILES.items():
-        position = share * (ends_V[-1] - 1)  # among the sorted values
-        lower, upper = np.searchsorted(ends_V, [np.floor(position), np.ceil(position)], side="right")
-        stats[name] = lower + (upper - lower) * (position - np.floor(position))
-    return stats
+    stats = compute_stats(pixels_N3 / 255.0)
+    return {name: value.reshape(3, 1, 1).tolist() for name, value in stats.items()} | {"count": [num_images]}
 
 
 def _as_array(values: np.ndarray) -> pa.Array:
@@ -366,12 +350,8 @@ def _features(form: DatasetFormat) -> dict[str, dict[str, Any]]:
 
 def _tasks_table(tasks: list[str]) -> pa.Table:
     """Make the task table with the pandas metadata through which LeRobot finds the index column."""
-    types = {"task_index": ("int64", "int64"), "task": ("unicode", "object")}
-    columns = [
-        {"name": name, "field_name": name, "pandas_type": of_pandas, "numpy_type": of_numpy, "metadata": None}
-        for name, (of_pandas, of_numpy) in types.items()
-    ]
-    notes = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
+    index = {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object", "metadata": None}
+    notes = {"index_columns": ["task"], "column_indexes": [], "columns": [index]}
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": pa.array(tasks, pa.string())})
     return table.replace_schema_metadata({"pandas": json.dumps(notes)})
 

@@ -19,8 +19,6 @@ def eval_text(figures: Mapping[str, Any], run: str) -> str:
     parts = [[_basis(figures, run)], list(error_lines(figures))]
     if figures.get("datasets"):
         parts.append(list(_dataset_lines(figures["datasets"])))
-    if len(figures["variants"]) > 1:
-        parts.append(list(_variant_lines(figures["variants"])))
     parts.append(list(_dim_lines(figures["per_dim_error"])))
     if figures.get("rollouts"):
         parts.append(list(_rollout_lines(figures["rollouts"])))
@@ -54,16 +52,11 @@ def _basis(figures: Mapping[str, Any], run: str) -> str:
     data = f"{plural(figures['num_samples'], 'sample')} of {episodes}"
     data += f" of {printable(root)}" if root else ""
     data += f", {rate:.10g} actions a second" if rate else ""
-    weights = weights_text(figures)
+    weights = f"checkpoint {figures['checkpoint']}, {figures['weights']} weights"
+    if figures["weights"] == "stored":
+        weights = "weights of the folder"
     loss = f"validation loss {format_number(figures['val_loss'])} (seed {figures['seed']})"
     return f"{run}: {weights}, on {figures['device']}; {data}; {loss}"
-
-
-def weights_text(figures: Mapping[str, Any]) -> str:
-    """Return which weights were evaluated."""
-    if figures["weights"] == "stored":
-        return "weights of the folder"
-    return f"checkpoint {figures['checkpoint']}, {figures['weights']} weights"
 
 
 def _dataset_lines(datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -73,24 +66,6 @@ def _dataset_lines(datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         errors = f"error {one['action_error']:.4f}, predicting the mean {one['mean_action_error']:.4f}"
         count = plural(one["num_samples"], "sample")
         yield f"  {name} {errors}, validation loss {format_number(one['val_loss'])} ({count})"
-
-
-def _variant_lines(variants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    keys = {
-        "checkpoint": "checkpoint",
-        "weights": "weights",
-        "val_loss": "validation loss",
-        "action_error": "error",
-        "blank_images_error": "images blank",
-        "blank_instruction_error": "instruction blank",
-    }
-    keys = {key: title for key, title in keys.items() if key in variants[0]}
-    cells = ([one[key] if isinstance(one[key], str) else f"{one[key]:.4f}" for key in keys] for one in variants)
-    rows = [list(keys.values()), *cells]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    yield "variants:"
-    for row in rows:
-        yield "  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _dim_lines(per_dim_error: Mapping[str, float]) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Open what is evaluated: a run's checkpoints or a LeRobot folder, on held-out or other episodes.
+"""Open what is evaluated: a run's checkpoint or a LeRobot folder, on held-out or other episodes.
 
 A run is set up on its held-out episodes as in training. Otherwise the policy's own files define
 what it was trained on (dims, names, statistics), and the dataset is validated against them; neither
 the training data nor statistics of the new dataset are needed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,21 +41,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Weights currently loaded into the module."""
-
-    checkpoint: str
-    weights: str
-    """`ema` or `trained`; `stored` for a LeRobot folder."""
-
-
-@dataclass(frozen=True)
 class Subject:
     setup: Inputs
     """Inputs whose held-out episodes are evaluated."""
     options: ModuleOptions
-    variants: Callable[[Tensors], Iterator[Variant]]
-    """Load one variant after the other into the given tensors, newest first."""
+    load: Callable[[Tensors], tuple[str, str]]
+    """Load the weights into the given tensors; return the checkpoint and `ema` or `trained`, or the
+    folder and `stored` for a LeRobot folder."""
     is_held_out: bool
     """True if the run excluded the episodes from training."""
     action_fps: float | None
@@ -66,11 +58,14 @@ def open_subject(path: Path, options: EvalConfig) -> Subject:
     """Open a run or a LeRobot folder, with all checks that need neither weights nor videos."""
     if is_policy_folder(path):
         return _open_policy_folder(path, options)
-    config = replace(_run_config(path), output_dir=str(path))  # the folder may have been moved
+    inside = path / PRETRAINED_FOLDER
+    if is_policy_folder(inside):  # LeRobot checkpoint
+        raise ValueError(f"'{path}' is not a run folder; to evaluate the policy in it, use `vlatune eval {inside}`")
+    config = replace(read_config(path), output_dir=str(path))  # the folder may have been moved
     named = external_paths(config) if options.dataset.root is None else only(external_paths(config), [STORAGE, BASE])
     require_allowed(path, named, trust_run=options.trust_run)
     store = open_store(path, config.storage_path)
-    steps = wanted_steps(store, options.checkpoint or (config.usual_checkpoint,))
+    step = choose(store, options.checkpoint or config.usual_checkpoint, warn=lambda text: warn(f"vlatune: {text}"))
     if options.dataset.root is None:
         setup = make_inputs(config)
         if len(setup.held_out) == 0:
@@ -79,40 +74,21 @@ def open_subject(path: Path, options: EvalConfig) -> Subject:
                 f"--dataset.root"
             )
     else:
-        setup = _on_other_data(path, config, store, steps[0], options)
-    for step in steps:
-        read_state(store, step, setup.policy)
+        setup = _on_other_data(path, config, store, step, options)
+    read_state(store, step, setup.policy)
     module_options = replace(ModuleOptions.of(config.policy), flow_samples=1)
-    weights = ("ema", "trained") if options.weights == "both" else (options.weights,)
 
-    def variants(trainable: Tensors) -> Iterator[Variant]:
-        for step in steps:
-            with store.opened(step) as folder:
-                for wanted in weights:
-                    yield Variant(folder_name(step), load_result(folder, trainable, wanted))
+    def load(trainable: Tensors) -> tuple[str, str]:
+        with store.opened(step) as folder:
+            return folder_name(step), load_result(folder, trainable, options.weights)
 
     is_held_out, rate = options.dataset.root is None, config.dataset.action_fps
-    return Subject(setup, module_options, variants, is_held_out=is_held_out, action_fps=rate)
+    return Subject(setup, module_options, load, is_held_out=is_held_out, action_fps=rate)
 
 
 def is_policy_folder(folder: Path) -> bool:
     """True for a LeRobot policy folder: its config.json has a top-level `type`."""
     return (folder / CONFIG).is_file() and isinstance(read_json(folder, CONFIG).get("type"), str)
-
-
-def wanted_steps(store: Store, names: Sequence[str | None]) -> list[int]:
-    """Return the steps to evaluate, newest first: the first one provides the run's figures."""
-    if "all" in names:
-        names = [str(step) for step in store.steps()] or [None]
-    steps = {choose(store, name, warn=lambda text: warn(f"vlatune: {text}")) for name in names}
-    return sorted(steps, reverse=True)
-
-
-def _run_config(path: Path) -> RunConfig:
-    inside = path / PRETRAINED_FOLDER
-    if is_policy_folder(inside):  # LeRobot checkpoint
-        raise ValueError(f"'{path}' is not a run folder; to evaluate the policy in it, use `vlatune eval {inside}`")
-    return read_config(path)
 
 
 def _on_other_data(path: Path, config: RunConfig, store: Store, step: int, options: EvalConfig) -> Inputs:
@@ -121,7 +97,11 @@ def _on_other_data(path: Path, config: RunConfig, store: Store, step: int, optio
     folder = resolve_folder(base_path(config), config.policy.revision)
     policy = read_policy(adapter, folder, get_policy_info(config.policy.type), config.policy.overrides)
     binding = read_state(store, step, policy).binding
-    _reject_parts(path, binding, f"--dataset.root={options.dataset.root}")
+    if binding.parts:
+        raise ValueError(
+            f"--dataset.root={options.dataset.root}: run '{path}' was trained on several robots, each with its own statistics; "
+            f"choose one with `vlatune export {path} DIR --dataset=N`, and evaluate DIR"
+        )
     with store.opened(step) as checkpoint:
         trained = read_trained_on(checkpoint / POLICY_FOLDER, policy, adapter.schema)
     names: dict[str, str] = {}
@@ -131,24 +111,12 @@ def _on_other_data(path: Path, config: RunConfig, store: Store, step: int, optio
     return _make_inputs(config, options, adapter, policy, trained)
 
 
-def reject_several_robots(path: Path, options: EvalConfig, flag: str) -> None:
-    """Raise if the run was trained on several robots, since `flag` needs the statistics of one."""
-    config = _run_config(path)
-    require_allowed(path, only(external_paths(config), [STORAGE]), trust_run=options.trust_run)
-    store = open_store(path, config.storage_path)
-    _reject_parts(path, read_state(store, wanted_steps(store, (None,))[0]).binding, flag)
-
-
-def _reject_parts(path: Path, binding: Binding, flag: str) -> None:
-    if binding.parts:
+def _open_policy_folder(path: Path, options: EvalConfig) -> Subject:
+    """Open a LeRobot folder; raise if its policy type is unknown or it requires custom code."""
+    if options.dataset.root is None:
         raise ValueError(
-            f"{flag}: run '{path}' was trained on several robots, each with its own statistics; choose one with `vlatune export {path} "
-            f"DIR --dataset=N`, and evaluate DIR"
+            f"'{path}' is a policy folder; give the dataset to evaluate it on with --dataset.root=FOLDER_OR_URL"
         )
-
-
-def read_policy_folder(path: Path, options: EvalConfig) -> tuple[PolicyAdapter[Any], PolicySpec]:
-    """Read a LeRobot folder; raise if its policy type is unknown or it requires custom code."""
     if options.checkpoint or options.weights != "auto":
         raise ValueError(
             f"'{path}' is a policy folder with one set of weights; leave --checkpoint and --weights out, or give a run folder"
@@ -158,22 +126,13 @@ def read_policy_folder(path: Path, options: EvalConfig) -> tuple[PolicyAdapter[A
         raise ValueError(f"policy '{path}': unknown type '{name}'; supported are {', '.join(policy_types())}")
     adapter: PolicyAdapter[Any] = get_adapter(name)
     read_steps(path, adapter.schema)
-    return adapter, adapter.read_spec(path.resolve())
-
-
-def _open_policy_folder(path: Path, options: EvalConfig) -> Subject:
-    """Open a LeRobot policy folder."""
-    if options.dataset.root is None:
-        raise ValueError(
-            f"'{path}' is a policy folder; give the dataset to evaluate it on with --dataset.root=FOLDER_OR_URL"
-        )
-    adapter, policy = read_policy_folder(path, options)
+    policy = adapter.read_spec(path.resolve())
     trained = read_trained_on(path, policy, adapter.schema)
     config = RunConfig(dataset=DatasetConfig(action_fps=trained.action_fps))
     setup = _make_inputs(config, options, adapter, policy, trained)
     module_options = ModuleOptions(train=next(iter(get_policy_info(policy.type).train_modes)))
-    variant, rate = Variant(str(path), "stored"), trained.action_fps
-    return Subject(setup, module_options, lambda _: iter([variant]), is_held_out=False, action_fps=rate)
+    stored = (str(path), "stored")
+    return Subject(setup, module_options, lambda _: stored, is_held_out=False, action_fps=trained.action_fps)
 
 
 def _make_inputs(

@@ -25,7 +25,7 @@ from vlatune.checkpoint.state_file import BASE_WEIGHTS, STATE, TrainState, read_
 from vlatune.checkpoint.store import choose, open_store
 from vlatune.config.flags import config_from_dict
 from vlatune.config.settings import ExportConfig, RunConfig
-from vlatune.export.model_card import CARD, CardFacts, make_card
+from vlatune.export.model_card import CARD, Exported, make_card
 from vlatune.export.policy_files import (
     CONFIG,
     PREPROCESSOR,
@@ -48,7 +48,7 @@ from vlatune.policies.binding import check_stored
 from vlatune.policies.processors import is_hub_name
 from vlatune.registry import get_adapter, get_policy_info
 from vlatune.run.external_paths import BASE, STORAGE, external_paths, only, require_allowed
-from vlatune.run.run_folder import OWN_FOLDERS, Run, read_config, read_run
+from vlatune.run.run_folder import Run, read_config, read_run
 from vlatune.storage.files import MAX_TOKENIZER_BYTES, atomic_folder, read_file, read_json, sync
 from vlatune.storage.hub import open_repository, push, require_pushable
 
@@ -56,24 +56,6 @@ TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merg
 """Prefixes of tokenizer file names; a tokenizer may share a folder with a model."""
 TOKENIZER_KINDS = (".json", ".txt", ".model", ".jinja")
 """Suffixes of tokenizer files; code is not copied."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    folder: Path
-    optimizer_step: int
-    weights: str
-    """`ema` or `trained`."""
-    rename_map: dict[str, str]
-    """Maps the robot's camera names to the policy's."""
-    has_tokenizer: bool
-    """The folder contains a tokenizer, see README.md."""
-    dataset: int | None = None
-    """With several robots, the index of the exported dataset."""
-    pushed_to: str | None = None
-    """URL of the hub repository it was pushed to."""
-    action_fps: float | None = None
-    """The run's --dataset.action_fps."""
 
 
 def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
@@ -94,9 +76,10 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
         with atomic_folder(folder) as temporary:
             weights = write_weights(plan, temporary)
             has_tokenizer = write_rest(plan, temporary, folder.resolve())
-            facts = CardFacts(
+            done = Exported(
+                folder=folder,
                 repository=repository,
-                config=_without_own_base(plan.config),
+                config=plan.config,
                 run=_read_results(run_dir, warn),
                 optimizer_step=step,
                 weights=weights,
@@ -106,21 +89,14 @@ def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Call
                 binding=plan.binding,
                 loader=plan.adapter.loading_code(Path(plan.spec.folder)),
             )
-            (temporary / CARD).write_bytes(make_card(facts).encode())
+            (temporary / CARD).write_bytes(make_card(done).encode())
             for path in (*temporary.rglob("*"), temporary):
                 share(path)
                 sync(path)
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    address = None if repository is None else push(repository, files, f"Optimizer step {step}")
-    rate = plan.config.dataset.action_fps
-    return Exported(folder, step, weights, rename_map(plan.binding), has_tokenizer, options.dataset, address, rate)
-
-
-def _without_own_base(config: RunConfig) -> RunConfig:
-    """Remove the path of a base model that the run created, to restore the command's config."""
-    path = config.policy.path
-    is_own = path is not None and Path(path).parent.name == config.run_dir.name and Path(path).name in OWN_FOLDERS
-    return replace(config, policy=replace(config.policy, path=None)) if is_own else config
+    if repository is not None:
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        return replace(done, repository=push(repository, files, f"Optimizer step {step}"))
+    return done
 
 
 def _read_results(run_dir: Path, warn: Callable[[str], None]) -> Run:
@@ -178,10 +154,10 @@ def _chosen_dataset(options: ExportConfig, binding: Binding, roots: Sequence[str
             raise ValueError(f"--dataset={number}: the run was trained on one robot; leave the flag out")
         return None
     if number not in known:
-        each = ", ".join(f"--dataset={one} for {root}" for one, root in zip(known, roots, strict=False))
+        each = ", ".join(f"{one}: {root}" for one, root in zip(known, roots, strict=False))
         raise ValueError(
             f"{'--dataset is missing' if number is None else f'--dataset={number}'}: the run was trained on {len(known)} robots, and an "
-            f"exported folder has the dims, cameras and statistics of one; choose it ({each}), and export once for each"
+            f"exported folder has the dims, cameras and statistics of one; choose it with `vlatune export RUN DIR --dataset=N` ({each})"
         )
     return number
 
@@ -191,17 +167,17 @@ def export_text(done: Exported) -> str:
     lines = [f"{done.folder}: optimizer step {done.optimizer_step}, {done.weights} weights"]
     if done.dataset is not None:
         lines.append(f"dims, cameras and statistics of dataset {done.dataset}; export once for each other robot")
-    if done.rename_map:
+    if names := rename_map(done.binding):
         lines.append(
-            f"the preprocessor renames observations; LeRobot's programs need the flag --rename_map='{json.dumps(done.rename_map)}'"
+            f"the preprocessor renames observations; LeRobot's programs need the flag --rename_map='{json.dumps(names)}'"
         )
-    if done.action_fps is not None:
-        lines.append(f"{done.action_fps:.10g} actions per second: run it with --fps={done.action_fps:.10g}")
-    if done.pushed_to is not None:
-        lines.append(f"pushed to {done.pushed_to} with the model card {done.folder / CARD}")
+    if (rate := done.config.dataset.action_fps) is not None:
+        lines.append(f"{rate:.10g} actions per second: run it with --fps={rate:.10g}")
+    if done.repository is not None:
+        lines.append(f"pushed to {done.repository} with the model card {done.folder / CARD}")
     elif done.has_tokenizer:
         lines.append(
-            f"LeRobot loads the tokenizer by its absolute path; after moving the folder, load it with the two lines in {done.folder / CARD}"
+            f"LeRobot loads the tokenizer by its absolute path; after moving the folder, run the command in {done.folder / CARD}"
         )
     return "\n".join(lines)
 

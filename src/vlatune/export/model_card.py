@@ -6,12 +6,11 @@ a card is shared.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.local_store import folder_name
 from vlatune.config.flags import flags_of, parse_flags, quote_flags
 from vlatune.config.settings import RunConfig
@@ -27,28 +26,18 @@ from vlatune.run.verdict import eval_meaning
 CARD = "README.md"
 MAX_NAME = 200
 MAX_DIMS = 16
-MAX_VALUES = 128
 IMAGES = "observation.images."
 FORM = "width: 640, height: 480, fps: 30"
-LEARNT = (
-    "recipe",
-    "optimizer",
-    "scheduler",
-    "rename_map",
-    "job_name",
-    "steps",
-    "batch_size",
-    "grad_accum",
-    "num_workers",
-    "seed",
-)
+LEARNT = ("recipe", "optimizer", "scheduler", "rename_map", "job_name")
+LEARNT += ("steps", "batch_size", "grad_accum", "num_workers", "seed")
 """Settings besides dataset and policy that affect the result; paths and logging are not shared."""
 
 
 @dataclass(frozen=True)
-class CardFacts:
-    """Content of a model card."""
+class Exported:
+    """What was exported, for the model card and the printed summary."""
 
+    folder: Path
     repository: str | None
     """Hub repository, if pushed."""
     config: RunConfig
@@ -59,12 +48,12 @@ class CardFacts:
     """`ema` or `trained`."""
     binding: Binding
     """Names of cameras and of the values in state and action."""
-    adapter: bool = False
-    has_tokenizer: bool = False
+    adapter: bool
+    has_tokenizer: bool
     """The folder contains a tokenizer."""
-    dataset: int | None = None
+    dataset: int | None
     """With several robots, the index of the exported dataset."""
-    loader: str = ""
+    loader: str
     """Python code that LeRobot needs before loading, because it does not know the model's size."""
 
     @property
@@ -81,13 +70,13 @@ class CardFacts:
         return found if is_same and has_errors else Evaluation()
 
 
-def make_card(done: CardFacts) -> str:
-    parts = [_head(done), _facts(done), _held_out(done), _vectors(done), _on_a_robot(done), _in_python(done)]
+def make_card(done: Exported) -> str:
+    parts = [_head(done), _facts(done), _held_out(done), _on_a_robot(done), _in_python(done)]
     parts += [_made_by(done), MOVED if done.has_tokenizer and done.repository is None else ""]
     return redacted("\n\n".join(part for part in parts if part) + "\n")
 
 
-def _head(done: CardFacts) -> str:
+def _head(done: Exported) -> str:
     """Return the YAML header; JSON strings and lists are valid YAML."""
     config = done.config
     base, datasets = config.policy.path, [one for one in _roots(config) if _is_on_hub(one)]
@@ -112,12 +101,14 @@ def _is_on_hub(place: str) -> bool:
     return is_hub_name(place) and not Path(place).exists()
 
 
-def _shareable(place: str) -> str:
-    """Return a URL or hub name as it is, and only the last part of a folder."""
-    return place if "://" in place or _is_on_hub(place) else Path(place).expanduser().name or "folder"
+def _shareable(place: str, parent: str = "") -> str:
+    """Return a URL or hub name as it is, and only the last part of a folder, below `parent`."""
+    if "://" in place or _is_on_hub(place):
+        return place
+    return parent + (Path(place).expanduser().name or "folder")
 
 
-def _facts(done: CardFacts) -> str:
+def _facts(done: Exported) -> str:
     config, info = done.config, get_policy_info(done.config.policy.type)
     mode = config.policy.train
     batch = config.batch_size * config.grad_accum * config.num_workers
@@ -140,7 +131,7 @@ def _facts(done: CardFacts) -> str:
     return "\n".join([f"# {title}", "", about, "", "| | |", "|---|---|", *lines])
 
 
-def _held_out(done: CardFacts) -> str:
+def _held_out(done: Exported) -> str:
     figures, title = done.evaluation, "## On held-out episodes"
     if not figures:
         none = "These weights were not evaluated on held-out episodes (`vlatune eval RUN` before the export)."
@@ -168,36 +159,12 @@ def _table(left: str, right: str, errors: Mapping[str, float | None]) -> str:
     return "\n".join([f"| {left} | {right} |", "|---|---|", *rows])
 
 
-def _vectors(done: CardFacts) -> str:
-    """List the values of state and action in order."""
-    names = {STATE: done.binding.state_names, ACTION: done.binding.action_names}
-    lines = [
-        f"- `{key}`, {plural(len(each), 'value')}: {_listed(list(map(_code, each)))}" for key, each in names.items()
-    ]
-    text = f"The values of the state and of an action, in this order (`{VLATUNE_FILE}` has the same list):"
-    uses = {
-        STATE: "the policy takes {}: cut the robot's vector to these, in this order",
-        ACTION: "the policy predicts {}, in this order; the robot's other joints get no command",
-    }
-    cut = [
-        f"Of the {recorded} recorded dims of `{key}`, counted from 0, "
-        f"{uses[key].replace('{}', _listed(list(map(str, dims))))}."
-        for key, dims, recorded in done.binding.selected
-    ]
-    return "\n\n".join(["## What its vectors hold", text, "\n".join(lines), *cut])
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - MAX_VALUES} more" if len(words) > MAX_VALUES else ""
-    return ", ".join(words[:MAX_VALUES]) + more
-
-
 TINY = """\
 This is a tiny model for trials. LeRobot's programs build policies at their published size and cannot load it; the code under
 In Python can. For a policy of published size:"""
 
 
-def _on_a_robot(done: CardFacts) -> str:
+def _on_a_robot(done: Exported) -> str:
     names = [name.removeprefix(IMAGES) for name, _ in done.binding.cameras]
     cameras = ", ".join(f"{name}: {{type: opencv, index_or_path: {at}, {FORM}}}" for at, name in enumerate(names))
     names_map, trained_rate = rename_map(done.binding), done.config.dataset.action_fps
@@ -213,11 +180,15 @@ def _on_a_robot(done: CardFacts) -> str:
     text += "" if rate else ", and FPS, because the recordings have different rates"
     text += "" if done.repository else "; DIR is the folder of this file"
     text += "; `--fps` is the rate of the actions it was trained on (`--dataset.action_fps`)" if trained_rate else ""
+    vectors = f"`{VLATUNE_FILE}` lists the values of the state and of an action, in order."
+    for key, dims, recorded in done.binding.selected:
+        vectors += f" Of the {recorded} recorded dims of `{key}`, counted from 0, it uses {', '.join(map(str, dims))}."
     command = " \\\n    ".join(map(_safe, lines))
-    return "\n\n".join(["## On a robot", *([TINY] if done.loader else []), f"{text}:", f"```sh\n{command}\n```"])
+    tiny = [TINY] if done.loader else []
+    return "\n\n".join(["## On a robot", *tiny, f"{text}:", f"```sh\n{command}\n```", vectors])
 
 
-def _in_python(done: CardFacts) -> str:
+def _in_python(done: Exported) -> str:
     place = _safe(json.dumps(done.name))
     lines = [
         "from lerobot.configs import PreTrainedConfig",
@@ -232,10 +203,12 @@ def _in_python(done: CardFacts) -> str:
     return "\n\n".join(["## In Python", "```python\n" + "\n".join(lines) + "\n```"])
 
 
-def _made_by(done: CardFacts) -> str:
+def _made_by(done: Exported) -> str:
     config = done.config
-    dataset = replace(config.dataset, root=tuple(map(_fill_in, config.dataset.root)), storage_options=None)
-    policy = replace(config.policy, path=_fill_in(config.policy.path) if config.policy.path else None)
+    dataset = replace(
+        config.dataset, root=tuple(_shareable(one, "/path/to/") for one in config.dataset.root), storage_options=None
+    )
+    policy = replace(config.policy, path=_shareable(config.policy.path, "/path/to/") if config.policy.path else None)
     plain = parse_flags([f"--recipe={config.recipe}"] if config.recipe else [], RunConfig)
     shown = replace(plain, **{name: getattr(config, name) for name in LEARNT}, dataset=dataset, policy=policy)
     found = done.run.summary.versions if done.run.summary else {}
@@ -246,23 +219,11 @@ def _made_by(done: CardFacts) -> str:
     )
 
 
-def _fill_in(place: str) -> str:
-    """Return a path for a command; local ones start with /path/to."""
-    return place if "://" in place or _is_on_hub(place) else f"/path/to/{_shareable(place)}"
-
-
 MOVED = """\
 ## After moving this folder
 
 LeRobot finds a tokenizer by its path, and policy_preprocessor.json names the path at which this folder was exported.
-After moving the folder, load its processors like this (`policy` is LeRobot's, `folder` is the path of this folder):
-
-```python
-from lerobot.policies.factory import make_pre_post_processors
-preprocessor, postprocessor = make_pre_post_processors(policy.config, folder, preprocessor_overrides={"tokenizer_processor": {"tokenizer_name": f"{folder}/tokenizer"}})
-```
-
-LeRobot's own programs have no such flag; for them, write the new path once, in this folder:
+After moving the folder, write the new path once, in this folder:
 
 ```sh
 sed -i "s|\\"tokenizer_name\\": \\"[^\\"]*\\"|\\"tokenizer_name\\": \\"$PWD/tokenizer\\"|" policy_preprocessor.json

@@ -37,7 +37,7 @@ from vlatune.policies.processors import (
 )
 from vlatune.policies.tokenizer import MAX_LENGTH
 from vlatune.registry import get_adapter
-from vlatune.storage.files import read_file
+from vlatune.storage.files import MAX_JSON_BYTES, read_file
 from vlatune.storage.json_types import checked
 
 POLICY_FOLDER = "policy"
@@ -285,12 +285,7 @@ def _read_stats(folder: Path, steps: list[dict[str, Any]], spec: PolicySpec) -> 
     files = checked_state_files(step for step in steps if step["registry_name"] == NORMALISER[PREPROCESSOR])
     stored: dict[str, np.ndarray] = {}
     for file in files:
-        try:
-            stored |= load(read_file(folder, file, max_bytes=MAX_STATS_BYTES))
-        except (OSError, SafetensorError, KeyError) as error:
-            raise ValueError(
-                f"policy '{folder}': its statistics, {file}, are not readable ({error}); download it again"
-            ) from None
+        stored |= _load_stats(_read_bytes(folder, file, MAX_STATS_BYTES), f"policy '{folder}': {file}")
     stats: dict[str, dict[str, np.ndarray]] = {}
     for key, names in needed.items():
         if not spec.fixed_inputs and key not in (STATE, ACTION) and f"{key}.{names[0]}" not in stored:
@@ -305,14 +300,17 @@ def _read_stats(folder: Path, steps: list[dict[str, Any]], spec: PolicySpec) -> 
     return stats
 
 
-def _content(folder: Path | str, name: str) -> Any:
-    where = f"policy '{folder}': {name}"
+def _read_bytes(folder: Path | str, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     try:
-        return _parsed(read_file(folder, name), where)
+        return read_file(folder, name, max_bytes=max_bytes)
     except OSError as error:
         raise ValueError(
-            f"{where} is not readable ({error.strerror}); give a LeRobot pretrained_model folder"
+            f"policy '{folder}': {name} is not readable ({error.strerror}); give a LeRobot pretrained_model folder"
         ) from None
+
+
+def _content(folder: Path | str, name: str) -> Any:
+    return _parsed(_read_bytes(folder, name), f"policy '{folder}': {name}")
 
 
 def read_policy_files(checkpoint: Path, schema: Schema, *, dataset: int | None = None) -> dict[str, bytes]:
@@ -327,18 +325,20 @@ def read_policy_files(checkpoint: Path, schema: Schema, *, dataset: int | None =
         steps = checked_steps(content[name], schema, f"checkpoint '{checkpoint}': {name}")
         for file in checked_state_files(steps):
             files[file] = read_file(folder, file, max_bytes=MAX_STATS_BYTES)
-            _check_stats(files[file], f"checkpoint '{checkpoint}': {file}")
+            where = f"checkpoint '{checkpoint}': {file}"
+            for key, values in _load_stats(files[file], where).items():
+                if values.dtype.kind != "f" or not np.isfinite(values).all():
+                    raise ValueError(
+                        f"{where}: '{key[:80]}' is not of finite floats; restore it, or remove the checkpoint"
+                    )
     return files
 
 
-def _check_stats(data: bytes, where: str) -> None:
+def _load_stats(data: bytes, where: str) -> dict[str, np.ndarray]:
     try:
-        stored = load(data)
+        return load(data)
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{where} is damaged ({error}); restore the checkpoint, or remove it") from None
-    for name, values in stored.items():
-        if values.dtype.kind != "f" or not np.isfinite(values).all():
-            raise ValueError(f"{where}: '{name[:80]}' is not of finite floats; restore the checkpoint, or remove it")
+        raise ValueError(f"{where} is damaged ({error}); restore it from a copy, or download it again") from None
 
 
 def _read(spec: PolicySpec, name: str) -> dict[str, Any]:

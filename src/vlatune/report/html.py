@@ -26,7 +26,7 @@ from vlatune.formatting import (
 )
 from vlatune.report.page import MAX_TEXT, command, folded, make_page, missing, row, section, shown_setting, table
 from vlatune.report.section_data import data_used, first_batch
-from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, simulated, split_loss
+from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, split_loss
 from vlatune.report.section_speed import run_verdict, speed, time_line, verdict_line
 from vlatune.run.kept_samples import EVAL_SAMPLES_FILE, ROLLOUTS_FILE, EvalSample, load_samples
 from vlatune.run.run_folder import (
@@ -58,7 +58,7 @@ def damage_reported(where: object) -> Iterator[None]:
 def write_report(run_dir: Path, *, file: Path | None = None) -> Path:
     """Write RUN/report.html, or `file`."""
     run = read_run(Path(run_dir))
-    learnt_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, simulated, split_loss)
+    learnt_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, split_loss)
     parts = (*learnt_parts, data_used, first_batch, speed, time_line, _settings)
     path = file or Path(run_dir) / REPORT_FILE
     with damage_reported(run_dir):

@@ -1,4 +1,4 @@
-"""Render the report's sections on learning: losses, validation, evaluation and simulation."""
+"""Render the report's sections on learning: losses, validation and evaluation."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from vlatune.report.chart import (
 from vlatune.report.page import camera_image, instruction, missing, pair, row, section, shown_setting, table
 from vlatune.run.kept_samples import EvalSample
 from vlatune.run.run_folder import DatasetErrors, Evaluation, RolloutErrors, Run
-from vlatune.run.verdict import eval_meaning, evaluated_episodes, success_text
+from vlatune.run.verdict import eval_meaning, evaluated_episodes
 
 MAX_RANKED, MAX_EPISODES = 20, 10
 """Maximum number of bars in a ranking."""
@@ -241,15 +241,3 @@ def _card(run: Run, sample: EvalSample, scales: list[Scale], place: str, label: 
         charts.append(draw(Chart(names[dim], lines, scale, **few, **options)))
     saw = tag("div", tag("div", *images, class_="cameras"), *text, class_="saw")
     return tag("article", saw, tag("div", *charts, class_="dims"), class_="card")
-
-
-def simulated(run: Run) -> Html:
-    """Render the success rate of simulated episodes; empty without a simulation."""
-    found = run.simulation
-    if not found:
-        return Html("")
-    task = f", task {shorten(found['task'], 60)}" if found["task"] else ""
-    rewards = {"Mean reward": found["mean_reward"], "Mean highest reward": found["mean_max_reward"]}
-    rows = [row(name, format_number(value)) for name, value in rewards.items() if value is not None]
-    text = f"Success in {shorten(found['env'], 60)}{task}: {success_text(found)}."
-    return section("Simulated episodes", tag("p", text), table(None, rows))

@@ -31,8 +31,8 @@ from vlatune.storage.paths import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, requi
 SKIPPED_FILE, EVENTS_FILE, DATA_FILE = "skipped_episodes.json", "events.jsonl", "data.json"
 SAMPLES_FILE, VALIDATIONS_FILE = "samples.jsonl", "validation.jsonl"
 EVALUATION_FILE, REPORT_FILE = "eval.json", "report.html"
-SIMULATION_FILE, EVAL_PAGE_FILE = "simulation.json", "eval.html"
-"""Result of the newest simulation, and page of an evaluation outside of the run folder."""
+EVAL_PAGE_FILE = "eval.html"
+"""Page of an evaluation outside of the run folder."""
 LOGS = "logs"
 DRIVER_LOCK, WRITER_LOCK = ".lock", ".writer.lock"
 """Lock files of the driver and of rank 0."""
@@ -134,19 +134,6 @@ class Evaluation(TypedDict, total=False):
     rollouts: RolloutErrors | None
 
 
-class Simulation(TypedDict):
-    """Result of `vlatune eval --env.type` (simulation.json)."""
-
-    env: str
-    task: str | None
-    episodes: int
-    successes: int
-    success_rate: float
-    success_interval_95: tuple[float, ...]
-    mean_reward: Number
-    mean_max_reward: Number
-
-
 class Settings(TypedDict, total=False):
     """Part of config.json that a report reads, from any version of vlatune."""
 
@@ -169,7 +156,6 @@ RUN_ENTRIES = (
     SUMMARY_FILE,
     SKIPPED_FILE,
     EVALUATION_FILE,
-    SIMULATION_FILE,
     EVAL_SAMPLES_FILE,
     ROLLOUTS_FILE,
     FIRST_BATCH_FILE,
@@ -220,7 +206,6 @@ class Run:
     samples: Sequence[EvalSample] = ()
     rollouts: Sequence[EvalSample] = ()
     """Complete episodes; image keys are `CAMERA, frame N`."""
-    simulation: Simulation | None = None
     first_batch: Sequence[TrainedSample] = ()
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     events: Sequence[Event] = ()
@@ -267,7 +252,6 @@ def read_run(run_dir: Path, *, with_samples: bool = True) -> Run:
         evaluation=read_evaluation(run_dir),
         samples=load_samples(run_dir, EVAL_SAMPLES_FILE, EvalSample) if with_samples else (),
         rollouts=load_samples(run_dir, ROLLOUTS_FILE, EvalSample) if with_samples else (),
-        simulation=_read_checked(run_dir, SIMULATION_FILE, Simulation),
         first_batch=load_samples(run_dir, FIRST_BATCH_FILE, TrainedSample) if with_samples else (),
         checkpoints=_checkpoints(run_dir, config.get("storage_path"), summary),
         events=read_records(run_dir / EVENTS_FILE, Event),

@@ -107,14 +107,6 @@ def _use_of(what: str, blank_error: float, error: float) -> str:
     return f"Without {what} it hardly grows, so on these samples the model does not rely on {what}."
 
 
-def success_text(simulated: Mapping[str, Any]) -> str:
-    """Format the success rate of simulated episodes with its confidence interval."""
-    low, high = simulated["success_interval_95"]
-    count = f"{simulated['successes']} of {plural(simulated['episodes'], 'episode')}"
-    interval = f"95 % confidence: {format_share(low)} to {format_share(high)}"
-    return f"{format_share(simulated['success_rate'])} ({count}; {interval})"
-
-
 def evaluated_episodes(evaluation: Mapping[str, Any]) -> str:
     """Return which episodes were evaluated."""
     root = evaluation.get("root")

@@ -33,9 +33,7 @@ def exported(run_dir: Path, folder: Path) -> Path:
 
 def of_the_policy(figures: dict) -> dict:
     """Return the figures without the names of the evaluated weights."""
-    variants = [{key: one[key] for key in one if key not in ("checkpoint", "weights")} for one in figures["variants"]]
-    kept = {key: value for key, value in figures.items() if key not in ("checkpoint", "weights", "root")}
-    return kept | {"variants": variants}
+    return {key: value for key, value in figures.items() if key not in ("checkpoint", "weights", "root")}
 
 
 FAST = ("pi05", "act")

@@ -15,7 +15,7 @@ from vlatune.data.meta.stats import read_episode
 from vlatune.demo.generate import SyntheticSpec, make_dataset
 from vlatune.evaluate.held_out import read_chosen
 from vlatune.evaluate.predictions import predict
-from vlatune.evaluate.rollouts import lay_out, mean_over, plan_replans, roll_out
+from vlatune.evaluate.rollouts import lay_out, plan_replans, roll_out
 from vlatune.evaluate.subject import open_subject
 from vlatune.policies.base import trained_tensors
 from vlatune.run.kept_samples import ROLLOUTS_FILE, EvalSample, load_samples
@@ -46,17 +46,12 @@ def test_actions_at_another_rate_belong_to_every_third_frame():
     assert plan_replans((0, 0, 1, 1), 1).every == 1
 
 
-def test_means_exclude_steps_past_the_end():
-    errors = np.array([[1.0, np.nan], [3.0, np.nan]])
-    assert mean_over(errors, 0) == [2.0, None]
-
-
 @pytest.mark.parametrize("name", ["pi05", "diffusion"])
 def test_a_rollout_equals_separate_predictions_of_every_third_frame(name, run_of):
     subject = open_subject(run_of(name), EvalConfig())
     setup, options = subject.setup, EvalConfig(rollouts=1, batch_size=2)
     module = setup.adapter.load_module(setup.policy, setup.binding, subject.options, stats=setup.stats).eval()
-    next(subject.variants(trained_tensors(module)))
+    subject.load(trained_tensors(module))
     (one,) = roll_out(setup, module, options)
     meta, position = setup.metas[0], int(setup.held_out.position[0])
     recorded = read_episode(meta, ACTION, position)

@@ -64,11 +64,3 @@ def test_the_code_of_the_card_loads_the_export_without_vlatune(exports):
     for kind, size, *shape, finite in loaded:
         assert int(size) < 20_000_000, f"{kind} was not built at its own size"
         assert finite == "True", (kind, shape)
-
-
-@pytest.mark.parametrize("kind", POLICIES)
-def test_the_card_states_whether_lerobot_loads_it_directly(exports, kind):
-    card = (exports[kind] / "DIR" / "README.md").read_text()
-    needs_lines = kind in ("pi05", "pi0", "smolvla")
-    assert ("LeRobot loads it." in card) != needs_lines
-    assert ("This is a tiny model" in card) == needs_lines

@@ -79,7 +79,7 @@ def test_validation_evaluation_and_exports_agree_with_each_other_and_with_lerobo
     subject = open_subject(run_dir, options)
     setup = subject.setup
     module: Any = setup.adapter.load_module(setup.policy, setup.binding, subject.options, stats=setup.stats).eval()
-    next(subject.variants(trained_tensors(module)))
+    subject.load(trained_tensors(module))
     rows_of = dict(by_robot(setup, read_held_out(setup, options.max_samples)))
     for number, root in enumerate(roots):
         folder, mine, part = tmp_path / f"robot_{number}", own["datasets"][number], setup.binding.parts[number]

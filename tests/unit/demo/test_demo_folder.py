@@ -4,10 +4,9 @@ import os
 
 import pytest
 
-from vlatune.config.settings import DemoConfig, RunConfig
+from vlatune.config.settings import RunConfig
 from vlatune.demo.demo import ensure_dataset
 from vlatune.demo.generate import SyntheticSpec, make_dataset
-from vlatune.registry import PACKAGES, get_policy_info
 from vlatune.storage.files import atomic_folder
 from vlatune.train.driver.resume_rules import check_run
 
@@ -31,12 +30,6 @@ def test_a_partial_folder_of_a_living_process_is_kept(tmp_path):
     with pytest.raises(RuntimeError), atomic_folder(tmp_path / "other"):
         raise RuntimeError
     assert sorted(path.name for path in tmp_path.iterdir()) == [others.name, "new"]
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_every_policy_has_a_demo_folder(name):
-    assert get_policy_info(name).small_recipe in get_policy_info(name).recipes
-    assert DemoConfig(policy=name).run_dir.name == ("demo" if name == "pi05" else f"demo-{name}")
 
 
 def test_the_dataset_of_another_demo_is_rejected(tmp_path):
