@@ -23,9 +23,8 @@ from vlatune.findings import Finding, finding_of
 from vlatune.formatting import format_bytes, format_number, format_seconds, format_share, plural
 from vlatune.gpu_driver import find_problem, read_gpu
 from vlatune.policies.base import ModuleOptions
-from vlatune.ray_internals import count_gpus
 from vlatune.train.driver.launch import run_shape
-from vlatune.train.driver.ray_cluster import connected, read_nodes, size_for_this_host, worker_resources
+from vlatune.train.driver.ray_cluster import connected, has_gpus, read_nodes, size_for_this_host, worker_resources
 from vlatune.train.driver.resume_rules import check_run
 from vlatune.train.prefix_choice import GPU_FLOPS, cache_folder, run_figures
 
@@ -237,7 +236,7 @@ def _check_prefix(case: Case) -> Iterator[Finding]:
     if case.setup is None or case.config.policy.keep_prefix == "false":
         return
     try:
-        _, figures = run_figures(case.config, case.setup, on_gpu=count_gpus() > 0)
+        _, figures = run_figures(case.config, case.setup, on_gpu=has_gpus())
     except ValueError:  # with `auto`, nothing is kept
         return
     free = shutil.disk_usage(_existing(cache_folder(case.config))).free

@@ -262,6 +262,16 @@ def read_nodes() -> "list[Node]":
     ]
 
 
+def has_gpus() -> bool:
+    """True if the cluster of the run has GPUs; the driver of a job may be on a node without."""
+    import ray
+
+    if not (ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
+        return count_gpus() > 0
+    with connected():
+        return any(node.gpus for node in read_nodes())
+
+
 @contextmanager
 def connected() -> Iterator[None]:
     """Connect to the cluster at RAY_ADDRESS temporarily, unless this process is connected."""
