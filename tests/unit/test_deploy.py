@@ -87,9 +87,11 @@ def test_image_is_built_from_the_lock_without_root() -> None:
     steps = re.findall(r"^([A-Z]+) (.*)$", DOCKERFILE, re.MULTILINE)
     assert (
         "RUN",
-        "python -m pip install --no-cache-dir --require-hashes --only-binary :all: -r requirements.lock",
+        "python -m pip install --no-cache-dir --no-deps --require-hashes --only-binary :all: -r requirements.lock",
     ) in steps
     copied = [one for step, words in steps if step == "COPY" for one in words.split()[:-1]]
+    sent = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(copied) == sorted(sent)
     assert all((ROOT / one).exists() for one in copied)
     user = [words for step, words in steps if step == "USER"][-1]
     assert all(
