@@ -62,7 +62,7 @@ bench: setup
 lock:
 	@uv=$$(sh scripts/find_uv.sh "$$(sh scripts/find_python.sh --any)") && \
 	"$$uv" pip compile pyproject.toml --quiet --universal --python-version 3.12 \
-		--extra s3 --extra gcs --extra trackers --extra dev \
+		--extra s3 --extra gcs --extra cluster --extra trackers --extra dev \
 		--generate-hashes --no-emit-index-url --no-header -o requirements.lock $(ARGS)
 
 clean:

@@ -18,6 +18,10 @@ VITAL_PROCESSES = ("gcs_server", "raylet")
 """Processes that a cluster cannot survive without; children of the process that started it."""
 TRAIN_WORKER_TITLE, RAYLET_TITLE = "ray::RayTrainWorker", "/raylet/raylet"
 """Process titles of Ray Train's workers and of the raylet."""
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable that Ray's job server sets for the driver of a job."""
+STOP_VARIABLE, DEFAULT_STOP_S = "RAY_JOB_STOP_WAIT_TIME_S", 3
+"""Seconds from SIGTERM to SIGKILL in `ray job stop`."""
 FIT_THREAD = "ray-train"
 """Name of the driver thread that runs Ray Train."""
 FIT_END_S = 0.5

@@ -28,7 +28,7 @@ from vlatune.policies.base import ModuleOptions
 from vlatune.registry import get_policy_info
 from vlatune.train.cache_choice import USED, StepCost, plan_stores
 from vlatune.train.driver.launch import run_shape
-from vlatune.train.driver.ray_cluster import connected, read_nodes, size_for_this_host, worker_resources
+from vlatune.train.driver.ray_cluster import connected, has_gpus, read_nodes, size_for_this_host, worker_resources
 from vlatune.train.driver.resume_rules import check_run
 from vlatune.train.prefix_choice import GPU_FLOPS, prefix_levels
 

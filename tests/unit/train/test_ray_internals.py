@@ -13,7 +13,10 @@ from ray.job_config import JobConfig
 from repository_files import ROOT
 
 from vlatune.ray_internals import (
+    DEFAULT_STOP_S,
+    JOB_VARIABLE,
     NETWORK_VARIABLE,
+    STOP_VARIABLE,
     check_closed,
     count_gpus,
     draining_nodes,
@@ -21,7 +24,7 @@ from vlatune.ray_internals import (
     redirect_errors,
     store_counters,
 )
-from vlatune.train.driver.ray_cluster import ray_environment
+from vlatune.train.driver.ray_cluster import find_short_stop, has_gpus, ray_environment
 from vlatune.train.driver.ray_trainer import TRAIN_SETTINGS
 
 SRC = ROOT / "src" / "vlatune"
@@ -64,6 +67,34 @@ def test_ray_train_knows_its_settings():
     from ray.train.v2._internal import constants
 
     assert set(TRAIN_SETTINGS) <= {value for value in vars(constants).values() if isinstance(value, str)}
+
+
+def test_ray_knows_the_variables_of_a_job():
+    from ray._private.runtime_env import constants
+    from ray.dashboard.modules.job.job_supervisor import JobSupervisor
+
+    assert constants.RAY_JOB_CONFIG_JSON_ENV_VAR == JOB_VARIABLE
+    assert f"DEFAULT_{STOP_VARIABLE}" in vars(JobSupervisor)
+    assert DEFAULT_STOP_S == JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S
+
+
+@pytest.mark.parametrize(
+    ("variables", "warns"),
+    [
+        ({}, False),
+        ({JOB_VARIABLE: "{}"}, True),
+        ({JOB_VARIABLE: "{}", STOP_VARIABLE: "25"}, True),
+        ({JOB_VARIABLE: "{}", STOP_VARIABLE: "60"}, False),
+        ({JOB_VARIABLE: "{}", STOP_VARIABLE: "60 s"}, True),
+    ],
+)
+def test_job_that_ray_would_kill_while_it_saves_gets_a_warning(variables, warns):
+    assert (find_short_stop(variables, 25.0) is not None) == warns
+
+
+def test_gpus_of_a_run_are_those_of_the_cluster(ray_local, monkeypatch):
+    monkeypatch.setattr("vlatune.train.driver.ray_cluster.count_gpus", lambda: 4)  # of the driver's machine
+    assert not has_gpus()
 
 
 def test_loopback_setting_is_temporary(monkeypatch):

@@ -19,7 +19,6 @@ from vlatune.console import redacted, say
 from vlatune.data.health.bad_episodes import skip_line
 from vlatune.findings import raise_failed
 from vlatune.policies.base import ModuleOptions
-from vlatune.ray_internals import count_gpus
 from vlatune.report.html import write_report
 from vlatune.run.kept_samples import FIRST_BATCH_FILE, save_samples
 from vlatune.run.run_folder import DATA_FILE, SKIPPED_FILE, new_log
@@ -31,7 +30,7 @@ from vlatune.storage.lease import Lease
 from vlatune.train.cache_choice import USED, open_stores, with_cache
 from vlatune.train.data_preview import describe_data, mixture_lines, read_first_batch
 from vlatune.train.driver.progress import Progress
-from vlatune.train.driver.ray_cluster import Cluster, local_ray, worker_resources
+from vlatune.train.driver.ray_cluster import Cluster, has_gpus, local_ray, worker_resources
 from vlatune.train.driver.resume_rules import (
     ResumePoint,
     check_run,
@@ -61,7 +60,7 @@ def train(config: RunConfig) -> None:
     check_run(config)  # before the lock file is created in the folder
     with run_lock(folder), run_lease(config) as lease:
         start = find_resume_point(config, setup, say=_say)
-        on_gpu = count_gpus() > 0
+        on_gpu = has_gpus()
         kept = choose_prefix(config, start.setup, start.fingerprints, on_gpu=on_gpu)
         config, start = with_prefix(config, kept), replace(start, setup=replace(start.setup, kept=kept.settings))
         _say(f"kept prefix: {kept.reason}")

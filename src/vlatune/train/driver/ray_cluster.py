@@ -25,6 +25,9 @@ from vlatune.config.settings import RunConfig
 from vlatune.console import redacted, say, warn
 from vlatune.errors import TerminatedError
 from vlatune.ray_internals import (
+    DEFAULT_STOP_S,
+    JOB_VARIABLE,
+    STOP_VARIABLE,
     VITAL_PROCESSES,
     check_closed,
     closed_job,
@@ -50,6 +53,8 @@ AUTH_MODE = "RAY_AUTH_MODE"
 """Ray's variable for token authentication. Unset, a local cluster requires a token, and a cluster
 at RAY_ADDRESS is joined without one."""
 KILL_S = 5.0
+STOP_MARGIN_S = 30
+"""Seconds that a driver may take after saving, to end the workers and write the report."""
 LOG_BYTES = 10_000_000
 """Maximum size of each Ray log file that is kept after a failure."""
 
@@ -183,6 +188,8 @@ def local_ray(config: RunConfig, folder: Path, run: "RunShape") -> Iterator[Clus
                 _join_cluster()
                 if os.environ.get(AUTH_MODE, "").lower() != "token":
                     warn(f"vlatune: warning: {OPEN_CLUSTER}")
+                if text := find_short_stop(os.environ, config.grace_s):
+                    warn(f"vlatune: warning: {text}")
             yield Cluster(plan_on_nodes(read_nodes(), run), None, is_local=False)
             return
         requires_token = os.environ.get(AUTH_MODE, "token").lower() == "token"
@@ -199,6 +206,17 @@ def local_ray(config: RunConfig, folder: Path, run: "RunShape") -> Iterator[Clus
         else:
             warn(f"vlatune: warning: {OPEN_LOCAL}")
         yield cluster
+
+
+def find_short_stop(environment: Mapping[str, str], grace_s: float) -> str | None:
+    """Return a warning if `ray job stop` would kill this driver before it has saved a checkpoint."""
+    stop_s = environment.get(STOP_VARIABLE, str(DEFAULT_STOP_S))
+    if JOB_VARIABLE not in environment or (stop_s.isdecimal() and int(stop_s) > grace_s):
+        return None
+    return (
+        f"`ray job stop` kills this job after {STOP_VARIABLE}={stop_s} seconds, and saving may take --grace_s={grace_s:g}; "
+        f"set {STOP_VARIABLE} to an integer of at least {grace_s + STOP_MARGIN_S:.0f} in the job's env_vars"
+    )
 
 
 def _disconnect() -> None:
@@ -260,6 +278,16 @@ def read_nodes() -> "list[Node]":
         )
         for one in resources
     ]
+
+
+def has_gpus() -> bool:
+    """True if the cluster of the run has GPUs; the driver of a job may be on a node without."""
+    import ray
+
+    if not (ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
+        return count_gpus() > 0
+    with connected():
+        return any(node.gpus for node in read_nodes())
 
 
 @contextmanager
