@@ -14,7 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from vlatune.batch import ACTION_IS_PAD, STEP_ACTIONS
-from vlatune.policies.base import ModuleOptions
+from vlatune.data.transforms import NORMALISE_EPS
+from vlatune.policies.base import ModuleOptions, PolicySpec, Stats
+from vlatune.policies.normalisation import STATS_OF_MODE
 
 ADAPTER = "default"
 """Name of the single PEFT adapter of a layer."""
@@ -70,6 +72,18 @@ def num_valid(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the number of valid actions a masked loss divides by: STEP_ACTIONS, or the batch's."""
     step_B = batch.get(STEP_ACTIONS)
     return (~batch[ACTION_IS_PAD]).sum().clamp_min(1) if step_B is None else step_B[0]
+
+
+def image_scale(spec: PolicySpec, stats: Stats) -> tuple[Tensor, Tensor]:
+    """Return mean and divisor of images in [0, 1], (V, 3, 1, 1) each for V cameras, as in LeRobot."""
+    mode = spec.normalisation.get("VISUAL", "IDENTITY")
+    if mode == "IDENTITY" or not stats:  # no statistics: an export, which computes nothing
+        return torch.zeros(len(spec.cameras), 3, 1, 1), torch.ones(len(spec.cameras), 3, 1, 1)
+    mean, deviation = (
+        torch.stack([torch.from_numpy(stats[camera][name]).float().reshape(3, 1, 1) for camera in spec.cameras])
+        for name in STATS_OF_MODE[mode]
+    )
+    return mean, deviation + float(NORMALISE_EPS)
 
 
 LARGEST_KERNEL = 16

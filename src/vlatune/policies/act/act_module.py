@@ -22,17 +22,15 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE
-from vlatune.data.transforms import NORMALISE_EPS
-from vlatune.policies.act.act_options import PRETRAINED
-from vlatune.policies.act.act_spec import WEIGHTS, ActSpec
+from vlatune.policies.act import PRETRAINED
+from vlatune.policies.act.act_adapter import ActSpec
 from vlatune.policies.base import PolicyOutput, Stats
 from vlatune.policies.loading import fill_all
-from vlatune.policies.modeling import num_valid
-from vlatune.policies.normalisation import STATS_OF_MODE
+from vlatune.policies.modeling import image_scale, num_valid
+from vlatune.policies.weight_files import SINGLE_FILE
 from vlatune.storage.files import real_path
 from vlatune.storage.hub import fetch as fetch_from_hub
 
-BACKBONE = "model.backbone."
 BRANCH_GAIN = 0.25
 """Gain of the tiny model's residual branches; its untrained batch norms do not limit the
 variance."""
@@ -149,20 +147,6 @@ def _skip_weights(
     return inputs, {**settings, "need_weights": False}
 
 
-def image_scale(spec: ActSpec, stats: Stats) -> tuple[Tensor, Tensor]:
-    """Return offset and divisor of images in [0, 1], (V, 3, 1, 1) each, as in LeRobot."""
-    mode = spec.normalisation.get("VISUAL", "IDENTITY")
-    if mode not in ("IDENTITY", "MEAN_STD"):
-        raise ValueError(f"policy '{spec.folder}': images are normalised by {mode}, expected MEAN_STD or IDENTITY")
-    if mode == "IDENTITY" or not stats:  # no statistics: an export, which computes nothing
-        return torch.zeros(len(spec.cameras), 3, 1, 1), torch.ones(len(spec.cameras), 3, 1, 1)
-    mean, deviation = (
-        torch.stack([torch.from_numpy(stats[camera][name]).float().reshape(3, 1, 1) for camera in spec.cameras])
-        for name in STATS_OF_MODE[mode]
-    )
-    return mean, deviation + float(NORMALISE_EPS)
-
-
 def make_config(config: Mapping[str, Any]) -> ACTConfig:
     """Return LeRobot's config without pretrained weights, which it would download."""
     given = {key: value for key, value in config.items() if key != "type"}
@@ -213,7 +197,7 @@ def read_pretrained(name: str, *, fetch: bool) -> dict[str, Tensor]:
     flag = "--policy.pretrained_backbone_weights"
     try:
         file = fetch_from_hub(
-            repository, lambda hub: hub.hf_hub_download(repository, WEIGHTS, local_files_only=not fetch)
+            repository, lambda hub: hub.hf_hub_download(repository, SINGLE_FILE, local_files_only=not fetch)
         )
     except ValueError as error:
         if fetch:

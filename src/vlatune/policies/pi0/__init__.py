@@ -6,16 +6,13 @@ presets (`PI0Config`).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import PolicyConfig
 from vlatune.policies.pi05 import POLICY as PI05
 from vlatune.policies.pi05 import Pi05Options, make_recipe, make_tiny_recipe
 from vlatune.registry import PolicyInfo
-
-if TYPE_CHECKING:
-    from vlatune.policies.pi0.adapter import Pi0Adapter
 
 HUB_BASE = "lerobot/pi0_base"
 
@@ -27,7 +24,7 @@ class Pi0Options(Pi05Options):
     tokenizer_max_length: int = setting(48, minimum=1, with_base="any")
 
 
-def _adapter() -> "Pi0Adapter":
+def _adapter() -> Any:
     from vlatune.policies.pi0.adapter import Pi0Adapter
 
     return Pi0Adapter()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusion_parity import CASES, adding, make_base, run_config
+from diffusion_parity import CASES, fixed_step_noise, make_base, run_config
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from safetensors.numpy import load_file
@@ -90,7 +90,7 @@ def test_lerobots_factory_loads_the_export_and_gives_the_same_actions(base, data
     policy = get_policy_class(lerobots.type).from_pretrained(exported).eval()
     before, after = make_pre_post_processors(lerobots, str(exported))
     images = {name: torch.from_numpy(recorded[name]) / 255.0 for name, _ in setup.binding.cameras}
-    with adding(module.step_noise):
+    with fixed_step_noise():
         chunk = policy.predict_action_chunk(before(images | {STATE: torch.from_numpy(rows[STATE])}), noise=noise)
     first = lerobots.n_obs_steps - 1
     theirs = after(chunk).numpy()
