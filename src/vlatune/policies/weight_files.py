@@ -18,13 +18,8 @@ from vlatune.storage.files import read_file, real_path
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-BACKBONE_STRIDES = {
-    **dict.fromkeys((".layer1.", ".backbone.4."), 4),
-    **dict.fromkeys((".layer2.", ".backbone.5."), 8),
-    **dict.fromkeys((".layer3.", ".backbone.6."), 16),
-    **dict.fromkeys((".layer4.", ".backbone.7."), 32),
-}
-"""Maps parts of a ResNet, by ACT's and Diffusion Policy's names, to the stride of their output."""
+RESNET_STAGE = re.compile(r"\.backbone\.(?:layer(\d)|([4-7]))\.")
+"""Name of a tensor in a ResNet's stage 1 to 4, in ACT or Diffusion Policy."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -80,7 +75,8 @@ def count_flops(
     for stored in stored_tensors(folder):
         number = next((one for pattern, one in uses.items() if re.search(pattern, stored.key)), 1.0)
         if ".backbone." in stored.key:
-            stride = next((side for part, side in BACKBONE_STRIDES.items() if part in stored.key), 2)
+            stage = RESNET_STAGE.search(stored.key)
+            stride = 2 ** (int(stage[1] or int(stage[2]) - 3) + 1) if stage else 2
             number = num_images * math.prod(side / stride for side in image_hw)
         total += math.prod(stored.shape) * number if len(stored.shape) > 1 else 0.0
     return 6.0 * total

@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, Columns
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE
 from vlatune.data.transforms import Rename, Select, Transform
-from vlatune.policies.act import PRETRAINED, ActOptions
+from vlatune.policies.act.act_spec import PRETRAINED, ActOptions, ActSpec, LatentNoise
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
@@ -26,7 +23,6 @@ from vlatune.policies.base import (
     ModuleOptions,
     NoiseSpec,
     PolicyAdapter,
-    PolicySpec,
     Stats,
     check_action_steps,
 )
@@ -82,30 +78,6 @@ SMALL: Mapping[str, Any] = {
 """The tiny model of the demo and tests, where it differs from LeRobot's defaults."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActSpec(PolicySpec):
-    fixed_inputs: bool = True
-    latent_dim: int
-    """0 if trained without a latent."""
-    lr_backbone: float
-    config: Mapping[str, Any] = field(repr=False)
-    """config.json with LeRobot's defaults and the run's overrides."""
-
-
-@dataclass(frozen=True)
-class LatentNoise:
-    """Sample N(0, 1) noise of the latent."""
-
-    noise: NoiseSpec
-    dims: int
-
-    def __call__(self, columns: Columns) -> Columns:
-        noise_NL = np.empty((len(columns[ACTION]), self.dims), dtype=np.float32)
-        for row, rng in enumerate(self.noise.generators(columns)):
-            rng.standard_normal(out=noise_NL[row], dtype=np.float32)
-        return columns | {NOISE: noise_NL}
-
-
 class ActAdapter(PolicyAdapter[ActSpec]):
     schema = SCHEMA
 
@@ -138,8 +110,7 @@ class ActAdapter(PolicyAdapter[ActSpec]):
         with atomic_folder(folder) as temporary:
             for name, content in plain_processors().items():
                 (temporary / name).write_text(json.dumps(content, indent=2))
-            fetch = fit.overrides.get("pretrained_backbone_weights") is not None
-            save_new(temporary, config, fit.seed, small=small, fetch=fetch)
+            save_new(temporary, config, fit.seed, small=small)
 
     def make_transforms(self, spec: ActSpec, binding: Binding, stats: Stats, noise: NoiseSpec) -> tuple[Transform, ...]:
         latent = (LatentNoise(noise, spec.latent_dim),) if spec.latent_dim else ()

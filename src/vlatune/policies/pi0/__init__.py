@@ -1,4 +1,4 @@
-"""PI0, PI0.5's predecessor: metadata here, differences in `adapter.py` and `model.py`.
+"""PI0, PI0.5's predecessor: metadata here, code with PI0.5's in `pi05`.
 
 The state is a token of the action expert instead of text in the prompt, and the flow time is part
 of the action tokens instead of a scale of the expert's norms. The recipe uses LeRobot's training
@@ -25,7 +25,7 @@ class Pi0Options(Pi05Options):
 
 
 def _adapter() -> Any:
-    from vlatune.policies.pi0.adapter import Pi0Adapter
+    from vlatune.policies.pi05.adapter import Pi0Adapter
 
     return Pi0Adapter()
 
