@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from vlatune.batch import SLOT, Columns
 from vlatune.policies.processors import CONFIG
+from vlatune.random_streams import Stream, make_generator
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +139,12 @@ class NoiseSpec:
     """Noise and time samples per observation."""
     by_frame: bool = False
     """Seed by frame, as validation needs, rather than by the sample's slot in the run's order."""
+
+    def generators(self, columns: Columns) -> Iterator[np.random.Generator]:
+        """Yield the generator of every row."""
+        stream, key = (Stream.EVAL_NOISE, "index") if self.by_frame else (Stream.NOISE, SLOT)
+        for number in columns[key].tolist():
+            yield make_generator(stream, self.seed, number)
 
 
 @dataclass(frozen=True)

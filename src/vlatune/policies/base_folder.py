@@ -8,10 +8,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from vlatune.batch import ACTION, STATE
 from vlatune.config.fields import violation
-from vlatune.policies.processors import CONFIG, PREPROCESSOR, PROCESSORS, Schema, checked_config, checked_steps
+from vlatune.policies.processors import CONFIG, PREPROCESSOR, PROCESSORS, Schema, checked_config, checked_steps, is_size
 from vlatune.registry import get_policy_info
 from vlatune.storage.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, parse_json, read_file
 from vlatune.storage.hub import fetch
@@ -60,11 +61,15 @@ def _allowed(folder: Path, config: Mapping[str, Any], type_name: str, overrides:
     return plain
 
 
-def with_defaults(config: Mapping[str, Any], options: Any, normalisation: Mapping[str, str]) -> dict[str, Any]:
-    """Fill omitted fields with LeRobot's defaults; lists become tuples, as in flags."""
-    defaults = dataclasses.asdict(options) | {"normalization_mapping": normalisation}
+def option_defaults(options: type, normalisation: Mapping[str, str]) -> dict[str, Any]:
+    """Return LeRobot's default of every option and of the normalisation."""
+    return dataclasses.asdict(options()) | {"normalization_mapping": normalisation}
+
+
+def with_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill fields that are omitted or null with LeRobot's defaults; lists become tuples, as in flags."""
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
-    return defaults | {name: value for name, value in given.items() if value is not None or name not in defaults}
+    return {**defaults, **{name: value for name, value in given.items() if value is not None or name not in defaults}}
 
 
 def check_options(config: Mapping[str, Any], options: type, where: str) -> None:
@@ -84,6 +89,47 @@ def one_image_size(fit: "Fit", title: str, remedy: str) -> tuple[int, int]:
         sizes = ", ".join(f"{name} {hw[0]} x {hw[1]}" for name, hw in zip(fit.cameras, fit.recorded_hw, strict=True))
         raise ValueError(f"{title} needs cameras with one image size, but these differ: {sizes}; {remedy}")
     return fit.recorded_hw[0]
+
+
+class Features(NamedTuple):
+    """Inputs and outputs of a policy that takes images of one size."""
+
+    cameras: tuple[str, ...]
+    image_hw: tuple[int, int]
+    state_dim: int
+    action_dim: int
+
+
+def make_features(fit: "Fit", image_hw: tuple[int, int]) -> dict[str, Any]:
+    """Return the features in the config.json of a new model."""
+    images = {camera: {"type": "VISUAL", "shape": [3, *image_hw]} for camera in fit.cameras}
+    return {
+        "input_features": images | {STATE: {"type": "STATE", "shape": [fit.state_dim]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [fit.action_dim]}},
+    }
+
+
+def read_features(config: Mapping[str, Any], where: str) -> Features:
+    """Return the features of a validated config.json; raise if they are not cameras, state and action."""
+    inputs, outputs = config.get("input_features") or {}, config.get("output_features") or {}
+    cameras = {name: one["shape"] for name, one in inputs.items() if one["type"] == "VISUAL"}
+    if not cameras or inputs.keys() != {*cameras, STATE} or [*outputs] != [ACTION]:
+        raise ValueError(
+            f"{where}: {CONFIG}: the features are {', '.join((*inputs, *outputs)) or 'none'}, expected cameras, '{STATE}' and "
+            f"'{ACTION}'; use another base model"
+        )
+    vectors = [inputs[STATE]["shape"], outputs[ACTION]["shape"]]
+    hw = next(iter(cameras.values()))[1:]
+    is_valid = all(shape == [3, *hw] for shape in cameras.values()) and [*map(len, vectors)] == [1, 1] and len(hw) == 2
+    if not is_valid or not all(is_size(side) for shape in (hw, *vectors) for side in shape):
+        raise ValueError(
+            f"{where}: {CONFIG}: the features have the shapes {[*cameras.values(), *vectors]}, expected colour images of one size "
+            f"and vectors; use another base model"
+        )
+    visual = config["normalization_mapping"].get("VISUAL", "IDENTITY")
+    if visual not in ("MEAN_STD", "IDENTITY"):
+        raise ValueError(f"{where}: images are normalised by {visual}, expected MEAN_STD or IDENTITY")
+    return Features(tuple(cameras), (int(hw[0]), int(hw[1])), int(vectors[0][0]), int(vectors[1][0]))
 
 
 def read_steps(folder: Path, schema: Schema) -> dict[str, list[dict[str, Any]]]:
@@ -129,18 +175,13 @@ def _parts(path: Path) -> Iterator[bytes]:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, MAX_HEADER_BYTES))
         yield header
-        for begin, end in _offsets(header, path):
-            file.seek(8 + length + begin)
-            yield file.read(min(end - begin, SAMPLED_BYTES))
-
-
-def _offsets(header: bytes, path: Path) -> list[tuple[int, int]]:
-    """Return the byte range of every tensor in the header of a safetensors file."""
-    where, remedy = f"policy '{path.parent}': {path.name} is damaged (its header", "download the base model again"
-    tensors = parse_json(header, where, remedy=remedy)
-    entries = [one for name, one in tensors.items() if name != "__metadata__"] if isinstance(tensors, dict) else [None]
-    offsets = [one.get("data_offsets") if isinstance(one, dict) else None for one in entries]
-    found = [(one[0], one[1]) for one in offsets if isinstance(one, list) and [*map(type, one)] == [int, int]]
-    if len(found) < len(offsets) or not all(0 <= begin <= end < 2**62 for begin, end in found):
-        raise ValueError(f"{where} has no offsets of tensors); {remedy}")
-    return found
+        try:
+            tensors = [one for name, one in json.loads(header).items() if name != "__metadata__"]
+            offsets = [(int(begin), int(end)) for begin, end in (one["data_offsets"] for one in tensors)]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"policy '{path.parent}': {path.name} is damaged; download the base model again"
+            ) from error
+        for begin, end in offsets:
+            file.seek(8 + length + max(0, begin))
+            yield file.read(max(0, min(end - begin, SAMPLED_BYTES)))

@@ -101,7 +101,11 @@ def join_bindings(metas: Sequence[DatasetMeta], bindings: Sequence[Binding]) -> 
     for meta, binding in zip(metas, bindings, strict=True):
         for what in ONE_ROBOT:
             if getattr(binding, what) != getattr(first, what):
-                raise ValueError(_disagreement(what, metas[0], first, meta, binding))
+                raise ValueError(
+                    f"dataset '{meta.root.url}': its {what} is {getattr(binding, what)}, but {getattr(first, what)} in "
+                    f"'{metas[0].root.url}'; datasets that are trained together must agree: map its cameras with --rename_map, "
+                    f"or use --dataset.robots=several"
+                )
     also = [pair for binding in bindings for pair in (*binding.also, *binding.cameras) if pair not in first.cameras]
     fps = first.fps if len({one.fps for one in bindings}) == 1 else 0.0
     return replace(first, also=tuple(dict.fromkeys(also)), fps=fps)
@@ -145,32 +149,6 @@ def mixture_masks(spec: PolicySpec, binding: Binding) -> tuple[MixtureMasks, ...
     own = [{target for _, target in part.cameras} for part in binding.parts]
     cameras = tuple(tuple(target in one for _, target in binding.cameras) for one in own)
     return (MixtureMasks(tuple(part.action_dim for part in binding.parts), cameras, spec.max_action_dim),)
-
-
-def _disagreement(what: str, meta: DatasetMeta, first: Binding, other_meta: DatasetMeta, other: Binding) -> str:
-    if what == "is_relative":
-        return (
-            f"dataset '{other_meta.root.url}': its relative action dims are {_relative_names(other)}, but {_relative_names(first)} in "
-            f"'{meta.root.url}'; datasets of one robot must agree: use --dataset.robots=several"
-        )
-    text = (
-        f"dataset '{other_meta.root.url}': its {what} is {getattr(other, what)}, but {getattr(first, what)} in "
-        f"'{meta.root.url}'; datasets that are trained together must agree"
-    )
-    if what != "missing_cameras":
-        return text
-    lacking, having = (other_meta, other), (meta, first)
-    if len(first.missing_cameras) > len(other.missing_cameras):
-        lacking, having = having, lacking
-    wanted = next(target for _, target in having[1].cameras if target in lacking[1].missing_cameras)
-    used = [name for name, _ in lacking[1].cameras]
-    free = next((name for name in lacking[0].cameras if name not in used), "NAME")
-    return f"{text}: name its camera for '{wanted}' with {as_flag({free: wanted})}"
-
-
-def _relative_names(binding: Binding) -> str:
-    names = zip(binding.action_names, binding.is_relative, strict=True)
-    return ", ".join(name for name, is_relative in names if is_relative) or "none"
 
 
 def _check_targets(
@@ -252,28 +230,20 @@ def _check_relative(meta: DatasetMeta, own: Mapping[str, str], is_relative: Sequ
     action, state = meta.features[own[ACTION]], meta.features[own[STATE]]
     if (action.dims is None) == (state.dims is None):
         return
-    pairs = zip(_recorded_dims(action), _recorded_dims(state), is_relative, strict=False)
-    wrong = next((pair for *pair, relative in pairs if relative and not _is_same(*pair)), None)
-    if wrong is not None:
-        words = [name or dim for dim, name in _recorded_dims(action)]
-        raise ValueError(
-            f"dataset '{meta.root.url}': dim {_shown_dim(wrong[0])} of '{own[ACTION]}' would be relative to dim {_shown_dim(wrong[1])} of "
-            f"'{own[STATE]}'; select the same dims of both, in the same order: {as_flag({ACTION: words, STATE: words}, SELECT_DIMS)}"
-        )
+    for dim, other, relative in zip(_recorded_dims(action), _recorded_dims(state), is_relative, strict=False):
+        if relative and dim[0] != other[0] and (dim[1] != other[1] or not dim[1]):
+            words = [name or number for number, name in _recorded_dims(action)]
+            raise ValueError(
+                f"dataset '{meta.root.url}': dim {dim[0]} ('{dim[1]}') of '{own[ACTION]}' would be relative to dim {other[0]} "
+                f"('{other[1]}') of '{own[STATE]}'; select the same dims of both, in the same order: "
+                f"{as_flag({ACTION: words, STATE: words}, SELECT_DIMS)}"
+            )
 
 
 def _recorded_dims(feature: Feature) -> list[tuple[int, str]]:
     """Return (index in the recorded vector, name or "") of every used dim."""
     dims = feature.dims or range(feature.shape[0])
     return list(zip(dims, dim_names(feature) or [""] * len(dims), strict=True))
-
-
-def _is_same(dim: tuple[int, str], other: tuple[int, str]) -> bool:
-    return dim[0] == other[0] or dim[1] == other[1] != ""
-
-
-def _shown_dim(dim: tuple[int, str]) -> str:
-    return f"{dim[0]} ('{dim[1]}')" if dim[1] else str(dim[0])
 
 
 def _names(feature: Feature, prefix: str) -> tuple[str, ...]:

@@ -1,23 +1,65 @@
-"""Parts shared by flow-matching policies: spec, noise and time samples, padded actions.
+"""Parts shared by flow-matching policies with a prompt: adapter, spec, noise and time samples.
 
 Does not import torch, because read tasks use it. The torch side is `modeling.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from vlatune.batch import ACTION, NOISE, SLOT, TIME, Columns
-from vlatune.policies.base import NoiseSpec, PolicySpec
-from vlatune.policies.tokenizer import PromptTokenizer
-from vlatune.random_streams import Stream, make_generator
+from vlatune.batch import (
+    ACTION,
+    ACTION_IS_PAD,
+    IDS,
+    MIXTURE_KEYS,
+    NOISE,
+    SLOT,
+    STATE,
+    TIME,
+    TOKEN_MASK,
+    TOKENS,
+    Columns,
+)
+from vlatune.data.frames.prefix_store import PrefixLayout
+from vlatune.data.transforms import Rename, Select, Transform
+from vlatune.policies.base import (
+    NO_OVERRIDES,
+    NO_STATS,
+    Binding,
+    ModuleOptions,
+    NoiseSpec,
+    PolicyAdapter,
+    PolicySpec,
+    Stats,
+    check_action_steps,
+)
+from vlatune.policies.base_folder import read_config, read_steps, with_defaults
+from vlatune.policies.binding import mixture_masks
+from vlatune.policies.model_size import SIZE_FILE, ModelSize, read_size_file
+from vlatune.policies.normalisation import make_normalisers, make_relative
+from vlatune.policies.processors import PREPROCESSOR
+from vlatune.policies.tokenizer import (
+    NewlinePrompt,
+    PromptTokenizer,
+    Tokenise,
+    find_tokenizer,
+    load_tokenizer,
+    tokenizer_settings,
+)
+from vlatune.policies.weight_files import Shapes, check_shapes, count_flops, stored_tensors
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+USED_ONCE = r"embed_tokens|lm_head|position_embedding|layernorm\.dense"
+"""Weights that no token multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +73,14 @@ class FlowSpec(PolicySpec):
     max_tokens: int
     flow_time: tuple[float, float, float, float] = (1.5, 1.0, 0.999, 0.001)
     """Time is Beta(first, second) * third + fourth."""
+    dtype: str = "float32"
+    """Of the base model."""
+    num_patches: int
+    """Patches of the vision tower per camera."""
+    image_tokens: int
+    """Tokens of the language model per camera."""
+    prefix_width: int
+    """Numbers per token in the keys and values of all layers that the expert attends to."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +116,133 @@ class FlowNoise:
     offset: float = 0.001
 
     def __call__(self, columns: Columns) -> Columns:
-        stream = Stream.EVAL_NOISE if self.by_frame else Stream.NOISE
-        numbers = columns["index" if self.by_frame else SLOT].tolist()
-        noise = np.empty((len(numbers), self.samples, self.horizon, self.dims), dtype=np.float32)
-        time = np.empty((len(numbers), self.samples), dtype=np.float32)
-        for row, number in enumerate(numbers):
-            rng = make_generator(stream, self.seed, number)
+        rows = len(columns["index" if self.by_frame else SLOT])
+        noise = np.empty((rows, self.samples, self.horizon, self.dims), dtype=np.float32)
+        time = np.empty((rows, self.samples), dtype=np.float32)
+        for row, rng in enumerate(NoiseSpec(self.seed, by_frame=self.by_frame).generators(columns)):
             for draw in range(self.samples):  # in sequence: the first must not depend on how many follow
                 rng.standard_normal(out=noise[row, draw], dtype=np.float32)
                 time[row, draw] = rng.beta(self.alpha, self.beta) * self.scale + self.offset
         return columns | {NOISE: noise, TIME: time}
 
 
-def make_flow_noise(spec: FlowSpec, noise: NoiseSpec) -> FlowNoise:
-    return FlowNoise(noise.seed, spec.horizon, spec.max_action_dim, noise.flow_samples, noise.by_frame, *spec.flow_time)
+class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
+    """The adapter of a policy with a vision-language prefix and an action expert."""
+
+    title: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
+    """LeRobot's defaults for fields missing from config.json."""
+    spec_class: ClassVar[type[Any]] = FlowSpec
+    size_class: ClassVar[type[ModelSize]]
+    """Its module has `building_at(size)`, which builds LeRobot's class at a size."""
+    parts: ClassVar[tuple[str, str, str]]
+    """Patterns of tensor names: vision tower, language model, action expert."""
+    carried_files = (SIZE_FILE,)
+    mixes_robots = True
+
+    @abstractmethod
+    def read_model(self, folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], Shapes]:
+        """Return fields of the spec that depend on the model's size, and some shapes of its weights."""
+
+    @abstractmethod
+    def loader(self) -> Callable[[S, Binding, ModuleOptions, Any], torch.nn.Module]:
+        """Return the function that loads the torch module on a device."""
+
+    def make_prompt(self, binding: Binding) -> Transform:
+        return NewlinePrompt()
+
+    def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> S:
+        """Read and validate the folder; of the weights only some shapes, loading compares all."""
+        steps = read_steps(folder, self.schema)
+        config = with_defaults(read_config(folder, self.schema, overrides), self.defaults)
+        if overrides:
+            check_action_steps(config, f"policy '{folder}'")
+        fields, shapes = self.read_model(folder, config)
+        step = tokenizer_settings(folder, steps[PREPROCESSOR], overrides)
+        tokenizer_file = find_tokenizer(folder, step["tokenizer_name"])
+        spec = self.spec_class(
+            type=self.schema.type,
+            folder=str(folder),
+            cameras=camera_names(folder, config),
+            action_offsets=tuple(range(int(config["chunk_size"]))),
+            max_state_dim=int(config["max_state_dim"]),
+            max_action_dim=int(config["max_action_dim"]),
+            normalisation=dict(config["normalization_mapping"]),
+            tokenizer_file=str(tokenizer_file),
+            tokenizer=load_tokenizer(tokenizer_file, fields["vocab_size"]),
+            max_tokens=int(step.get("max_length") or config["tokenizer_max_length"]),
+            **fields,
+        )
+        found = {name: one for one in stored_tensors(folder) for name in self.stored_names(one.key)}
+        check_shapes(folder, shapes, found, self.title)
+        return spec
+
+    def make_transforms(self, spec: S, binding: Binding, stats: Stats, noise: NoiseSpec) -> tuple[Transform, ...]:
+        """Return the equivalents of LeRobot's processors."""
+        cameras = tuple(target for _, target in binding.cameras)
+        masks = mixture_masks(spec, binding)
+        also = MIXTURE_KEYS if masks else ()
+        return (
+            Rename(dict(binding.cameras)),
+            *make_relative(spec, binding),
+            *make_normalisers(spec, stats),
+            self.make_prompt(binding),
+            Tokenise(spec.tokenizer, spec.max_tokens, spec.vocab_size),
+            PadActions(spec.max_action_dim),
+            FlowNoise(
+                noise.seed, spec.horizon, spec.max_action_dim, noise.flow_samples, noise.by_frame, *spec.flow_time
+            ),
+            *masks,
+            Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT, *also)),
+        )
+
+    def step_flops(self, spec: S, binding: Binding, options: ModuleOptions) -> float:
+        cameras, forward = len(binding.cameras), 1 / 3  # backward takes twice as many operations as forward
+        tower, language, expert = self.parts
+        uses = {
+            USED_ONCE: 0.0,
+            tower: spec.num_patches * cameras * (1 if options.train == "full" else forward),
+            language: (spec.image_tokens * cameras + spec.max_tokens) * (forward if _is_frozen(options) else 1),
+            expert: spec.horizon * options.flow_samples,
+        }
+        return count_flops(Path(spec.folder), uses)
+
+    def kept_prefix(self, spec: S, binding: Binding, options: ModuleOptions) -> PrefixLayout | None:
+        if not _is_frozen(options):
+            return None
+        tokens = spec.image_tokens * len(binding.cameras)
+        return PrefixLayout("prefix", tokens, spec.max_tokens, spec.prefix_width, options.dtype or spec.dtype)
+
+    def loading_code(self, folder: Path) -> str:
+        size, owner = read_size_file(folder, self.size_class), self.size_class
+        # A context manager that is not kept ends at once.
+        lines = (f"from {owner.__module__} import {owner.__name__}, building_at", "", f"tiny = building_at({size})")
+        return "\n".join((*lines, "tiny.__enter__()")) if size else ""
+
+    def load_module(
+        self,
+        spec: S,
+        binding: Binding,
+        options: ModuleOptions,
+        device: torch.device | str = "cpu",
+        *,
+        stats: Stats = NO_STATS,
+    ) -> torch.nn.Module:
+        return self.loader()(spec, binding, options, device)
 
 
-def camera_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _is_frozen(options: ModuleOptions) -> bool:
+    """True if nothing in the vision-language prefix trains."""
+    return options.train in ("heads", "expert")
+
+
+def camera_names(folder: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cameras of config.json, including the empty ones that LeRobot adds."""
-    named = [key for key, feature in (config["input_features"] or {}).items() if feature["type"] == "VISUAL"]
+    named = [key for key, feature in config["input_features"].items() if feature["type"] == "VISUAL"]
     if not named:
-        raise ValueError("input_features names no camera; write the policy's cameras there")
+        raise ValueError(
+            f"policy '{folder}': config.json: input_features names no camera; write the policy's cameras there"
+        )
     empty = [f"observation.images.empty_camera_{number}" for number in range(int(config["empty_cameras"]))]
     return tuple(dict.fromkeys([*named, *empty]))
 

@@ -5,7 +5,8 @@ the host holds only one tensor at a time.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import groupby
@@ -66,6 +67,29 @@ def parameters_on_meta() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = original
         PreTrainedModel.initialize_weights = original_values
+
+
+def find_tensors(
+    folder: Path, policy: nn.Module, title: str, model_names: Callable[[str], tuple[str, ...]] = lambda key: (key,)
+) -> dict[str, StoredTensor]:
+    """Return the stored tensors by the model's names; raise unless names and shapes match.
+
+    `model_names` maps a stored name to the model's names, its own first.
+    """
+    found: dict[str, StoredTensor] = {}
+    for stored in stored_tensors(folder):
+        names = model_names(stored.key)
+        for name in names:
+            if name not in found or name == names[0]:  # a separate table precedes the tied one
+                found[name] = stored
+    check_tensors(folder, {name: tuple(one.shape) for name, one in policy.named_parameters()}, found, title)
+    return found
+
+
+def train_only(policy: nn.Module, wanted: str, *, unused: str) -> None:
+    """Freeze all parameters but those that match `wanted` at the start and `unused` nowhere."""
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(bool(re.match(wanted, name)) and not re.search(unused, name))
 
 
 def fill(policy: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from vlatune.storage.files import parse_json, read_file
 from vlatune.storage.limits import check_limit
@@ -29,42 +29,13 @@ class ModelSize:
 
     title: ClassVar[str]
     """Model name, for messages."""
-    multiples: ClassVar[Mapping[str, str]]
-    """Maps a field to the field that it must be a multiple of."""
-    even: ClassVar[tuple[str, ...]]
-    """Fields that must be even, because position embeddings pair two halves."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            self._require(is_count, f"{field.name}={value!r}: must be an integer above 0")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{self.title}'s size: {field.name}={value!r}: must be an integer above 0")
             check_limit("model_depth" if "depth" in field.name else "model_width", value, f"{field.name}:")
-        for name, of in self.multiples.items():
-            value, divisor = getattr(self, name), getattr(self, of)
-            self._require(value % divisor == 0, f"{name}={value}: must be a multiple of {of}={divisor}")
-        for name in self.even:
-            value = getattr(self, name)
-            self._require(value % 2 == 0, f"{name}={value}: must be even (its position code pairs two halves)")
-
-    def _require(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{self.title}'s size: {message}")
-
-    def to_json(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Any) -> Self:
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}, expected an object")
-        if values.keys() != names:
-            unknown, missing = sorted(values.keys() - names), sorted(names - values.keys())
-            raise ValueError(
-                f"a {cls.title}'s size needs exactly {sorted(names)}; unknown: {unknown}, missing: {missing}"
-            )
-        return cls(**values)
 
 
 def read_size_file[S: ModelSize](folder: Path, size_class: type[S]) -> S | None:
@@ -72,14 +43,21 @@ def read_size_file[S: ModelSize](folder: Path, size_class: type[S]) -> S | None:
     path = folder / SIZE_FILE
     if not path.exists():
         return None
+    values, names = (
+        parse_json(read_file(folder, SIZE_FILE), str(path)),
+        {one.name for one in dataclasses.fields(size_class)},
+    )
+    if not isinstance(values, dict) or values.keys() != names:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"{path}: a {size_class.title}'s size needs exactly {sorted(names)}, found {found}")
     try:
-        return size_class.from_json(parse_json(read_file(folder, SIZE_FILE), "it"))
+        return size_class(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def write_size(folder: Path, size: ModelSize) -> None:
-    (folder / SIZE_FILE).write_text(json.dumps(size.to_json(), indent=2) + "\n")
+    (folder / SIZE_FILE).write_text(json.dumps(dataclasses.asdict(size), indent=2) + "\n")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ padded action dims.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from vlatune.batch import ACTION_IS_PAD, STEP_ACTIONS
-from vlatune.policies.base import ModuleOptions
+from vlatune.batch import (
+    ACTION_IS_PAD,
+    CAMERA_MASK,
+    NOISE,
+    PREFIX,
+    STATE,
+    STEP_ACTIONS,
+    TIME,
+    TOKEN_MASK,
+    TOKENS,
+)
+from vlatune.data.transforms import NORMALISE_EPS
+from vlatune.policies.base import Binding, ModuleOptions, PolicySpec, Stats
+from vlatune.policies.normalisation import STATS_OF_MODE
 
 ADAPTER = "default"
 """Name of the single PEFT adapter of a layer."""
@@ -46,6 +59,21 @@ def unpack_layers(packed_BSW: Tensor, num_layers: int, head_size: int) -> list[K
     return [KeyValue(keys, values) for keys, values in split]
 
 
+class Rope(NamedTuple):
+    """Cosines and sines of rotary embeddings, (B, 1, N, head size or half of it) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Prefix(NamedTuple):
+    """Keys and values of images and prompt by layer."""
+
+    layers: Sequence[KeyValue]
+    valid_BS: Tensor
+    """False for padding tokens, and for cameras that a sample's robot lacks."""
+
+
 def project(linear: Any, x: Tensor) -> Tensor:
     """Apply a linear layer without bias in the dtype of `x`.
 
@@ -70,6 +98,18 @@ def num_valid(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the number of valid actions a masked loss divides by: STEP_ACTIONS, or the batch's."""
     step_B = batch.get(STEP_ACTIONS)
     return (~batch[ACTION_IS_PAD]).sum().clamp_min(1) if step_B is None else step_B[0]
+
+
+def image_scale(spec: PolicySpec, stats: Stats) -> tuple[Tensor, Tensor]:
+    """Return mean and divisor of images in [0, 1], (V, 3, 1, 1) each for V cameras, as in LeRobot."""
+    mode = spec.normalisation.get("VISUAL", "IDENTITY")
+    if mode == "IDENTITY" or not stats:  # no statistics: an export, which computes nothing
+        return torch.zeros(len(spec.cameras), 3, 1, 1), torch.ones(len(spec.cameras), 3, 1, 1)
+    mean, deviation = (
+        torch.stack([torch.from_numpy(stats[camera][name]).float().reshape(3, 1, 1) for camera in spec.cameras])
+        for name in STATS_OF_MODE[mode]
+    )
+    return mean, deviation + float(NORMALISE_EPS)
 
 
 LARGEST_KERNEL = 16
@@ -178,21 +218,106 @@ def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
     return torch.cat([torch.sin(angle_BD), torch.cos(angle_BD)], dim=1).to(time_B.dtype)
 
 
+class FlowModule(nn.Module):
+    """A flow-matching policy of LeRobot with a vision-language prefix and an action expert.
+
+    Subclasses create `prefix_layers` and `last_prefix_layer`.
+    """
+
+    policy: Any
+    time_scale: Tensor
+    prefix_layers: nn.ModuleList
+    last_prefix_layer: LayerModule
+    head_dim: int
+
+    def __init__(self, policy: Any, spec: PolicySpec, binding: Binding, options: ModuleOptions, dtype: str) -> None:
+        super().__init__()
+        self.policy = policy
+        self.base = Path(spec.folder)
+        delivered = {target for _, target in binding.cameras}
+        self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
+        self.action_dim = binding.action_dim
+        self.flow_samples = options.flow_samples
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        self.train_prefix = options.train not in ("heads", "expert")
+        time_scale = make_time_scale(policy.config, policy.model.action_in_proj)
+        self.register_buffer("time_scale", time_scale, persistent=False)
+
+    def embed_prompt(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the embedded prompt tokens, (B, L, D)."""
+        raise NotImplementedError
+
+    def encode_images(self, images_BCHW: Tensor) -> Tensor:
+        """Return the tokens of images, (B, N, D)."""
+        raise NotImplementedError
+
+    def make_rope(self, positions_BN: Tensor) -> Rope:
+        raise NotImplementedError
+
+    def check_noise(self, batch: Mapping[str, Tensor]) -> None:
+        """Raise if the noise samples of a training batch differ from `flow_samples`."""
+        given = (batch[NOISE].shape[1], batch[TIME].shape[1])
+        if self.training and given != (self.flow_samples, self.flow_samples):  # evaluation always uses one sample
+            raise ValueError(
+                f"the batch has {given[0]} noise and {given[1]} time samples per observation, the module was loaded for "
+                f"--policy.flow_samples={self.flow_samples}; give `NoiseSpec` the same number"
+            )
+
+    def get_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        """Return the prefix that was kept of images and prompt, or compute it."""
+        if PREFIX in batch:
+            kept_BSW, mask_BL = batch[PREFIX], batch[TOKEN_MASK]
+            valid_BS = valid_tokens(mask_BL, batch.get(CAMERA_MASK), kept_BSW.shape[1] - mask_BL.shape[1])
+            return Prefix(unpack_layers(kept_BSW, len(self.prefix_layers) + 1, self.head_dim), valid_BS)
+        with torch.set_grad_enabled(self.train_prefix and torch.is_grad_enabled()):
+            return self.compute_prefix(batch)
+
+    @torch.no_grad()
+    def compute_kept(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return pack_layers(self.compute_prefix(batch).layers)
+
+    def compute_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        """Encode the images of all cameras in one pass, and compute the prefix with the prompt."""
+        images = self.encode_images(torch.cat([batch[camera] for camera in self.cameras])).chunk(len(self.cameras))
+        hidden_BND = torch.cat([*images, self.embed_prompt(batch)], dim=1)
+        num_image_tokens = hidden_BND.shape[1] - batch[TOKENS].shape[1]
+        valid_BN = valid_tokens(batch[TOKEN_MASK], batch.get(CAMERA_MASK), num_image_tokens)
+        rope = self.make_rope(torch.cumsum(valid_BN, dim=1) - 1)
+        layers = []
+        for layer in self.prefix_layers:
+            hidden_BND, key_value = layer(hidden_BND, rope, valid_BN[:, None, None, :])
+            layers.append(key_value)
+        return Prefix([*layers, self.last_prefix_layer(hidden_BND, rope)], valid_BN)
+
+    @torch.no_grad()
+    def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
+        actions_BTP = self.policy.model.sample_actions(*self.observation(batch), noise=noise_BTP)
+        return actions_BTP[:, :, : self.action_dim]
+
+    def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Return the arguments of LeRobot's `sample_actions`, without cameras that it would mask."""
+        images = [to_pixels(batch[camera]) for camera in self.cameras]
+        present = [torch.ones(len(one), dtype=torch.bool, device=one.device) for one in images]
+        if CAMERA_MASK in batch:
+            present = list(batch[CAMERA_MASK].unbind(dim=1))
+        return images, present, batch[TOKENS], batch[TOKEN_MASK]
+
+    def padded_state(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Pad the state with zeros to the policy's number of dims."""
+        return functional.pad(batch[STATE], (0, self.policy.config.max_state_dim - batch[STATE].shape[1]))
+
+
+def checkpoint_tower(tower: Any) -> None:
+    """Recompute the layers of a vision tower in the backward pass."""
+    # Nothing here is random, and saving the RNG state would sync with the device.
+    tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
 def make_time_scale(config: Any, action_in: nn.Linear) -> Tensor:
     """Return radians per unit of flow time in float64, computed once rather than in every step."""
     fraction = torch.linspace(0.0, 1.0, action_in.out_features // 2, dtype=torch.float64)
     period = config.min_period * (config.max_period / config.min_period) ** fraction
     return (1.0 / period * 2 * math.pi).to(action_in.weight.device)
-
-
-def check_noise_samples(noise_BKTP: Tensor, time_BK: Tensor, flow_samples: int) -> None:
-    """Raise if the batch's noise samples differ from `flow_samples`."""
-    given = (noise_BKTP.shape[1], time_BK.shape[1])
-    if given != (flow_samples, flow_samples):
-        raise ValueError(
-            f"the batch has {given[0]} noise and {given[1]} time samples per observation, the module was loaded for "
-            f"--policy.flow_samples={flow_samples}; give `NoiseSpec` the same number"
-        )
 
 
 def valid_tokens(token_mask_BL: Tensor, camera_mask_BC: Tensor | None, num_image_tokens: int) -> Tensor:

@@ -27,92 +27,55 @@ def is_hub_name(name: str) -> bool:
     return HUB_NAME.fullmatch(name) is not None
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_CHARS and value.isprintable()
+@dataclass(frozen=True)
+class Check:
+    """A test of a JSON value, and what it expects, for messages."""
+
+    expected: str
+    test: Callable[[Any], bool]
+
+    def __call__(self, value: Any) -> bool:
+        return self.test(value)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+def _list_of(check: Callable[[Any], bool], what: str, *, most: int = MAX_ITEMS) -> Check:
+    return Check(what, lambda value: isinstance(value, list) and len(value) <= most and all(map(check, value)))
 
 
-def is_count(value: Any) -> bool:
-    """True for a whole number within the limit; it may size a buffer."""
-    return is_number(value) and 0 <= value <= limit("policy_number") and value == int(value)
+def _whole(least: int, limit_name: str) -> Check:
+    """Return the check of a whole number, which may size a buffer or a loop."""
+    text = f"a whole number from {least} to {limit(limit_name):,}"
+    return Check(text, lambda one: is_number(one) and least <= one <= limit(limit_name) and one == int(one))
 
 
-def is_size(value: Any) -> bool:
-    """True for a count of at least 1."""
-    return is_count(value) and value >= 1
-
-
-def is_step_count(value: Any) -> bool:
-    """True for a valid number of steps from noise to actions, each of which runs the model."""
-    return is_size(value) and value <= limit("sampling_steps")
-
-
-def is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def is_switch(value: Any) -> bool:
-    """True for a flag that LeRobot's config stores as a number or a bool."""
-    return is_flag(value) or (is_number(value) and value in (0, 1))
-
-
-def is_texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(is_text, value))
-
-
-def is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and is_texts([*value]) and is_texts([*value.values()])
-
-
-def is_features(value: Any) -> bool:
-    """True for a mapping of names to {"type": ..., "shape": [...]}."""
-    return isinstance(value, dict) and is_texts([*value]) and all(map(_feature, value.values()))
-
-
-def _feature(value: Any) -> bool:
+def _is_feature(value: Any) -> bool:
     has_both = isinstance(value, dict) and value.keys() == {"type", "shape"} and is_text(value["type"])
-    return (
-        has_both
-        and isinstance(value["shape"], list)
-        and len(value["shape"]) <= 8
-        and all(map(is_number, value["shape"]))
-    )
+    return has_both and _list_of(is_number, "", most=8)(value["shape"])
 
 
-def is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_ITEMS and all(map(is_number, value))
+def _map_of(check: Callable[[Any], bool], what: str) -> Check:
+    return Check(what, lambda value: isinstance(value, dict) and is_texts([*value]) and all(map(check, value.values())))
 
 
-def is_sides(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_count, value)) and min(value) > 0
-
-
-def is_plain_map(value: Any) -> bool:
-    """True for a mapping of names to text, number, true, false or null."""
-    is_map = isinstance(value, dict) and is_texts([*value])
-    return is_map and all(one is None or is_text(one) or is_number(one) or is_flag(one) for one in value.values())
-
-
-Check = Callable[[Any], bool]
+is_flag = Check("true or false", lambda value: isinstance(value, bool))
+is_text = Check("text", lambda value: isinstance(value, str) and len(value) <= MAX_CHARS and value.isprintable())
+is_number = Check(
+    "a number", lambda value: isinstance(value, int | float) and not is_flag(value) and abs(value) <= MAX_NUMBER
+)
+is_switch = Check("true or false", lambda value: is_flag(value) or (is_number(value) and value in (0, 1)))
+"""A flag that LeRobot's config stores as a number or a bool."""
+is_count = _whole(0, "policy_number")
+is_size = _whole(1, "policy_number")
+is_step_count = _whole(1, "sampling_steps")
+is_texts = _list_of(is_text, "a list of text")
+is_numbers = _list_of(is_number, "a list of numbers")
+is_sides = Check("[height, width]", lambda value: isinstance(value, list) and [*map(is_size, value)] == [True, True])
+is_text_map = _map_of(is_text, "a mapping of text to text")
+is_features = _map_of(_is_feature, "features with type and shape")
+is_plain_map = _map_of(
+    lambda one: one is None or is_text(one) or is_number(one) or is_flag(one), "a mapping of names to plain values"
+)
 Fields = Mapping[str, Check]
-EXPECTED: Mapping[Check, str] = {
-    is_text: "text",
-    is_number: "a number",
-    is_flag: "true or false",
-    is_switch: "true or false",
-    is_texts: "a list of text",
-    is_text_map: "a mapping of text to text",
-    is_features: "features with type and shape",
-    is_numbers: "a list of numbers",
-    is_plain_map: "a mapping of names to plain values",
-    is_count: f"a whole number from 0 to {limit('policy_number'):,}",
-    is_size: f"a whole number from 1 to {limit('policy_number'):,}",
-    is_step_count: f"a whole number from 1 to {limit('sampling_steps'):,}",
-    is_sides: "[height, width]",
-}
 NORMALISER: Fields = {
     "eps": is_number,
     "features": is_features,
@@ -248,7 +211,7 @@ def _check_fields(config: Any, fields: Fields, where: str) -> None:
     for name, value in config.items():
         if value is not None and not fields[name](value):
             raise ValueError(
-                f"{where}: {name} is {_shown(value)}, expected {EXPECTED[fields[name]]}; download the policy again"
+                f"{where}: {name} is {_shown(value)}, expected {fields[name].expected}; download the policy again"
             )
 
 

@@ -55,20 +55,17 @@ def prompt_length(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], fi
 
 
 def fitted(fit: Fit) -> dict[str, Any]:
-    """Return the fields of LeRobot's config that the datasets determine."""
+    """Return the fields of LeRobot's config that the datasets and the run determine."""
     images = {camera: PolicyFeature(FeatureType.VISUAL, (3, fit.image_size, fit.image_size)) for camera in fit.cameras}
+    horizon = fit.overrides.get("chunk_size", fit.horizon)
     return {
         "input_features": images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (fit.state_dim,))},
         "output_features": {ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
+        "chunk_size": horizon,
+        "n_action_steps": horizon,
         "device": "cpu",
         "push_to_hub": False,
     }
-
-
-def chunk_of(fit: Fit) -> dict[str, int]:
-    """Return the chunk size fields of LeRobot's config: the run's value or the tiny model's."""
-    horizon = fit.overrides.get("chunk_size", fit.horizon)
-    return {"chunk_size": horizon, "n_action_steps": horizon}
 
 
 def write_base(
@@ -122,6 +119,26 @@ def init_patches(embeddings: Any) -> None:
 def init_gain(linear: nn.Linear, gain: float = 1.0) -> None:
     """Initialise so that inputs of unit variance give outputs of standard deviation `gain`."""
     nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
+
+
+def pass_actions(model: Any) -> int:
+    """Let the action-time MLP pass the action through: silu(x) - silu(-x) is x.
+
+    The first hidden units, two per action dim, carry the action, the others only see the time. Returns the number of
+    the former; the caller sets the output weights of the latter.
+    """
+    mlp_in, mlp_out, action_WP = model.action_time_mlp_in, model.action_time_mlp_out, model.action_in_proj.weight.data
+    width, dims = action_WP.shape
+    for linear in (mlp_in, mlp_out):
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
+    mlp_in.weight.data[:dims, :width] = action_WP.T
+    mlp_in.weight.data[dims : 2 * dims, :width] = -action_WP.T
+    # Half of the time code is near 0 or 1.
+    nn.init.normal_(mlp_in.weight.data[2 * dims :, width:], std=(2 / width) ** 0.5)
+    mlp_out.weight.data[:, :dims] = action_WP
+    mlp_out.weight.data[:, dims : 2 * dims] = -action_WP
+    return 2 * dims
 
 
 def smooth_filters(num_filters: int, num_channels: int, height: int, width: int) -> torch.Tensor:

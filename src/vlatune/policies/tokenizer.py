@@ -146,8 +146,6 @@ def find_tokenizer(folder: Path, name: str) -> Path:
             f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{name}', which is not there; put its folder into the "
             f"policy's own, as '{folder / 'tokenizer'}'"
         )
-    if (Path(name) / TOKENIZER).exists():  # LeRobot also resolves it against the current folder
-        return Path(name) / TOKENIZER
     fetch_file(name, CONFIG)
     return fetch_file(name, TOKENIZER)
 

@@ -5,6 +5,8 @@ they raise. Does not import torch, so the driver can check before workers start.
 """
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ from vlatune.storage.files import read_file, real_path
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+RESNET_STAGE = re.compile(r"\.backbone\.(?:layer(\d)|([4-7]))\.")
+"""Name of a tensor in a ResNet's stage 1 to 4, in ACT or Diffusion Policy."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -58,8 +63,23 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
             ) from error
 
 
-def stored_shapes(folder: Path) -> Shapes:
-    return {one.key: one.shape for one in stored_tensors(folder)}
+def count_flops(
+    folder: Path, uses: Mapping[str, float], *, image_hw: tuple[int, int] = (1, 1), num_images: int = 0
+) -> float:
+    """Estimate the operations of a training step per sample: two per weight and use forward, four backward.
+
+    `uses` maps patterns of tensor names to uses per sample (default: 1); the first match counts. ResNet weights
+    (".backbone.") are used for every position of the feature map after them.
+    """
+    total = 0.0
+    for stored in stored_tensors(folder):
+        number = next((one for pattern, one in uses.items() if re.search(pattern, stored.key)), 1.0)
+        if ".backbone." in stored.key:
+            stage = RESNET_STAGE.search(stored.key)
+            stride = 2 ** (int(stage[1] or int(stage[2]) - 3) + 1) if stage else 2
+            number = num_images * math.prod(side / stride for side in image_hw)
+        total += math.prod(stored.shape) * number if len(stored.shape) > 1 else 0.0
+    return 6.0 * total
 
 
 def check_tensors(folder: Path, wanted: Shapes, found: Mapping[str, StoredTensor], title: str) -> None:

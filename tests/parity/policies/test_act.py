@@ -235,15 +235,11 @@ def test_a_run_creates_a_base_model_with_the_given_options(dataset_v3, tmp_path)
     assert again == config
 
 
-def test_a_new_backbone_is_pretrained_and_only_downloaded_on_request(tmp_path, monkeypatch):
+def test_a_new_backbone_is_pretrained(tmp_path, monkeypatch):
     """Without a network; the cache of the tests is empty."""
     usual = "ResNet18_Weights.IMAGENET1K_V1"
-    with pytest.raises(
-        ValueError, match=rf"timm/resnet18.tv_in1k is not in the hub's cache; download it with .*={usual}"
-    ):
-        read_pretrained(usual, fetch=False)
-    with pytest.raises(ValueError, match=rf"={usual}: hub repository 'timm/.*' cannot be fetched: .*=null"):
-        read_pretrained(usual, fetch=True)
+    with pytest.raises(ValueError, match=rf"{usual}: hub repository 'timm/.*' cannot be fetched: .*=null"):
+        read_pretrained(usual)
     import torchvision
 
     stored = torchvision.models.resnet18(weights=None).state_dict()
@@ -272,20 +268,14 @@ def test_cameras_of_different_sizes_are_rejected():
     ("changes", "message"),
     [
         ({"vision_backbone": "get_model"}, "vision_backbone is get_model, expected resnet18"),
-        (
-            {"chunk_size": 7},
-            r"the weights do not match config.json: 'model.decoder_pos_embed.weight' has shape \(5, 48\)",
-        ),
-        ({"n_encoder_layers": 1}, r"'model.encoder.layers.1.linear1.weight' has shape \(80, 48\), expected None"),
-        ({"use_vae": False}, "'model.vae_encoder.layers.0.linear1.weight' has shape"),
         ({"n_heads": 5}, "dim_model is 48, must be a multiple of n_heads=5"),
         ({"n_action_steps": 9}, "n_action_steps is 9, but a chunk has 5"),
         ({"n_obs_steps": 2}, "n_obs_steps is 2, expected 1"),
         ({"replace_final_stride_with_dilation": True}, "resnet18 cannot replace its final stride"),
         ({"temporal_ensemble_coeff": 0.01}, "needs n_action_steps=1, not 5"),
         ({"dim_model": 10**9}, "dim_model is 1000000000, expected a whole number"),
-        ({"input_features": {}}, "expected 'observation.state' and a camera"),
-        ({"output_features": {"torque": {"type": "ACTION", "shape": [3]}}}, "output_features must be only 'action'"),
+        ({"input_features": {}}, "expected cameras, 'observation.state' and 'action'"),
+        ({"output_features": {"torque": {"type": "ACTION", "shape": [3]}}}, "torque, expected cameras"),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_is_rejected(base, tmp_path, changes, message):
@@ -295,6 +285,16 @@ def test_a_folder_that_cannot_be_loaded_is_rejected(base, tmp_path, changes, mes
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
         ActAdapter().read_spec(folder)
+
+
+@pytest.mark.parametrize("changes", [{"chunk_size": 7}, {"n_encoder_layers": 1}, {"use_vae": False}], ids=str)
+def test_a_config_that_does_not_match_the_weights_is_rejected_by_loading(base, setup, tmp_path, changes):
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match="the weights do not match the model"):
+        ActAdapter().load_module(ActAdapter().read_spec(folder), setup.binding, OPTIONS)
 
 
 def test_a_folder_saved_by_lerobot_is_a_base_model(dataset_v3, exported, tmp_path):

@@ -31,11 +31,7 @@ from vlatune.registry import get_policy_info
 from vlatune.train.worker.kept_prefix import KeptPrefix
 
 CPU = torch.device("cpu")
-MODES = {
-    "pi05": ("heads", "expert"),
-    "pi0": ("heads", "expert"),
-    "smolvla": ("heads", "expert", "lora", "language"),
-}
+MODES = dict.fromkeys(("pi05", "pi0", "smolvla"), ("heads", "expert"))
 KINDS = [(kind, train) for kind, modes in MODES.items() for train in modes]
 TOLERANCES = {"float32": (LOSS_RTOL, GRADIENT_RTOL), "bfloat16": (2.0**-8, 2.0**-5)}
 

@@ -1,15 +1,12 @@
-"""Layers that the policies share: patch embeddings as matrix products, and LoRA."""
+"""Patch embeddings as matrix products."""
 
 import copy
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlatune.policies.modeling import ADAPTER, LARGEST_KERNEL, PatchProduct, multiply_large_patches, project
+from vlatune.policies.modeling import LARGEST_KERNEL, PatchProduct, multiply_large_patches
 
 
 def as_product(layer: nn.Conv2d) -> nn.Module:
@@ -62,28 +59,3 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
 )
 def test_other_convolutions_are_not_converted(layer):
     assert type(as_product(layer)) is nn.Conv2d
-
-
-class Products(TorchDispatchMode):
-    """Counts elementwise products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket is torch.ops.aten.mul
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("scaling", "products"), [(1.0, 0), (0.75, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_multiplies_only_by_a_scaling_that_changes_something(scaling, products, dtype):
-    layer, low, high = nn.Linear(8, 6, bias=False), nn.Linear(8, 2, bias=False), nn.Linear(2, 6, bias=False)
-    adapted = SimpleNamespace(
-        base_layer=layer, lora_A={ADAPTER: low}, lora_B={ADAPTER: high}, scaling={ADAPTER: scaling}
-    )
-    x = torch.randn(5, 8, dtype=dtype)
-    with torch.no_grad(), Products() as counted:
-        out = project(adapted, x)
-    assert counted.count == products
-    weights = [one.weight.to(dtype) for one in (layer, low, high)]
-    assert torch.equal(out, x @ weights[0].T + (x @ weights[1].T) @ weights[2].T * scaling)

@@ -1,21 +1,16 @@
 """Options of a policy: flags from its dataclass, saved with the run, checked against the base model."""
 
 import json
-import shutil
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from vlatune import cli
 from vlatune.config.flags import config_from_dict, flags_of, parse_flags
-from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig, to_json
+from vlatune.config.settings import RunConfig, to_json
 from vlatune.config.validate import validate
-from vlatune.policies.base import ModuleOptions
 from vlatune.policies.base_folder import read_config
 from vlatune.policies.processors import Schema, is_count, is_numbers
-from vlatune.run_setup import make_setup
 from vlatune.train.driver.resume_rules import config_changes
 
 PACKAGE = '''
@@ -144,21 +139,3 @@ def test_help_lists_options_and_recipes_of_every_policy(capsys):
     assert "--policy.legs=INT Number of legs. (default 4)" in out
     assert "walker Walker: expert (every weight)" in out
     assert "walker-tiny tiny" in out
-
-
-def test_a_flow_policy_accepts_another_chunk_size(dataset_v3: Path, small_base: Path, tmp_path: Path):
-    """From the data to the module and the export."""
-    base = tmp_path / "base"
-    shutil.copytree(small_base, base)
-    policy = PolicyConfig(path=str(base), overrides={"chunk_size": 3, "n_action_steps": 2})
-    config = RunConfig(dataset=DatasetConfig(root=(str(dataset_v3),)), policy=policy)
-    setup = make_setup(config)
-    assert setup.policy.horizon == 3
-    module = setup.adapter.load_module(setup.policy, setup.binding, ModuleOptions.of(policy))
-    assert (module.policy.config.chunk_size, module.policy.model.config.n_action_steps) == (3, 2)
-    from vlatune.export.policy_files import make_policy_files
-
-    stored = json.loads(make_policy_files(setup.policy, setup.binding, setup.stats, dtype=None)["config.json"])
-    assert (stored["chunk_size"], stored["n_action_steps"]) == (3, 2)
-    with pytest.raises(ValueError, match=r"n_action_steps is 5, .*--policy.n_action_steps=3"):
-        make_setup(replace(config, policy=replace(policy, overrides={"chunk_size": 3})))

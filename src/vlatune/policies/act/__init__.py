@@ -3,17 +3,14 @@
 The recipe `act` uses LeRobot's training presets (`ACTConfig`).
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
-from vlatune.policies.act.act_options import ActOptions
+from vlatune.policies.act.act_spec import ActOptions
 from vlatune.registry import PolicyInfo, Recipe
 
-if TYPE_CHECKING:
-    from vlatune.policies.act.act_adapter import ActAdapter
 
-
-def _adapter() -> "ActAdapter":
+def _adapter() -> Any:
     from vlatune.policies.act.act_adapter import ActAdapter
 
     return ActAdapter()

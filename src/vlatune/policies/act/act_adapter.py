@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE
 from vlatune.data.transforms import Rename, Select, Transform
-from vlatune.policies.act.act_options import BACKBONES, PRETRAINED, ActOptions
-from vlatune.policies.act.act_spec import ActSpec, LatentNoise
+from vlatune.policies.act.act_spec import PRETRAINED, ActOptions, ActSpec, LatentNoise
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
@@ -27,7 +26,16 @@ from vlatune.policies.base import (
     Stats,
     check_action_steps,
 )
-from vlatune.policies.base_folder import check_options, one_image_size, read_config, read_steps, with_defaults
+from vlatune.policies.base_folder import (
+    check_options,
+    make_features,
+    one_image_size,
+    option_defaults,
+    read_config,
+    read_features,
+    read_steps,
+    with_defaults,
+)
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
     Schema,
@@ -38,7 +46,7 @@ from vlatune.policies.processors import (
     is_text,
     plain_processors,
 )
-from vlatune.policies.weight_files import stored_shapes
+from vlatune.policies.weight_files import count_flops
 from vlatune.storage.files import atomic_folder
 
 if TYPE_CHECKING:
@@ -56,7 +64,7 @@ SCHEMA = Schema(
         **dict.fromkeys(("optimizer_lr", "optimizer_weight_decay", "optimizer_lr_backbone"), is_number),
     },
 )
-NORMALISATION: Mapping[str, str] = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")
+DEFAULTS = option_defaults(ActOptions, dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"))
 SMALL: Mapping[str, Any] = {
     "pretrained_backbone_weights": None,
     "dim_model": 64,
@@ -68,20 +76,31 @@ SMALL: Mapping[str, Any] = {
     "dropout": 0.0,
 }
 """The tiny model of the demo and tests, where it differs from LeRobot's defaults."""
-USES_PER_POSITION = 3.3
-"""Average uses of a ResNet weight per position of the last feature map."""
 
 
 class ActAdapter(PolicyAdapter[ActSpec]):
     schema = SCHEMA
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> ActSpec:
-        """Read and validate the folder, including the shapes of its weights."""
-        config = with_defaults(read_config(folder, SCHEMA, overrides), ActOptions(), NORMALISATION)
-        spec = _make_spec(folder, config)
+        """Read and validate the folder; loading compares it with the weights."""
+        config, where = with_defaults(read_config(folder, SCHEMA, overrides), DEFAULTS), f"policy '{folder}'"
         read_steps(folder, SCHEMA)
-        _check_weights(folder, spec.config)
-        return spec
+        _check_config(config, where)
+        features = read_features(config, where)
+        return ActSpec(
+            type="act",
+            folder=str(folder),
+            cameras=features.cameras,
+            image_hw=features.image_hw,
+            action_offsets=tuple(range(int(config["chunk_size"]))),
+            max_state_dim=features.state_dim,
+            max_action_dim=features.action_dim,
+            normalisation=dict(config["normalization_mapping"]),
+            latent_dim=int(config["latent_dim"]) if config["use_vae"] else 0,
+            lr_backbone=float(config["optimizer_lr_backbone"]),
+            config=config,
+            overrides={"pretrained_backbone_weights": None},  # the folder has them; LeRobot would download them
+        )
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
         """Save LeRobot's class with random weights; a full-size backbone starts pretrained."""
@@ -91,24 +110,17 @@ class ActAdapter(PolicyAdapter[ActSpec]):
         with atomic_folder(folder) as temporary:
             for name, content in plain_processors().items():
                 (temporary / name).write_text(json.dumps(content, indent=2))
-            fetch = fit.overrides.get("pretrained_backbone_weights") is not None
-            save_new(temporary, config, fit.seed, small=small, fetch=fetch)
+            save_new(temporary, config, fit.seed, small=small)
 
     def make_transforms(self, spec: ActSpec, binding: Binding, stats: Stats, noise: NoiseSpec) -> tuple[Transform, ...]:
-        latent = (LatentNoise(noise.seed, spec.latent_dim, noise.by_frame),) if spec.latent_dim else ()
+        latent = (LatentNoise(noise, spec.latent_dim),) if spec.latent_dim else ()
         kept = (*spec.cameras, STATE, ACTION, ACTION_IS_PAD, *([NOISE] if latent else []), *IDS, SLOT)
         return (Rename(dict(binding.cameras)), *make_normalisers(spec, stats), *latent, Select(kept))
 
     def step_flops(self, spec: ActSpec, binding: Binding, options: ModuleOptions) -> float:
-        """Count six operations per weight and use: two forward, four backward."""
-        config, positions = spec.config, math.prod(-(-side // 32) for side in spec.image_hw) * len(spec.cameras)
-        backbone = {"resnet18": 11.2e6, "resnet34": 21.3e6, "resnet50": 23.5e6}[config["vision_backbone"]]
-        width, inner = config["dim_model"], config["dim_feedforward"]
-        layer, tokens = 4 * width**2 + 2 * width * inner, positions + 2
-        encoder = config["n_encoder_layers"] * layer * tokens
-        latent = config["n_vae_encoder_layers"] * layer * (spec.horizon + 2) if spec.latent_dim else 0
-        decoder = config["n_decoder_layers"] * (layer * spec.horizon + 4 * width**2 * (spec.horizon + tokens) / 2)
-        return 6.0 * (backbone * positions * USES_PER_POSITION + encoder + latent + decoder)
+        positions = math.prod(-(-side // 32) for side in spec.image_hw) * len(spec.cameras)
+        tokens = {r"\.encoder\.": positions + 2, r"\.decoder\.": spec.horizon, r"\.vae_encoder\.": spec.horizon + 2}
+        return count_flops(Path(spec.folder), tokens, image_hw=spec.image_hw, num_images=len(spec.cameras))
 
     def rate_factors(self, spec: ActSpec, lr: float) -> Mapping[str, float]:
         return {"policy.model.backbone": spec.lr_backbone / lr}
@@ -129,21 +141,12 @@ class ActAdapter(PolicyAdapter[ActSpec]):
 
 def new_config(fit: Fit, *, small: bool) -> dict[str, Any]:
     """Return the config.json of a new model for the datasets."""
-    shape = [3, *one_image_size(fit, "ACT", "re-encode the videos of one, or remove it from the dataset")]
+    image_hw = one_image_size(fit, "ACT", "re-encode the videos of one, or remove it from the dataset")
     chunk = {"chunk_size": fit.horizon, "n_action_steps": fit.horizon} if small else {}
     if "chunk_size" in fit.overrides and "n_action_steps" not in fit.overrides:
         chunk["n_action_steps"] = min(fit.overrides["chunk_size"], 100)
-    own = {
-        "type": "act",
-        "device": "cpu",
-        "push_to_hub": False,
-        "input_features": {
-            **{camera: {"type": "VISUAL", "shape": shape} for camera in fit.cameras},
-            STATE: {"type": "STATE", "shape": [fit.state_dim]},
-        },
-        "output_features": {ACTION: {"type": "ACTION", "shape": [fit.action_dim]}},
-    }
-    config = with_defaults({**(SMALL if small else {}), **chunk, **fit.overrides, **own}, ActOptions(), NORMALISATION)
+    own = {"type": "act", "device": "cpu", "push_to_hub": False, **make_features(fit, image_hw)}
+    config = with_defaults({**(SMALL if small else {}), **chunk, **fit.overrides, **own}, DEFAULTS)
     config["pretrained_backbone_weights"] = _initial_weights(fit, config["vision_backbone"], small=small)
     _check_config(config, "--policy.type=act")
     return config
@@ -160,46 +163,6 @@ def _initial_weights(fit: Fit, backbone: str, *, small: bool) -> str | None:
             f"--policy.{name}={default}, or null"
         )
     return given
-
-
-def _make_spec(folder: Path, config: Mapping[str, Any]) -> ActSpec:
-    where = f"policy '{folder}'"
-    _check_config(config, where)
-    inputs, outputs = config.get("input_features") or {}, config.get("output_features") or {}
-    cameras = {name: one["shape"] for name, one in inputs.items() if one["type"] == "VISUAL"}
-    odd = [name for name, one in inputs.items() if one["type"] != "VISUAL" and name != STATE]
-    if odd or STATE not in inputs or not cameras:
-        what = f"'{odd[0]}' is not supported" if odd else f"expected '{STATE}' and a camera"
-        raise ValueError(f"{where}: config.json: input_features: {what}; it has {', '.join(inputs) or 'none'}")
-    if [*outputs] != [ACTION]:
-        raise ValueError(
-            f"{where}: config.json: output_features must be only '{ACTION}', not {', '.join(outputs) or 'none'}"
-        )
-    for name, shape in {**cameras, STATE: inputs[STATE]["shape"], ACTION: outputs[ACTION]["shape"]}.items():
-        if not all(map(is_size, shape)) or len(shape) != (3 if name in cameras else 1):
-            raise ValueError(
-                f"{where}: config.json: the feature '{name}' has the invalid shape {shape}; download the base model again"
-            )
-    sizes = {tuple(shape) for shape in cameras.values()}
-    if len(sizes) > 1 or next(iter(sizes))[0] != 3:
-        raise ValueError(
-            f"{where}: its cameras must have colour images of one size, not {cameras}; use another base model"
-        )
-    _, height, width = next(iter(sizes))
-    return ActSpec(
-        type="act",
-        folder=str(folder),
-        cameras=tuple(cameras),
-        image_hw=(int(height), int(width)),
-        action_offsets=tuple(range(int(config["chunk_size"]))),
-        max_state_dim=int(inputs[STATE]["shape"][0]),
-        max_action_dim=int(outputs[ACTION]["shape"][0]),
-        normalisation=dict(config["normalization_mapping"]),
-        latent_dim=int(config["latent_dim"]) if config["use_vae"] else 0,
-        lr_backbone=float(config["optimizer_lr_backbone"]),
-        config=config,
-        overrides={"pretrained_backbone_weights": None},  # the folder has them; LeRobot would download them
-    )
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
@@ -221,34 +184,3 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
             f"{where}: temporal_ensemble_coeff needs n_action_steps=1, not {config['n_action_steps']}; add "
             f"--policy.n_action_steps=1"
         )
-
-
-def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Check tensors whose shapes depend on the config; loading checks all of them."""
-    shapes = stored_shapes(folder)
-    for name, shape in _expected_shapes(config).items():
-        if shapes.get(name) != shape:
-            raise ValueError(
-                f"policy '{folder}': the weights do not match config.json: '{name}' has shape {shapes.get(name)}, expected "
-                f"{shape}; download the base model again"
-            )
-
-
-def _expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """Map tensor names to shapes; None for tensors that must not exist."""
-    width, inner = config["dim_model"], config["dim_feedforward"]
-    state, action = config["input_features"][STATE]["shape"][0], config["output_features"][ACTION]["shape"][0]
-    layers = {"encoder": config["n_encoder_layers"], "decoder": config["n_decoder_layers"]}
-    layers["vae_encoder"] = config["n_vae_encoder_layers"] if config["use_vae"] else 0
-    shapes: dict[str, tuple[int, ...] | None] = {
-        "model.action_head.weight": (action, width),
-        "model.decoder_pos_embed.weight": (config["chunk_size"], width),
-        "model.encoder_robot_state_input_proj.weight": (width, state),
-        "model.encoder_latent_input_proj.weight": (width, config["latent_dim"]),
-        "model.encoder_img_feat_input_proj.weight": (width, BACKBONES[config["vision_backbone"]], 1, 1),
-    }
-    for part, depth in layers.items():
-        if depth:
-            shapes[f"model.{part}.layers.{depth - 1}.linear1.weight"] = (inner, width)
-        shapes[f"model.{part}.layers.{depth}.linear1.weight"] = None
-    return shapes

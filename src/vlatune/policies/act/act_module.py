@@ -22,17 +22,14 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE
-from vlatune.data.transforms import NORMALISE_EPS
-from vlatune.policies.act.act_options import PRETRAINED
-from vlatune.policies.act.act_spec import WEIGHTS, ActSpec
+from vlatune.policies.act.act_spec import PRETRAINED, ActSpec
 from vlatune.policies.base import PolicyOutput, Stats
 from vlatune.policies.loading import fill_all
-from vlatune.policies.modeling import num_valid
-from vlatune.policies.normalisation import STATS_OF_MODE
+from vlatune.policies.modeling import image_scale, num_valid
+from vlatune.policies.weight_files import SINGLE_FILE
 from vlatune.storage.files import real_path
 from vlatune.storage.hub import fetch as fetch_from_hub
 
-BACKBONE = "model.backbone."
 BRANCH_GAIN = 0.25
 """Gain of the tiny model's residual branches; its untrained batch norms do not limit the
 variance."""
@@ -149,20 +146,6 @@ def _skip_weights(
     return inputs, {**settings, "need_weights": False}
 
 
-def image_scale(spec: ActSpec, stats: Stats) -> tuple[Tensor, Tensor]:
-    """Return offset and divisor of images in [0, 1], (V, 3, 1, 1) each, as in LeRobot."""
-    mode = spec.normalisation.get("VISUAL", "IDENTITY")
-    if mode not in ("IDENTITY", "MEAN_STD"):
-        raise ValueError(f"policy '{spec.folder}': images are normalised by {mode}, expected MEAN_STD or IDENTITY")
-    if mode == "IDENTITY" or not stats:  # no statistics: an export, which computes nothing
-        return torch.zeros(len(spec.cameras), 3, 1, 1), torch.ones(len(spec.cameras), 3, 1, 1)
-    mean, deviation = (
-        torch.stack([torch.from_numpy(stats[camera][name]).float().reshape(3, 1, 1) for camera in spec.cameras])
-        for name in STATS_OF_MODE[mode]
-    )
-    return mean, deviation + float(NORMALISE_EPS)
-
-
 def make_config(config: Mapping[str, Any]) -> ACTConfig:
     """Return LeRobot's config without pretrained weights, which it would download."""
     given = {key: value for key, value in config.items() if key != "type"}
@@ -183,10 +166,10 @@ def load_act(spec: ActSpec, device: torch.device | str, stats: Stats) -> ActModu
     return ActModule(policy, spec, stats).to(device)
 
 
-def save_new(folder: Path, config: Mapping[str, Any], seed: int, *, small: bool, fetch: bool) -> None:
-    """Write config.json and weights of a new model; `fetch` allows downloading the backbone."""
+def save_new(folder: Path, config: Mapping[str, Any], seed: int, *, small: bool) -> None:
+    """Write config.json and weights of a new model."""
     wanted = config["pretrained_backbone_weights"]
-    pretrained = None if wanted is None else read_pretrained(wanted, fetch=fetch)
+    pretrained = None if wanted is None else read_pretrained(wanted)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = ACTPolicy(make_config(config))
@@ -204,23 +187,18 @@ def _scale_residual_branches(policy: ACTPolicy) -> None:
             norm.weight.fill_(BRANCH_GAIN)
 
 
-def read_pretrained(name: str, *, fetch: bool) -> dict[str, Tensor]:
-    """Read torchvision's backbone weights as safetensors, from the cache or, with `fetch`, the hub.
+def read_pretrained(name: str) -> dict[str, Tensor]:
+    """Read torchvision's backbone weights as safetensors from the hub.
 
     torchvision's own files are pickles, which are not opened here.
     """
     repository = PRETRAINED[name][1]
-    flag = "--policy.pretrained_backbone_weights"
     try:
-        file = fetch_from_hub(
-            repository, lambda hub: hub.hf_hub_download(repository, WEIGHTS, local_files_only=not fetch)
-        )
+        file = fetch_from_hub(repository, lambda hub: hub.hf_hub_download(repository, SINGLE_FILE))
     except ValueError as error:
-        if fetch:
-            raise ValueError(f"{flag}={name}: {error}, or start from random weights with {flag}=null") from error
         raise ValueError(
-            f"a new ACT starts from torchvision's {name}, and {repository} is not in the hub's cache; download it with "
-            f"{flag}={name} (50 to 100 MB), or start from random weights with {flag}=null"
+            f"a new ACT starts from torchvision's {name}: {error}, or start from random weights with "
+            f"--policy.pretrained_backbone_weights=null"
         ) from error
     with safe_open(real_path(file.parent, file.name), framework="pt") as stored:
         names = [key for key in stored.keys() if not key.startswith("fc.") and not key.endswith("num_batches_tracked")]  # noqa: SIM118

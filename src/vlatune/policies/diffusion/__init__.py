@@ -3,17 +3,14 @@
 The recipe `diffusion` uses LeRobot's presets (`DiffusionConfig`, defaults of `lerobot-train`).
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
-from vlatune.policies.diffusion.diffusion_options import DiffusionOptions
+from vlatune.policies.diffusion.diffusion_spec import DiffusionOptions
 from vlatune.registry import PolicyInfo, Recipe
 
-if TYPE_CHECKING:
-    from vlatune.policies.diffusion.diffusion_adapter import DiffusionAdapter
 
-
-def _adapter() -> "DiffusionAdapter":
+def _adapter() -> Any:
     from vlatune.policies.diffusion.diffusion_adapter import DiffusionAdapter
 
     return DiffusionAdapter()

@@ -8,22 +8,41 @@ frame.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME
 from vlatune.data.transforms import Rename, Select, Transform
-from vlatune.policies.base import NO_OVERRIDES, NO_STATS, Binding, Fit, ModuleOptions, NoiseSpec, PolicyAdapter, Stats
-from vlatune.policies.base_folder import check_options, one_image_size, read_config, read_steps, with_defaults
-from vlatune.policies.diffusion.diffusion_options import DiffusionOptions
-from vlatune.policies.diffusion.diffusion_samples import WEIGHTS, CentreCrop, DiffusionNoise, DiffusionSpec, RandomCrop
+from vlatune.policies.base import (
+    NO_OVERRIDES,
+    NO_STATS,
+    Binding,
+    Fit,
+    ModuleOptions,
+    NoiseSpec,
+    PolicyAdapter,
+    Stats,
+)
+from vlatune.policies.base_folder import (
+    check_options,
+    make_features,
+    one_image_size,
+    option_defaults,
+    read_config,
+    read_features,
+    read_steps,
+    with_defaults,
+)
+from vlatune.policies.diffusion.diffusion_spec import (
+    CentreCrop,
+    DiffusionNoise,
+    DiffusionOptions,
+    DiffusionSpec,
+    RandomCrop,
+)
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import (
-    CONFIG,
     Schema,
     is_count,
     is_flag,
@@ -34,12 +53,12 @@ from vlatune.policies.processors import (
     is_step_count,
     is_text,
 )
-from vlatune.policies.weight_files import stored_shapes
+from vlatune.policies.weight_files import count_flops
 
 if TYPE_CHECKING:
     import torch
 
-NORMALISATION = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
+DEFAULTS = option_defaults(DiffusionOptions, {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"})
 SMALL: Mapping[str, Any] = {
     "use_separate_rgb_encoder_per_camera": False,
     "down_dims": (64, 128),
@@ -59,8 +78,6 @@ allowed."""
 MAX_STAGES = 8
 FINAL_GROUPS = 8
 """Groups of the U-Net's last block, which LeRobot hard-codes."""
-BACKBONE_STRIDE = {"0": 2, "4": 4, "5": 8, "6": 16, "7": 32}
-"""Maps a child of the backbone to the stride of its output."""
 
 SCHEMA = Schema(
     type="diffusion",
@@ -86,18 +103,10 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
     schema = SCHEMA
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DiffusionSpec:
-        """Read and validate the folder, including the shapes of its weights."""
-        config = with_defaults(read_config(folder, SCHEMA, overrides), DiffusionOptions(), NORMALISATION)
+        """Read and validate the folder; loading compares it with the weights."""
+        config = with_defaults(read_config(folder, SCHEMA, overrides), DEFAULTS)
         read_steps(folder, SCHEMA)
-        shapes = stored_shapes(folder)
-        try:
-            check_config(config)
-            spec = _make_spec(folder, config)
-            _check_weights(spec, config, shapes)
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
-            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ValueError(f"policy '{folder}': {text}") from error
-        return spec
+        return _make_spec(folder, config, f"policy '{folder}'")
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
         from vlatune.policies.diffusion.diffusion_module import save_random
@@ -113,7 +122,7 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
             Rename(dict(binding.cameras)),
             *cropped,
             *make_normalisers(spec, stats),
-            DiffusionNoise(noise.seed, spec.num_train_timesteps, noise.by_frame),
+            DiffusionNoise(noise, spec.num_train_timesteps),
             Select((*spec.cameras, STATE, ACTION, ACTION_IS_PAD, NOISE, TIME, *IDS, SLOT)),
         )
 
@@ -124,20 +133,9 @@ class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):
         return (RandomCrop(tuple(own[name] for name in spec.cameras), spec.crop_hw, noise.seed, spec.one_encoder),)
 
     def step_flops(self, spec: DiffusionSpec, binding: Binding, options: ModuleOptions) -> float:
-        """Count six operations per weight and position: image pixels, or actions in the U-Net."""
-        height, width = spec.crop_hw or spec.image_hw
         num_images = len(spec.observation_offsets or (0,)) * (len(spec.cameras) if spec.one_encoder else 1)
-        total = 0.0
-        for name, shape in stored_shapes(Path(spec.folder)).items():
-            weights, layer = float(np.prod(shape)), re.search(r"\.backbone\.(\d)\.", name)
-            if layer and len(shape) == 4:
-                stride = BACKBONE_STRIDE.get(layer[1], 32)
-                total += weights * num_images * (height // stride + 1) * (width // stride + 1)
-            elif ".unet." in name and len(shape) == 3:
-                total += weights * spec.horizon / 2
-            elif len(shape) == 2:
-                total += weights
-        return 6.0 * total
+        image_hw, uses = spec.crop_hw or spec.image_hw, {r"\.unet\.(down|up|mid)_modules\..*conv": spec.horizon / 2}
+        return count_flops(Path(spec.folder), uses, image_hw=image_hw, num_images=num_images)
 
     def load_module(
         self,
@@ -163,51 +161,42 @@ def new_settings(fit: Fit, *, small: bool) -> dict[str, Any]:
     made: dict[str, Any] = {"pretrained_backbone_weights": None, "use_group_norm": True}
     if small:
         stages = given.get("down_dims", SMALL["down_dims"])
-        made |= {**SMALL, "resize_shape": (side, side), "horizon": _round_up(fit.horizon, 2 ** len(stages))}
+        made |= {
+            **SMALL,
+            "resize_shape": (side, side),
+            "horizon": -(-fit.horizon // 2 ** len(stages)) * 2 ** len(stages),
+        }
     made |= given
     horizon, num_obs = made.get("horizon", 64), made.get("n_obs_steps", 2)
     made.setdefault("n_action_steps", max(1, min(horizon - num_obs + 1, horizon if small else 32)))
     image_hw = made.get("resize_shape")
     if image_hw is None or len(set(fit.recorded_hw)) == 1:
         image_hw = one_image_size(fit, "Diffusion Policy", "resize all images with --policy.resize_shape=[240,320]")
-    features = {camera: {"type": "VISUAL", "shape": [3, *image_hw]} for camera in fit.cameras}
-    own = {
-        "input_features": features | {STATE: {"type": "STATE", "shape": [fit.state_dim]}},
-        "output_features": {ACTION: {"type": "ACTION", "shape": [fit.action_dim]}},
-    }
-    config = with_defaults(made | own, DiffusionOptions(), NORMALISATION)
-    check_config(config, "--policy.type=diffusion")
-    _make_spec(Path(), config)
+    own = make_features(fit, image_hw)
+    _make_spec(Path(), with_defaults(made | own, DEFAULTS), "--policy.type=diffusion")
     return made | own
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _make_spec(folder: Path, config: Mapping[str, Any]) -> DiffusionSpec:
-    inputs, num_obs, horizon = config["input_features"], int(config["n_obs_steps"]), int(config["horizon"])
-    cameras = {name: feature for name, feature in inputs.items() if feature["type"] == "VISUAL"}
-    sizes = {tuple(int(side) for side in feature["shape"][1:]) for feature in cameras.values()}
-    _require(bool(cameras), f"{CONFIG}: input_features has no camera; use another base model")
-    _require(len(sizes) == 1, f"{CONFIG}: cameras have several image sizes ({sorted(sizes)}); use another base model")
+def _make_spec(folder: Path, config: Mapping[str, Any], where: str) -> DiffusionSpec:
+    _check_config(config, where)
+    features, num_obs, horizon = read_features(config, where), int(config["n_obs_steps"]), int(config["horizon"])
     resize = config["resize_shape"]
-    height, width = resize or next(iter(sizes))
+    height, width = resize or features.image_hw
     crop = _crop_of(config)
     if crop and (crop[0] > height or crop[1] > width):
-        raise ValueError(f"crop_shape {list(crop)} is larger than the images ({height} x {width}); use a smaller one")
+        raise ValueError(f"{where}: crop_shape {list(crop)} is larger than the images ({height} x {width})")
     return DiffusionSpec(
         type="diffusion",
         folder=str(folder),
-        cameras=tuple(cameras),
+        cameras=features.cameras,
         image_hw=(int(height), int(width)),
         pad="none" if resize else "centre",
         fixed_inputs=True,
         action_offsets=tuple(range(1 - num_obs, 1 - num_obs + horizon)),
         observation_offsets=tuple(range(1 - num_obs, 1)),
         drop_last_frames=int(config["drop_n_last_frames"]),
-        max_state_dim=int(inputs[STATE]["shape"][0]),
-        max_action_dim=int(config["output_features"][ACTION]["shape"][0]),
+        max_state_dim=features.state_dim,
+        max_action_dim=features.action_dim,
         normalisation=dict(config["normalization_mapping"]),
         crop_hw=crop if crop != (height, width) else None,
         crop_is_random=config["crop_is_random"],
@@ -225,7 +214,7 @@ def _crop_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return (height, width) if config["crop_ratio"] < 1.0 else None
 
 
-def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
+def _check_config(config: Mapping[str, Any], where: str) -> None:
     """Raise on values that LeRobot cannot build or would build differently."""
     check_options(config, DiffusionOptions, where)
     stages, horizon = [int(width) for width in config["down_dims"]], config["horizon"]
@@ -248,36 +237,6 @@ def check_config(config: Mapping[str, Any], where: str = CONFIG) -> None:
     most, used = config["num_train_timesteps"], config["num_inference_steps"]
     _require(
         used is None or used <= most, f"{where}: num_inference_steps is {used}, more than num_train_timesteps={most}"
-    )
-    others = [name for name, one in config["input_features"].items() if one["type"] != "VISUAL" and name != STATE]
-    _require(
-        not others,
-        f"{where}: the input {others[:1]} is not supported, expected cameras and {STATE}; use another base model",
-    )
-    visual = config["normalization_mapping"].get("VISUAL", "IDENTITY")
-    _require(
-        visual in ("MEAN_STD", "IDENTITY"),
-        f"{where}: images are normalised by {visual}, expected MEAN_STD or IDENTITY",
-    )
-
-
-def _check_weights(spec: DiffusionSpec, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check sizes in the header; `load_diffusion` compares every tensor."""
-    encoders = {name.partition(".backbone.")[0] for name in shapes if ".backbone." in name}
-    wanted = 1 if spec.one_encoder else len(spec.cameras)
-    _require(len(encoders) == wanted, f"{WEIGHTS} has {len(encoders)} image encoders, {CONFIG} requires {wanted}")
-    ends = {name: shape for name, shape in shapes.items() if name.endswith(".unet.final_conv.1.weight")}
-    outputs = next(iter(ends.values()), (None,))[0]
-    _require(
-        outputs == spec.max_action_dim,
-        f"{WEIGHTS} has {outputs} action dims, {CONFIG} has {spec.max_action_dim}",
-    )
-    height, width = spec.crop_hw or spec.image_hw
-    positions = -(-height // 32) * -(-width // 32)
-    grids = {shape[0] for name, shape in shapes.items() if name.endswith(".pool.pos_grid")}
-    _require(
-        grids == {positions},
-        f"{WEIGHTS} has {sorted(grids)} positions in the last feature map, images of {height} x {width} have {positions}",
     )
 
 

@@ -1,4 +1,4 @@
-"""PI0, PI0.5's predecessor: metadata here, differences in `adapter.py` and `model.py`.
+"""PI0, PI0.5's predecessor: metadata here, code with PI0.5's in `pi05`.
 
 The state is a token of the action expert instead of text in the prompt, and the flow time is part
 of the action tokens instead of a scale of the expert's norms. The recipe uses LeRobot's training
@@ -6,16 +6,13 @@ presets (`PI0Config`).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import PolicyConfig
 from vlatune.policies.pi05 import POLICY as PI05
 from vlatune.policies.pi05 import Pi05Options, make_recipe, make_tiny_recipe
 from vlatune.registry import PolicyInfo
-
-if TYPE_CHECKING:
-    from vlatune.policies.pi0.adapter import Pi0Adapter
 
 HUB_BASE = "lerobot/pi0_base"
 
@@ -27,8 +24,8 @@ class Pi0Options(Pi05Options):
     tokenizer_max_length: int = setting(48, minimum=1, with_base="any")
 
 
-def _adapter() -> "Pi0Adapter":
-    from vlatune.policies.pi0.adapter import Pi0Adapter
+def _adapter() -> Any:
+    from vlatune.policies.pi05.adapter import Pi0Adapter
 
     return Pi0Adapter()
 

@@ -4,15 +4,12 @@ The recipes use LeRobot's training presets (`PI05Config`).
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
 from vlatune.registry import PolicyInfo, Recipe
 from vlatune.storage.limits import limit
-
-if TYPE_CHECKING:
-    from vlatune.policies.pi05.adapter import Pi05Adapter
 
 HUB_BASE = "lerobot/pi05_base"
 BASE = PolicyConfig(type="pi05", path=HUB_BASE, dtype="bfloat16")
@@ -62,7 +59,7 @@ def make_tiny_recipe(description: str, type_name: str) -> Recipe:
     return Recipe(description, config, small=True)
 
 
-def _adapter() -> "Pi05Adapter":
+def _adapter() -> Any:
     from vlatune.policies.pi05.adapter import Pi05Adapter
 
     return Pi05Adapter()

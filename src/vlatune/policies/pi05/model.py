@@ -1,4 +1,4 @@
-"""PI0.5 in torch: LeRobot's modules and weights behind `forward(batch) -> PolicyOutput`.
+"""PI0.5 and PI0 in torch: LeRobot's modules and weights behind `forward(batch) -> PolicyOutput`.
 
 LeRobot runs images, prompt and actions through joint attention, so that a frozen prefix still runs
 backward, and syncs with the device several times a step. Prefix tokens (images and prompt) do not
@@ -8,15 +8,15 @@ then attends to [prefix, own] for any number of noise samples. Cameras without d
 which LeRobot encodes and then masks; positions count valid tokens only.
 
 Operations keep LeRobot's order and dtype, except for PyTorch's fused attention. Nothing syncs with
-the device, and no shape depends on values. Sampling is LeRobot's. PI0 derives from this module and
-differs only in the expert's tokens (`Suffix`).
+the device, and no shape depends on values. Sampling is LeRobot's. PI0 differs only in the
+expert's tokens (`Suffix`).
 
 Shapes: B batch, N tokens of this part, S tokens attended to, D width, H query heads, E head size.
 There is one key/value head, so query heads are folded into tokens instead of repeating keys. The
-mask is (B, S), or (B, H * N, S) with PI0's state token, which does not attend to actions.
+mask is (B, 1, 1, S), or (B, 1, H * N, S) with PI0's state token, which does not attend to actions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,51 +25,33 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.gemma.modeling_gemma import rotate_half
 
-from vlatune.batch import ACTION, ACTION_DIM_MASK, CAMERA_MASK, NOISE, PREFIX, TIME, TOKEN_MASK, TOKENS
+from vlatune.batch import ACTION, ACTION_DIM_MASK, NOISE, TIME, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicyOutput, PolicySpec
 from vlatune.policies.flow_matching import mean_over_own_dims
 from vlatune.policies.modeling import (
+    FlowModule,
     KeyValue,
     LayerModule,
-    check_noise_samples,
+    Prefix,
+    Rope,
+    checkpoint_tower,
     encode_time,
     gated_mlp,
-    make_time_scale,
     merge_adapters,
     noisy_and_target,
-    pack_layers,
     project,
     repeat_each,
     to_pixels,
-    unpack_layers,
-    valid_tokens,
 )
 from vlatune.policies.pi05.size import NUM_HEADS
 from vlatune.policies.pi05.weights import (
-    TRAIN_PREFIX,
     PiPolicy,
     add_adapters,
     load_policy,
-    plan_policy,
     restore_unused,
     set_trainable,
     trains_tower,
 )
-
-
-class Rope(NamedTuple):
-    """Cosines and sines of rotary embeddings, (B, 1, N, E) each."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class Prefix(NamedTuple):
-    """Keys and values of images and prompt by layer."""
-
-    layers: Sequence[KeyValue]
-    valid_BS: Tensor
-    """False for padding tokens, and for cameras that a sample's robot lacks."""
 
 
 class Suffix(NamedTuple):
@@ -82,28 +64,14 @@ class Suffix(NamedTuple):
     """Number of leading tokens that do not attend to the ones after them."""
 
 
-class Pi05Module(nn.Module):
+class Pi05Module(FlowModule):
     """A `PI05Policy` that takes batches as `batch.py` describes them."""
 
-    time_scale: Tensor
-
     def __init__(self, policy: PiPolicy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
-        super().__init__()
-        self.policy = policy
-        self.base = Path(spec.folder)
-        delivered = {target for _, target in binding.cameras}
-        self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
-        self.missing_cameras = len(binding.missing_cameras)
-        self.action_dim = binding.action_dim
-        self.flow_samples = options.flow_samples
-        self.dtype = torch.bfloat16 if policy.config.dtype == "bfloat16" else torch.float32
-        self.train_prefix = options.train in TRAIN_PREFIX
-        self.register_buffer(
-            "time_scale", make_time_scale(policy.config, policy.model.action_in_proj), persistent=False
-        )
+        super().__init__(policy, spec, binding, options, policy.config.dtype)
         joint: Any = policy.model.paligemma_with_expert
         *prefix, last = joint.paligemma.model.language_model.layers
-        self.head_dim: int = last.self_attn.head_dim
+        self.head_dim = last.self_attn.head_dim
         self.prefix_layers = nn.ModuleList(LayerModule(layer, prefix_layer, options) for layer in prefix)
         self.last_prefix_layer = LayerModule(last, prefix_key_value)
         self.expert_layers = nn.ModuleList(
@@ -112,13 +80,8 @@ class Pi05Module(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean loss over noise samples, time steps and the robot's action dims."""
-        if self.training:  # evaluation always uses one sample
-            check_noise_samples(batch[NOISE], batch[TIME], self.flow_samples)
-        if PREFIX in batch:
-            prefix = self._kept_prefix(batch)
-        else:
-            with torch.set_grad_enabled(self.train_prefix and torch.is_grad_enabled()):
-                prefix = self.compute_prefix(batch)
+        self.check_noise(batch)
+        prefix = self.get_prefix(batch)
         noisy, target = noisy_and_target(batch[ACTION], batch[NOISE], batch[TIME])
         suffix = self.embed_suffix(batch, noisy, encode_time(batch[TIME].flatten(), self.time_scale))
         losses_BTP = functional.mse_loss(target, self.velocity(prefix, suffix), reduction="none")
@@ -128,11 +91,6 @@ class Pi05Module(nn.Module):
         own_BA = repeat_each(own_BP[:, : self.action_dim], batch[TIME].shape[1])
         loss_B = mean_over_own_dims(losses_BTP, own_BP)
         return PolicyOutput(loss_B.mean(), losses_BTA.detach(), own_BA[:, None], loss_B)
-
-    @torch.no_grad()
-    def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
-        actions_BTP = self.policy.model.sample_actions(*self.observation(batch), noise=noise_BTP)
-        return actions_BTP[:, :, : self.action_dim]
 
     def as_lerobot(self) -> PiPolicy:
         """Return LeRobot's policy for saving; merges adapters, so training must not continue.
@@ -147,30 +105,22 @@ class Pi05Module(nn.Module):
         paligemma.lm_head.to(paligemma.model.language_model.embed_tokens.weight.dtype)
         return self.policy
 
-    @torch.no_grad()
-    def compute_kept(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return pack_layers(self.compute_prefix(batch).layers)
+    def encode_images(self, images_BCHW: Tensor) -> Tensor:
+        return self.policy.model.paligemma_with_expert.embed_image(to_pixels(images_BCHW)).to(self.dtype)
 
-    def _kept_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        kept_BSW, mask_BL = batch[PREFIX], batch[TOKEN_MASK]
-        valid_BS = valid_tokens(mask_BL, batch.get(CAMERA_MASK), kept_BSW.shape[1] - mask_BL.shape[1])
-        return Prefix(unpack_layers(kept_BSW, len(self.expert_layers), self.head_dim), valid_BS)
+    def embed_prompt(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Embed tokens, rounded to `dtype` before scaling, as in a model stored in `dtype`."""
+        embedding = self._language.embed_tokens
+        return nn.Embedding.forward(embedding, batch[TOKENS]).to(self.dtype) * embedding.embed_scale.to(self.dtype)
 
-    def compute_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Encode the images of all cameras in one pass, and compute the prefix with the prompt."""
-        joint: Any = self.policy.model.paligemma_with_expert
-        language = joint.paligemma.model.language_model
-        pixels = to_pixels(torch.cat([batch[camera] for camera in self.cameras]))
-        images = joint.embed_image(pixels).to(self.dtype).chunk(len(self.cameras))
-        hidden_BND = torch.cat([*images, embed_words(language.embed_tokens, batch[TOKENS], self.dtype)], dim=1)
-        num_image_tokens = hidden_BND.shape[1] - batch[TOKENS].shape[1]
-        valid_BN = valid_tokens(batch[TOKEN_MASK], batch.get(CAMERA_MASK), num_image_tokens)
-        rope = make_rope(language.rotary_emb, torch.cumsum(valid_BN, dim=1) - 1, self.dtype)
-        layers = []
-        for layer in self.prefix_layers:
-            hidden_BND, key_value = layer(hidden_BND, rope, valid_BN)
-            layers.append(key_value)
-        return Prefix([*layers, self.last_prefix_layer(hidden_BND, rope)], valid_BN)
+    def make_rope(self, positions_BN: Tensor) -> Rope:
+        """Compute rotary embeddings once for all layers."""
+        cos_BNE, sin_BNE = self._language.rotary_emb(positions_BN.new_empty(0, dtype=self.dtype), positions_BN)
+        return Rope(cos_BNE[:, None], sin_BNE[:, None])
+
+    @property
+    def _language(self) -> Any:
+        return self.policy.model.paligemma_with_expert.paligemma.model.language_model
 
     def embed_suffix(self, batch: Mapping[str, Tensor], noisy_BTP: Tensor, time_code_BD: Tensor) -> Suffix:
         """Return the expert's tokens: one per action, and the time embedding."""
@@ -181,30 +131,39 @@ class Pi05Module(nn.Module):
     def velocity(self, prefix: Prefix, suffix: Suffix) -> Tensor:
         """Predict noise - action in float32, (B * noise samples, T, P)."""
         model: Any = self.policy.model
-        joint, dtype = model.paligemma_with_expert, prefix.layers[0].keys.dtype
         samples = len(suffix.hidden_BND) // len(prefix.valid_BS)
         prefix_valid_BS = repeat_each(prefix.valid_BS, samples)
-        hidden_BND = suffix.hidden_BND.to(dtype)
+        hidden_BND = suffix.hidden_BND.to(prefix.layers[0].keys.dtype)
         index_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device)
         positions_BN = prefix_valid_BS.sum(dim=1, keepdim=True) + index_N
-        rope = make_rope(joint.paligemma.model.language_model.rotary_emb, positions_BN, dtype)
+        rope = self.make_rope(positions_BN)
         valid_BS = torch.cat([prefix_valid_BS, prefix_valid_BS.new_ones(positions_BN.shape)], dim=1)
-        if suffix.num_blind:
-            valid_BS = _mask_blind(valid_BS, index_N, suffix.num_blind)
+        mask = _mask_blind(valid_BS, index_N, suffix.num_blind) if suffix.num_blind else valid_BS[:, None, None, :]
         for layer, key_value in zip(self.expert_layers, prefix.layers, strict=True):
-            hidden_BND = layer(hidden_BND, suffix.time_BD, rope, key_value.repeated(samples), valid_BS)
-        expert = joint.gemma_expert.model
+            hidden_BND = layer(hidden_BND, suffix.time_BD, rope, key_value.repeated(samples), mask)
+        expert = model.paligemma_with_expert.gemma_expert.model
         normed_BTD, _ = expert.norm(hidden_BND[:, suffix.num_blind :], cond=suffix.time_BD)
         return model.action_out_proj(normed_BTD.to(torch.float32))
 
+
+class Pi0Module(Pi05Module):
+    """A `PI0Policy` that takes batches as `batch.py` describes them."""
+
+    def embed_suffix(self, batch: Mapping[str, Tensor], noisy_BTP: Tensor, time_code_BD: Tensor) -> Suffix:
+        """Return the state token, which attends to no action, and a token per action with the time.
+
+        The state has one row per observation, the actions one per noise sample, adjacent.
+        """
+        model: Any = self.policy.model
+        state_BP = self.padded_state(batch)
+        state_B1D = repeat_each(model.state_proj(state_BP)[:, None], len(noisy_BTP) // len(state_BP))
+        action_BTD = model.action_in_proj(noisy_BTP)
+        mixed_BTD = torch.cat([action_BTD, time_code_BD[:, None].expand_as(action_BTD)], dim=2)
+        mixed_BTD = model.action_time_mlp_out(functional.silu(model.action_time_mlp_in(mixed_BTD)))
+        return Suffix(torch.cat([state_B1D, mixed_BTD], dim=1), time_BD=None, num_blind=1)
+
     def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Return the arguments of LeRobot's `sample_actions`; cameras without data are masked."""
-        images = [to_pixels(batch[camera]) for camera in self.cameras]
-        present = torch.ones(images[0].shape[0], dtype=torch.bool, device=images[0].device)
-        masks = list(batch[CAMERA_MASK].unbind(dim=1)) if CAMERA_MASK in batch else [present] * len(images)
-        images += [torch.full_like(images[0], -1.0)] * self.missing_cameras
-        masks += [torch.zeros_like(present)] * self.missing_cameras
-        return images, masks, batch[TOKENS], batch[TOKEN_MASK]
+        return (*super().observation(batch), self.padded_state(batch))
 
 
 def load_pi05(
@@ -220,40 +179,24 @@ def load_pi05(
     On the meta device, no weight is read.
     """
     folder, is_planned = Path(spec.folder), torch.device(device).type == "meta"
-    if is_planned:
-        policy = plan_policy(folder, train=options.train, dtype=options.dtype)
-    else:
-        policy = load_policy(folder, train=options.train, dtype=options.dtype, device=device)
+    policy = load_policy(folder, train=options.train, dtype=options.dtype, device=device)
     for name, value in spec.overrides.items():  # none of them changes a weight
         setattr(policy.config, name, value)
     if options.train == "lora":
         add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
         set_trainable(policy, options.train)
     if options.gradient_checkpointing and trains_tower(options.train):
-        tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower
-        # Nothing here is random, and saving the RNG state would sync with the device.
-        tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        checkpoint_tower(policy.model.paligemma_with_expert.paligemma.model.vision_tower)
     made = module(policy, spec, binding, options)
     return made.to("meta") if is_planned else made
 
 
-def make_rope(rotary: Any, positions_BN: Tensor, dtype: torch.dtype) -> Rope:
-    """Compute rotary embeddings once for all layers."""
-    cos_BNE, sin_BNE = rotary(positions_BN.new_empty(0, dtype=dtype), positions_BN)
-    return Rope(cos_BNE[:, None], sin_BNE[:, None])
-
-
-def embed_words(embedding: Any, tokens_BL: Tensor, dtype: torch.dtype) -> Tensor:
-    """Embed tokens, rounded to `dtype` before scaling, as in a model stored in `dtype`."""
-    return nn.Embedding.forward(embedding, tokens_BL).to(dtype) * embedding.embed_scale.to(dtype)
-
-
 def _mask_blind(valid_BS: Tensor, index_N: Tensor, num_blind: int) -> Tensor:
-    """Return the attention mask (B, H * N, S), with heads folded into tokens, for all layers."""
+    """Return the attention mask (B, 1, H * N, S), with heads folded into tokens, for all layers."""
     own_NN = (index_N[:, None] >= num_blind) | (index_N[None, :] < num_blind)
     num_prefix = valid_BS.shape[1] - len(index_N)
     all_NS = torch.cat([own_NN.new_ones(len(index_N), num_prefix), own_NN], dim=1)
-    return (valid_BS[:, None] & all_NS).repeat(1, NUM_HEADS, 1)
+    return (valid_BS[:, None] & all_NS).repeat(1, NUM_HEADS, 1)[:, None]
 
 
 # One layer, on LeRobot's layer modules
@@ -265,21 +208,21 @@ def prefix_key_value(layer: Any, hidden_BND: Tensor, rope: Rope) -> KeyValue:
     return _key_value(layer.self_attn, normed_BND, rope)
 
 
-def prefix_layer(layer: Any, hidden_BND: Tensor, rope: Rope, valid_BS: Tensor) -> tuple[Tensor, KeyValue]:
+def prefix_layer(layer: Any, hidden_BND: Tensor, rope: Rope, mask: Tensor) -> tuple[Tensor, KeyValue]:
     normed_BND, _ = layer.input_layernorm(hidden_BND)
     own = _key_value(layer.self_attn, normed_BND, rope)
-    hidden_BND = hidden_BND + _attend(layer.self_attn, normed_BND, rope, own, valid_BS)
+    hidden_BND = hidden_BND + _attend(layer.self_attn, normed_BND, rope, own, mask)
     normed_BND, _ = layer.post_attention_layernorm(hidden_BND)
     return hidden_BND + gated_mlp(layer.mlp, normed_BND), own
 
 
 def expert_layer(
-    layer: Any, hidden_BND: Tensor, time_BD: Tensor | None, rope: Rope, prefix: KeyValue, valid_BS: Tensor
+    layer: Any, hidden_BND: Tensor, time_BD: Tensor | None, rope: Rope, prefix: KeyValue, mask: Tensor
 ) -> Tensor:
     """Apply a layer of the expert; `time_BD` scales PI0.5's norms, PI0's have no gate."""
     normed_BND, gate_B1D = layer.input_layernorm(hidden_BND, cond=time_BD)
     both = prefix.followed_by(_key_value(layer.self_attn, normed_BND, rope))
-    hidden_BND = hidden_BND + _gated(_attend(layer.self_attn, normed_BND, rope, both, valid_BS), gate_B1D)
+    hidden_BND = hidden_BND + _gated(_attend(layer.self_attn, normed_BND, rope, both, mask), gate_B1D)
     normed_BND, gate_B1D = layer.post_attention_layernorm(hidden_BND, cond=time_BD)
     return hidden_BND + _gated(gated_mlp(layer.mlp, normed_BND), gate_B1D)
 
@@ -290,12 +233,11 @@ def _key_value(attention: Any, normed_BND: Tensor, rope: Rope) -> KeyValue:
     return KeyValue(_rotate(keys_B1NE, rope), values_B1NE)
 
 
-def _attend(attention: Any, normed_BND: Tensor, rope: Rope, seen: KeyValue, valid_BS: Tensor) -> Tensor:
+def _attend(attention: Any, normed_BND: Tensor, rope: Rope, seen: KeyValue, mask: Tensor) -> Tensor:
     batch, tokens, _ = normed_BND.shape
     head = attention.head_dim
     queries_BHNE = project(attention.q_proj, normed_BND).view(batch, tokens, -1, head).transpose(1, 2)
     folded_B1QE = _rotate(queries_BHNE, rope).reshape(batch, 1, -1, head)
-    mask = valid_BS[:, None, None, :] if valid_BS.ndim == 2 else valid_BS[:, None]
     out_B1QE = functional.scaled_dot_product_attention(
         folded_B1QE, seen.keys, seen.values, attn_mask=mask, scale=attention.scaling
     )

@@ -8,11 +8,11 @@ LeRobot's attention code fixes 8 query heads, 1 key/value head, and one depth an
 language model and action expert. LeRobot is only imported to build a model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from vlatune.policies.model_size import ModelSize, read_size_file, replaced_names
 
@@ -25,8 +25,6 @@ class Pi05Size(ModelSize):
     """Size of a PI0.5 or PI0; defaults to the published models."""
 
     title = "PI0.5"
-    multiples: ClassVar[Mapping[str, str]] = {"vision_width": "vision_heads"}
-    even = ("head_dim", "expert_width")
 
     width: int = 2048
     """Hidden size of the language model."""
@@ -52,25 +50,6 @@ class Pi05Size(ModelSize):
     """Patch side in pixels; one patch is one image token."""
     vocab_size: int = 257_152
     """Rows of the token embedding."""
-
-    @property
-    def vision_weights(self) -> int:
-        """Number of weights in the vision tower's layers."""
-        return self.vision_depth * (4 * self.vision_width**2 + 2 * self.vision_width * self.vision_mlp_dim)
-
-    @property
-    def language_weights(self) -> int:
-        """Number of weights in the language model's layers, without embedding."""
-        return self._decoder_weights(self.width, self.mlp_dim)
-
-    @property
-    def expert_weights(self) -> int:
-        """Number of weights in the action expert's layers."""
-        return self._decoder_weights(self.expert_width, self.expert_mlp_dim)
-
-    def _decoder_weights(self, width: int, mlp_dim: int) -> int:
-        attention = width * self.head_dim * 2 * (NUM_HEADS + NUM_KV_HEADS)
-        return self.depth * (attention + 3 * width * mlp_dim)
 
 
 @contextmanager
@@ -98,39 +77,6 @@ def building_at(size: Pi05Size) -> Iterator[None]:
 def read_size(folder: Path) -> Pi05Size | None:
     """Read the size of a pretrained_model folder; None means the published size."""
     return read_size_file(folder, Pi05Size)
-
-
-def loading_code(kind: str, size: Pi05Size) -> str:
-    """Return Python code that applies `building_at` to LeRobot; for a model card."""
-    heads = f"{NUM_HEADS}, {NUM_KV_HEADS}, {size.head_dim}"
-    vision = {
-        "projection_dim": size.width,
-        "hidden_size": size.vision_width,
-        "num_hidden_layers": size.vision_depth,
-        "num_attention_heads": size.vision_heads,
-        "intermediate_size": size.vision_mlp_dim,
-        "patch_size": size.patch_size,
-    }
-    names = {"_vocab_size": size.vocab_size, "image_token_index": size.vocab_size}
-    names |= dict.fromkeys(("hidden_size", "projection_dim"), size.width)
-    return f"""\
-from lerobot.policies.{kind} import modeling_{kind} as lerobot
-
-def make_vlm(config, make=lerobot.PaliGemmaForConditionalGenerationWithPiGemma):
-    config.update({names})
-    config.text_config.vocab_size = {size.vocab_size}
-    config.vision_config.update({vision})
-    return make(config=config)
-
-def make_expert(config, make=lerobot.PiGemmaForCausalLM):
-    config.vocab_size = {size.vocab_size}
-    return make(config=config)
-
-lerobot.get_gemma_config = {{
-    "gemma_2b": lerobot.GemmaConfig({size.width}, {size.depth}, {size.mlp_dim}, {heads}),
-    "gemma_300m": lerobot.GemmaConfig({size.expert_width}, {size.depth}, {size.expert_mlp_dim}, {heads}),
-}}.get
-lerobot.PaliGemmaForConditionalGenerationWithPiGemma, lerobot.PiGemmaForCausalLM = make_vlm, make_expert"""
 
 
 def _gemma_config_at(modeling: Any, size: Pi05Size):

@@ -14,6 +14,7 @@ EMBEDDING = f"{PALIGEMMA}model.language_model.embed_tokens.weight"
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "paligemma_variant": "gemma_2b",
     "action_expert_variant": "gemma_300m",
+    "dtype": "float32",
     "image_resolution": (224, 224),
     "chunk_size": 50,
     "max_state_dim": 32,
@@ -27,7 +28,7 @@ CONFIG_DEFAULTS: Mapping[str, Any] = {
     "empty_cameras": 0,
     "input_features": {},
     "use_relative_actions": False,
-    "relative_exclude_joints": ["gripper"],
+    "relative_exclude_joints": ("gripper",),
 }
 """LeRobot's defaults for keys missing from config.json."""
 NUM_STATE_BINS = 256

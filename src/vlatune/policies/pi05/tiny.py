@@ -27,11 +27,11 @@ from vlatune.policies.pi05.size import Pi05Size, building_at
 from vlatune.policies.pi05.spec import LOWEST_BIN, NUM_STATE_BINS, PI05, Kind, make_prompt
 from vlatune.policies.pi05.weights import CLASSES, PiPolicy
 from vlatune.policies.tiny_models import (
-    chunk_of,
     fitted,
     init_gain,
     init_layers,
     init_patches,
+    pass_actions,
     prompt_length,
     round_up,
     train_tokenizer,
@@ -73,7 +73,6 @@ def make_tiny(kind: Kind, folder: Path, fit: Fit, *, place: Path | None = None) 
     tokenizer = train_tokenizer(prompts) if kind.has_state else make_tokenizer(fit.tasks)
     config_class, policy_class = CLASSES[kind.type]
     config = config_class(
-        **chunk_of(fit),
         **fitted(fit),
         image_resolution=(fit.image_size, fit.image_size),
         tokenizer_max_length=prompt_length(tokenizer, prompts, fit),
@@ -124,34 +123,14 @@ def init_for_scratch(policy: PiPolicy) -> None:
     action_in.bias.data -= action_in.weight.data @ (action_in.weight.data.T @ action_in.bias.data)
     action_out.weight.data.copy_(OUT_GAIN * action_in.weight.data.T)
     nn.init.zeros_(action_out.bias)
-    if policy.config.type == "pi0":
-        _init_state_and_time(policy.model)
-
-
-def _init_state_and_time(model: Any) -> None:
-    """Initialise PI0's state at unit scale, and its action-time MLP to pass the action through.
-
-    silu(x) - silu(-x) = x: two hidden units per action dim carry it, the others see the time.
-    """
-    init_gain(model.state_proj)
-    mlp_in, mlp_out, action_in = model.action_time_mlp_in, model.action_time_mlp_out, model.action_in_proj
-    width, dims = action_in.weight.shape
-    if width < 2 * dims:  # too narrow; only benchmarks use such sizes
+    if policy.config.type != "pi0":
         return
-    straight = action_in.weight.data.T
-    for linear in (mlp_in, mlp_out):
-        nn.init.zeros_(linear.bias)
-    mlp_in.weight.data[:, :width].zero_()
-    mlp_in.weight.data[:dims, :width] = straight
-    mlp_in.weight.data[dims : 2 * dims, :width] = -straight
-    mlp_in.weight.data[: 2 * dims, width:].zero_()
-    nn.init.normal_(
-        mlp_in.weight.data[2 * dims :, width:], std=(2 / width) ** 0.5
-    )  # half of the time code is near 0 or 1
-    mlp_out.weight.data[:, :dims] = straight.T
-    mlp_out.weight.data[:, dims : 2 * dims] = -straight.T
-    nn.init.normal_(mlp_out.weight.data[:, 2 * dims :], std=width**-0.5)
-    mlp_out.bias.data.copy_(action_in.bias.data)
+    init_gain(policy.model.state_proj)
+    width, dims = action_in.weight.shape
+    if width >= 2 * dims:  # only benchmarks use narrower ones
+        carried, mlp_out = pass_actions(policy.model), policy.model.action_time_mlp_out
+        nn.init.normal_(mlp_out.weight.data[:, carried:], std=width**-0.5)
+        mlp_out.bias.data.copy_(action_in.bias.data)
 
 
 def _open_gate(dense: nn.Linear) -> None:

@@ -11,6 +11,7 @@ ones: the prefix's output after its last keys and values is discarded.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,20 @@ from torch import nn
 
 from vlatune.policies import modeling
 from vlatune.policies.base_folder import read_object
-from vlatune.policies.loading import decode_config, fill, parameters_on_meta, put, read_tensors, round_input
+from vlatune.policies.loading import (
+    decode_config,
+    fill,
+    find_tensors,
+    parameters_on_meta,
+    put,
+    read_tensors,
+    round_input,
+    train_only,
+)
 from vlatune.policies.modeling import ADAPTER, multiply_large_patches
 from vlatune.policies.pi05.size import building_at, read_size
 from vlatune.policies.pi05.spec import KINDS, model_names
-from vlatune.policies.weight_files import StoredTensor, check_tensors, stored_tensors
+from vlatune.policies.weight_files import StoredTensor
 
 type PiPolicy = PI05Policy | PI0Policy
 
@@ -45,26 +55,21 @@ TRAINED = {
     "lora": rf"{HEADS}|.*\.lora_(A|B)\.{ADAPTER}\.",
     "full": r"model\.",
 }
-TRAIN_PREFIX = ("lora", "full")
-"""Modes that train parts of the prefix, which then needs gradients."""
 UNUSED = r"lm_head\.|language_model\.norm\.|language_model\.layers\.{last}\.(self_attn\.(q|o)_proj|mlp|post_attention_layernorm)\b"
 ADAPTED = r".*\.(language_model|gemma_expert\.model)\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
 TOWER = re.compile(r".*\.paligemma\.model\.(vision_tower|multi_modal_projector)\.")
 
 
 def load_policy(folder: Path, *, train: str, dtype: str | None, device: torch.device | str = "cpu") -> PiPolicy:
-    """Load a validated folder with `train` trainable; adapters are not added here."""
-    policy = build_policy(folder, dtype)
-    tensors = find_tensors(folder, policy)
-    _prepare(policy, train)
-    fill(policy, tensors, torch.device(device))
-    return policy
+    """Load a validated folder with `train` trainable; adapters are not added here.
 
-
-def plan_policy(folder: Path, *, train: str, dtype: str | None) -> PiPolicy:
-    """Build the policy on the meta device, with final dtypes and `requires_grad`."""
+    On the meta device no weight is read, but dtypes and `requires_grad` are final.
+    """
     policy = build_policy(folder, dtype)
+    tensors = None if torch.device(device).type == "meta" else _find_tensors(folder, policy)
     _prepare(policy, train)
+    if tensors is not None:
+        fill(policy, tensors, torch.device(device))
     return policy
 
 
@@ -88,7 +93,7 @@ def _prepare(policy: PiPolicy, train: str) -> None:
 def restore_unused(policy: PiPolicy, folder: Path) -> None:
     """Restore what `_prepare` dropped or rounded from the base model's files."""
     complete = build_policy(folder, policy.config.dtype)
-    tensors = find_tensors(folder, complete)
+    tensors = _find_tensors(folder, complete)
     joint, theirs = policy.model.paligemma_with_expert, complete.model.paligemma_with_expert
     for owner in UNUSED_HEADS:
         getattr(joint, owner).lm_head = getattr(theirs, owner).lm_head.requires_grad_(False)
@@ -118,25 +123,14 @@ def parse_config(folder: Path) -> Any:
     return decode_config(folder, CLASSES[read_object(folder, "config.json")["type"]][0])
 
 
-def find_tensors(folder: Path, policy: PiPolicy) -> dict[str, StoredTensor]:
-    """Return the stored tensors by the model's names; raise unless names and shapes match."""
-    found: dict[str, StoredTensor] = {}
+def _find_tensors(folder: Path, policy: PiPolicy) -> dict[str, StoredTensor]:
     kind = KINDS[policy.config.type]
-    for stored in stored_tensors(folder):
-        names = model_names(stored.key, kind)
-        for name in names:
-            if name not in found or name == names[0]:  # a separate table precedes the tied one
-                found[name] = stored
-    wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
-    check_tensors(folder, wanted, found, kind.title)
-    return found
+    return find_tensors(folder, policy, kind.title, partial(model_names, kind=kind))
 
 
 def set_trainable(policy: nn.Module, train: str) -> None:
     """Freeze all but the parameters of `train`."""
-    wanted, unused = re.compile(TRAINED[train]), re.compile(_unused(policy))
-    for name, parameter in policy.named_parameters():
-        parameter.requires_grad_(bool(wanted.match(name)) and not unused.search(name))
+    train_only(policy, TRAINED[train], unused=_unused(policy))
 
 
 def trains_tower(train: str) -> bool:

@@ -4,16 +4,13 @@ The recipe uses LeRobot's training presets (`SmolVLAConfig`) and its documented 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
 from vlatune.policies.pi05 import make_tiny_recipe
 from vlatune.registry import PolicyInfo, Recipe
 from vlatune.storage.limits import limit
-
-if TYPE_CHECKING:
-    from vlatune.policies.smolvla.adapter import SmolVLAAdapter
 
 HUB_BASE = "lerobot/smolvla_base"
 
@@ -34,7 +31,7 @@ class SmolVLAOptions:
     """Train the projection of the state."""
 
 
-def _adapter() -> "SmolVLAAdapter":
+def _adapter() -> Any:
     from vlatune.policies.smolvla.adapter import SmolVLAAdapter
 
     return SmolVLAAdapter()

@@ -20,89 +20,50 @@ heads, E head size.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lerobot.policies.smolvla import SmolVLAPolicy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlatune.batch import (
-    ACTION,
-    ACTION_DIM_MASK,
-    ACTION_IS_PAD,
-    CAMERA_MASK,
-    NOISE,
-    PREFIX,
-    STATE,
-    STEP_ACTIONS,
-    TIME,
-    TOKEN_MASK,
-    TOKENS,
-)
+from vlatune.batch import ACTION, ACTION_DIM_MASK, ACTION_IS_PAD, NOISE, STEP_ACTIONS, TIME, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions, PolicyOutput
 from vlatune.policies.flow_matching import mean_over_own_dims
 from vlatune.policies.modeling import (
+    FlowModule,
     KeyValue,
     LayerModule,
-    check_noise_samples,
+    Prefix,
+    Rope,
     encode_time,
     gated_mlp,
-    make_time_scale,
     merge_adapters,
     noisy_and_target,
     num_valid,
-    pack_layers,
     project,
     repeat_each,
     to_pixels,
-    unpack_layers,
-    valid_tokens,
 )
-from vlatune.policies.smolvla.size import KEPT_PART, PREFIX_PART, TOWER_PART, SmolVLASize, SmolVLASpec
-from vlatune.policies.smolvla.weights import TRAIN_PREFIX, load_policy, restore_unused
+from vlatune.policies.smolvla.size import SmolVLASize, SmolVLASpec
+from vlatune.policies.smolvla.weights import load_policy, restore_unused
 
 MAX_WAVELENGTH = 10_000
 SMALLEST_SHARE = 1e-6
 """Lower bound of a chunk's valid share, to avoid a division by zero; the loss is 0 then."""
 
 
-class Rope(NamedTuple):
-    """Cosines and sines of rotary embeddings, (B, 1, N, E / 2) each, in float32."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class Prefix(NamedTuple):
-    """Keys and values that the expert attends to, by layer of the vision-language model."""
-
-    layers: Sequence[KeyValue]
-    valid_BS: Tensor
-    """False for padding tokens, and for cameras that a sample's robot lacks."""
-
-
-class SmolVLAModule(nn.Module):
+class SmolVLAModule(FlowModule):
     """A `SmolVLAPolicy` that takes batches as `batch.py` describes them."""
 
-    time_scale: Tensor
     wavelengths: Tensor
     patch_positions: Tensor
 
     def __init__(self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> None:
-        super().__init__()
-        self.policy, self.base = policy, Path(spec.folder)
-        size = self.size = spec.size
-        delivered = {target for _, target in binding.cameras}
-        self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
-        self.action_dim = binding.action_dim
-        self.flow_samples = options.flow_samples
-        self.dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
-        self.train_prefix, self.kept_part = options.train in TRAIN_PREFIX, KEPT_PART.get(options.train)
-        action_in, device = policy.model.action_in_proj, policy.model.action_in_proj.weight.device
-        self.register_buffer("time_scale", make_time_scale(policy.config, action_in), persistent=False)
+        super().__init__(policy, spec, binding, options, options.dtype or "float32")
+        size, device = spec.size, policy.model.action_in_proj.weight.device
+        self.size, self.head_dim = size, size.vlm.head_dim
         self.register_buffer("wavelengths", make_wavelengths(size.vlm.head_dim).to(device), persistent=False)
         self.register_buffer("patch_positions", make_patch_positions(spec).to(device), persistent=False)
         joint: Any = policy.model.vlm_with_expert
@@ -121,12 +82,9 @@ class SmolVLAModule(nn.Module):
 
         In evaluation it is the mean of each sample's mean, which does not depend on the batch size.
         """
-        if self.training:  # evaluation always uses one sample
-            check_noise_samples(batch[NOISE], batch[TIME], self.flow_samples)
+        self.check_noise(batch)
         noisy, target = noisy_and_target(batch[ACTION], batch[NOISE], batch[TIME])
-        with torch.set_grad_enabled(self.train_prefix and torch.is_grad_enabled()):
-            prefix = self.compute_prefix(batch)
-        prefix = self.add_state(prefix, self._state(batch))
+        prefix = self.add_state(self.get_prefix(batch), self.padded_state(batch))
         predicted = self.velocity(prefix, noisy, encode_time(batch[TIME].flatten(), self.time_scale))
         losses_MTP = functional.mse_loss(target, predicted, reduction="none")
         samples, own_BP = batch[NOISE].shape[1], batch.get(ACTION_DIM_MASK)
@@ -154,17 +112,8 @@ class SmolVLAModule(nn.Module):
             share_B = batch[STEP_ACTIONS] / batch[ACTION_IS_PAD].numel()
         return mean_over_own_dims(losses_MTP, batch[ACTION_DIM_MASK]) / share_B.clamp_min(SMALLEST_SHARE)
 
-    @torch.no_grad()
-    def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
-        """Sample actions; cameras without data are omitted, as LeRobot masks their tokens."""
-        images = [to_pixels(batch[camera]) for camera in self.cameras]
-        present = [torch.ones(len(one), dtype=torch.bool, device=one.device) for one in images]
-        if CAMERA_MASK in batch:
-            present = list(batch[CAMERA_MASK].unbind(dim=1))
-        actions_BTP = self.policy.model.sample_actions(
-            images, present, batch[TOKENS], batch[TOKEN_MASK], self._state(batch), noise=noise_BTP
-        )
-        return actions_BTP[:, :, : self.action_dim]
+    def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        return (*super().observation(batch), self.padded_state(batch))
 
     def as_lerobot(self) -> SmolVLAPolicy:
         """Return LeRobot's policy for saving; merges adapters, so training must not continue.
@@ -175,54 +124,33 @@ class SmolVLAModule(nn.Module):
         restore_unused(self.policy, self.base, self.size)
         return self.policy
 
-    @torch.no_grad()
-    def compute_kept(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the output of the last frozen part: keys and values, image tokens, or patches."""
-        if self.kept_part == PREFIX_PART:
-            return pack_layers(self.compute_prefix(batch).layers)
-        encoded = self._encode_images(batch, connected=self.kept_part != TOWER_PART)
-        return torch.cat(encoded.chunk(len(self.cameras)), dim=1)
+    def embed_prompt(self, batch: Mapping[str, Tensor]) -> Tensor:
+        words_BLD = self._vlm.text_model.embed_tokens(batch[TOKENS]).to(self.dtype)
+        return words_BLD * math.sqrt(self.size.vlm.width)
 
-    def compute_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """Compute the prefix from prompt and images, or from what was kept of them."""
-        kept, valid_of = batch.get(PREFIX), (batch[TOKEN_MASK], batch.get(CAMERA_MASK))
-        if kept is not None and self.kept_part == PREFIX_PART:
-            layers = unpack_layers(kept, self.size.last_used + 1, self.size.vlm.head_dim)
-            return Prefix(layers, valid_tokens(*valid_of, kept.shape[1] - batch[TOKENS].shape[1]))
-        vlm: Any = self.policy.model.vlm_with_expert.get_vlm_model()
-        words_BLD = vlm.text_model.embed_tokens(batch[TOKENS]).to(self.dtype) * math.sqrt(self.size.vlm.width)
-        if kept is None:
-            tokens = torch.cat(self._encode_images(batch).chunk(len(self.cameras)), dim=1)
-        elif self.kept_part == TOWER_PART:
-            by_image = kept.unflatten(1, (len(self.cameras), -1)).flatten(0, 1)
-            tokens = connect(vlm, by_image, self.dtype).unflatten(0, (len(kept), -1)).flatten(1, 2)
-        else:
-            tokens = kept
-        hidden_BND = torch.cat([tokens, words_BLD], dim=1)
-        num_image_tokens = hidden_BND.shape[1] - words_BLD.shape[1]
-        valid_BN = valid_tokens(*valid_of, num_image_tokens)
-        rope = make_rope(torch.cumsum(valid_BN, dim=1) - 1, self.wavelengths)
-        layers = []
-        for layer in self.prefix_layers:
-            hidden_BND, own = layer(hidden_BND, rope, None, valid_BN[:, None, None, :])
-            layers.append(own)
-        return Prefix([*layers, self.last_prefix_layer(hidden_BND, rope)], valid_BN)
+    def encode_images(self, images_BCHW: Tensor) -> Tensor:
+        tokens_BND = self._vlm.connector(run_tower(self._vlm, images_BCHW, self.patch_positions)).to(self.dtype)
+        scale = tokens_BND.new_full((), math.sqrt(tokens_BND.shape[2]))  # in its dtype, as in LeRobot
+        return tokens_BND * scale
 
-    def _encode_images(self, batch: Mapping[str, Tensor], *, connected: bool = True) -> Tensor:
-        """Return patches, or tokens of the language model, of all cameras in one pass, camera by camera."""
-        vlm: Any = self.policy.model.vlm_with_expert.get_vlm_model()
-        patches = run_tower(vlm, torch.cat([batch[camera] for camera in self.cameras]), self.patch_positions)
-        return connect(vlm, patches, self.dtype) if connected else patches
+    def make_rope(self, positions_BN: Tensor) -> Rope:
+        """Compute rotary embeddings once for all layers."""
+        radians_B1NE = (positions_BN[..., None].to(torch.float32) / self.wavelengths)[:, None]
+        return Rope(torch.cos(radians_B1NE), torch.sin(radians_B1NE))
+
+    @property
+    def _vlm(self) -> Any:
+        return self.policy.model.vlm_with_expert.get_vlm_model()
 
     def add_state(self, prefix: Prefix, state_BP: Tensor) -> Prefix:
         """Add the state token, which attends to images and prompt."""
         hidden_B1D = self.policy.model.state_proj(state_BP)[:, None].to(self.dtype)
         position_B1 = prefix.valid_BS.sum(dim=1, keepdim=True)
-        rope = make_rope(position_B1, self.wavelengths)
+        rope = self.make_rope(position_B1)
         valid_BS = torch.cat([prefix.valid_BS, prefix.valid_BS.new_ones(position_B1.shape)], dim=1)
         layers = []
         for layer, before in zip(self.prefix_layers, prefix.layers, strict=False):
-            hidden_B1D, own = layer(hidden_B1D, rope, before, valid_BS[:, None, None, :])
+            hidden_B1D, own = layer(hidden_B1D, rope, valid_BS[:, None, None, :], before)
             layers.append(before.followed_by(own))
         last = prefix.layers[-1].followed_by(self.last_prefix_layer(hidden_B1D, rope))
         return Prefix([*layers, last], valid_BS)
@@ -234,25 +162,20 @@ class SmolVLAModule(nn.Module):
         hidden_BTD = embed_actions(model, noisy_BTP, time_code_BD).to(prefix.layers[0].keys.dtype)
         steps_T = torch.arange(noisy_BTP.shape[1], device=noisy_BTP.device)
         positions_BT = prefix.valid_BS.sum(dim=1, keepdim=True) + steps_T
-        self_rope = make_rope(repeat_each(positions_BT, samples), self.wavelengths)
-        cross_rope = make_rope(steps_T[None], self.wavelengths)
+        self_rope = self.make_rope(repeat_each(positions_BT, samples))
+        cross_rope = self.make_rope(steps_T[None])
         self_mask = repeat_each(_causal_mask(prefix.valid_BS, steps_T, self.size), samples)
         cross_mask = prefix.valid_BS[:, None, None, :]
         for number, layer in enumerate(self.expert_layers):
             key_value = prefix.layers[number * self.size.stride]
             if self._attends_to_itself(number):
-                hidden_BTD, _ = layer(hidden_BTD, self_rope, key_value.repeated(samples), self_mask)
+                hidden_BTD, _ = layer(hidden_BTD, self_rope, self_mask, key_value.repeated(samples))
             else:
-                hidden_BTD = layer(hidden_BTD, cross_rope, key_value, cross_mask)
+                hidden_BTD = layer(hidden_BTD, cross_rope, cross_mask, key_value)
         return model.action_out_proj(model.vlm_with_expert.lm_expert.norm(hidden_BTD).to(torch.float32))
 
     def _attends_to_itself(self, expert_layer: int) -> bool:
         return self.size.has_self_attention(expert_layer * self.size.stride)
-
-    def _state(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Pad the state with zeros to the policy's number of dims."""
-        state_BS = batch[STATE]
-        return functional.pad(state_BS, (0, self.size.state_dims - state_BS.shape[1]))
 
 
 def load_smolvla(
@@ -274,13 +197,6 @@ def run_tower(vlm: Any, images_BCHW: Tensor, positions_N: Tensor) -> Tensor:
     for layer in tower.encoder.layers:
         hidden_BND = layer(hidden_BND, None)
     return tower.post_layernorm(hidden_BND)
-
-
-def connect(vlm: Any, hidden_BND: Tensor, dtype: torch.dtype) -> Tensor:
-    """Project patches to tokens of the language model."""
-    tokens_BND = vlm.connector(hidden_BND).to(dtype)
-    scale = tokens_BND.new_full((), math.sqrt(tokens_BND.shape[2]))  # in its dtype, as in LeRobot
-    return tokens_BND * scale
 
 
 def make_patch_positions(spec: SmolVLASpec) -> Tensor:
@@ -314,7 +230,7 @@ def _causal_mask(valid_BS: Tensor, steps_T: Tensor, size: SmolVLASize) -> Tensor
 
 
 def self_attention_layer(
-    layer: Any, hidden_BND: Tensor, rope: Rope, before: KeyValue | None, mask: Tensor
+    layer: Any, hidden_BND: Tensor, rope: Rope, mask: Tensor, before: KeyValue | None = None
 ) -> tuple[Tensor, KeyValue]:
     """Apply self-attention to earlier tokens and the layer's own."""
     normed_BND = _normed(layer.input_layernorm, hidden_BND)
@@ -328,19 +244,13 @@ def layer_key_value(layer: Any, hidden_BND: Tensor, rope: Rope) -> KeyValue:
     return _key_value(layer.self_attn, _normed(layer.input_layernorm, hidden_BND), rope)
 
 
-def cross_layer(layer: Any, hidden_BND: Tensor, rope: Rope, seen: KeyValue, mask: Tensor) -> Tensor:
+def cross_layer(layer: Any, hidden_BND: Tensor, rope: Rope, mask: Tensor, seen: KeyValue) -> Tensor:
     """Apply the expert's cross-attention to the prefix, shared by all noise samples."""
     attention = layer.self_attn
     normed_BND = _normed(layer.input_layernorm, hidden_BND)
     keys = _split(attention, project(attention.k_proj, _joined(seen.keys)))
     values = _split(attention, project(attention.v_proj, _joined(seen.values)))
     return _finish(layer, hidden_BND, _queries(attention, normed_BND, rope), KeyValue(keys, values), mask)
-
-
-def make_rope(positions_BN: Tensor, wavelengths: Tensor) -> Rope:
-    """Compute rotary embeddings once for all layers."""
-    radians_B1NE = (positions_BN[..., None].to(torch.float32) / wavelengths)[:, None]
-    return Rope(torch.cos(radians_B1NE), torch.sin(radians_B1NE))
 
 
 def make_wavelengths(head_dim: int) -> Tensor:

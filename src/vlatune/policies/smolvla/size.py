@@ -12,21 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from vlatune.policies.flow_matching import FlowSpec
 from vlatune.policies.model_size import SIZE_FILE, ModelSize, read_size_file, replaced_names
 from vlatune.storage.limits import check_limit
 
-PREFIX_PART, CONNECTOR_PART, TOWER_PART = "prefix", "connector", "vision_model"
-KEPT_PART = {"heads": PREFIX_PART, "expert": PREFIX_PART, "lora": CONNECTOR_PART, "language": TOWER_PART}
-"""Maps each fine-tuning mode to what can be kept: the output of the last frozen part."""
 VISION_EPS, TEXT_EPS = 1e-6, 1e-5
 """Epsilon of the norms in vision tower and language model of every SmolVLM."""
 
 CONFIG_DEFAULTS: Mapping[str, Any] = {
     "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
-    "resize_imgs_with_padding": (512, 512),
     "chunk_size": 50,
     "max_state_dim": 32,
     "max_action_dim": 32,
@@ -49,13 +45,6 @@ class SmolVLMSize(ModelSize):
     """Size of the vision-language model; defaults to SmolVLM2-500M."""
 
     title = "SmolVLM"
-    multiples: ClassVar[Mapping[str, str]] = {
-        "width": "heads",
-        "vision_width": "vision_heads",
-        "heads": "kv_heads",
-        "image_size": "patch_size",
-    }
-    even = ("head_dim",)
 
     width: int = 960
     """Hidden size of the language model; a multiple of heads."""
@@ -124,25 +113,6 @@ class SmolVLASize:
         """True if the expert has self-attention in that layer, as LeRobot counts them."""
         return self.self_attention_every > 0 and layer % self.self_attention_every == 0
 
-    @property
-    def vision_weights(self) -> int:
-        """Number of weights in the vision tower's layers."""
-        width, mlp_dim = self.vlm.vision_width, self.vlm.vision_mlp_dim
-        return self.vlm.vision_depth * (4 * width**2 + 2 * width * mlp_dim)
-
-    @property
-    def language_weights(self) -> int:
-        """Number of weights in the used layers of the language model, without embedding."""
-        return self.depth * self._decoder_weights(self.vlm.width, self.vlm.mlp_dim)
-
-    @property
-    def expert_weights(self) -> int:
-        """Number of weights in the action expert's layers."""
-        return self.expert_depth * self._decoder_weights(self.expert_width, self.expert_mlp_dim)
-
-    def _decoder_weights(self, width: int, mlp_dim: int) -> int:
-        return 2 * width * self.vlm.head_dim * (self.vlm.heads + self.vlm.kv_heads) + 3 * width * mlp_dim
-
 
 @dataclass(frozen=True, kw_only=True)
 class SmolVLASpec(FlowSpec):
@@ -153,8 +123,15 @@ class SmolVLASpec(FlowSpec):
 
 def read_size(folder: Path, config: Mapping[str, Any]) -> SmolVLASize:
     """Return the size that a validated config.json describes; raise if LeRobot cannot run it."""
-    given = {**CONFIG_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
-    vlm = _read_vlm(folder, str(given["vlm_model_name"]))
+    given = {**CONFIG_DEFAULTS, **config}
+    name = str(given["vlm_model_name"])
+    vlm = read_size_file(folder, SmolVLMSize) or KNOWN.get(name)
+    if vlm is None:
+        fields = ", ".join(field.name for field in dataclasses.fields(SmolVLMSize))
+        raise ValueError(
+            f"policy '{folder}': config.json names the vision-language model '{name}' of unknown size; known are "
+            f"{', '.join(KNOWN)}; for another, write its size to {folder / SIZE_FILE} ({fields})"
+        )
     depth = int(given["num_vlm_layers"])
     depth = vlm.depth if depth <= 0 else min(depth, vlm.depth)
     expert_depth = int(given["num_expert_layers"])
@@ -163,14 +140,14 @@ def read_size(folder: Path, config: Mapping[str, Any]) -> SmolVLASize:
     is_cross = "cross" in str(given["attention_mode"])
     every = max(0, int(given["self_attn_every_n_layers"])) if is_cross else 1
     where = f"policy '{folder}': config.json:"
-    _require(width >= 2 and width % 2 == 0, f"an action expert of width {width}: must be even, from 2", where)
     check_limit("model_width", width, f"{where} the action expert's width:")
-    _require(
-        depth % expert_depth == 0,
-        f"num_expert_layers={expert_depth}: must divide the {depth} layers of the vision-language model",
-        where,
-    )
-    size = SmolVLASize(
+    if width < 2 or width % 2:
+        raise ValueError(f"{where} an action expert of width {width}: must be even, from 2")
+    if depth % expert_depth:
+        raise ValueError(
+            f"{where} num_expert_layers={expert_depth}: must divide the {depth} layers of the vision-language model"
+        )
+    return SmolVLASize(
         vlm=vlm,
         depth=depth,
         expert_depth=expert_depth,
@@ -180,19 +157,6 @@ def read_size(folder: Path, config: Mapping[str, Any]) -> SmolVLASize:
         state_dims=int(given["max_state_dim"]),
         action_dims=int(given["max_action_dim"]),
     )
-    # LeRobot builds layer n with cross-attention by n, but runs it by n * stride.
-    odd = [
-        layer
-        for layer in range(expert_depth)
-        if size.has_self_attention(layer) is not size.has_self_attention(layer * size.stride)
-    ]
-    _require(
-        not odd,
-        f"num_expert_layers={expert_depth} of {depth} with self_attn_every_n_layers={every}: layer {odd[:1]} of the expert would "
-        f"use self-attention with projections made for cross-attention; LeRobot cannot run it either",
-        where,
-    )
-    return size
 
 
 @contextmanager
@@ -206,35 +170,17 @@ def building_at(size: SmolVLMSize) -> Iterator[None]:
 
     tokens = SimpleNamespace(fake_image_token_id=0, global_image_token_id=0)  # used only by settings that are rejected
     replaced = {
-        "AutoConfig": _Answer(lambda: vlm_config(size)),
-        "AutoProcessor": _Answer(lambda: SimpleNamespace(tokenizer=tokens)),
-        "AutoModelForImageTextToText": _Answer(_reject_weights),
+        "AutoConfig": SimpleNamespace(from_pretrained=lambda *_, **__: vlm_config(size)),
+        "AutoProcessor": SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace(tokenizer=tokens)),
     }
     with replaced_names({(smolvlm_with_expert, name): answer for name, answer in replaced.items()}):
         yield
-
-
-def loading_code(size: SmolVLMSize) -> str:
-    """Return Python code that applies `building_at` to LeRobot; for a model card."""
-    return f"""\
-from types import SimpleNamespace
-from lerobot.policies.smolvla import smolvlm_with_expert as lerobot
-from transformers import SmolVLMConfig
-
-vlm = SmolVLMConfig(**{_vlm_fields(size)})
-tokens = SimpleNamespace(fake_image_token_id=0, global_image_token_id=0)
-lerobot.AutoConfig = SimpleNamespace(from_pretrained=lambda *_, **__: vlm)
-lerobot.AutoProcessor = SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace(tokenizer=tokens))"""
 
 
 def vlm_config(size: SmolVLMSize) -> Any:
     """Return transformers' config of the vision-language model."""
     from transformers import SmolVLMConfig
 
-    return SmolVLMConfig(**_vlm_fields(size))
-
-
-def _vlm_fields(size: SmolVLMSize) -> dict[str, Any]:
     text = {
         "hidden_size": size.width,
         "intermediate_size": size.mlp_dim,
@@ -255,37 +201,7 @@ def _vlm_fields(size: SmolVLMSize) -> dict[str, Any]:
         "patch_size": size.patch_size,
         "layer_norm_eps": VISION_EPS,
     }
-    return {"text_config": text, "vision_config": vision, "scale_factor": size.shuffle, "pad_token_id": 0}
-
-
-class _Answer:
-    """Replaces a transformers Auto class; `from_pretrained` returns the same for any name."""
-
-    def __init__(self, make: Any) -> None:
-        self._make = make
-
-    def from_pretrained(self, *_: Any, **__: Any) -> Any:
-        return self._make()
-
-
-def _reject_weights() -> Any:
-    raise ValueError("load_vlm_weights: the weights of a policy are in its own folder; no others are downloaded")
-
-
-def _require(condition: bool, message: str, where: str) -> None:
-    if not condition:
-        raise ValueError(f"{where} {message}")
-
-
-def _read_vlm(folder: Path, name: str) -> SmolVLMSize:
-    found = read_size_file(folder, SmolVLMSize) or KNOWN.get(name)
-    if found is not None:
-        return found
-    fields = ", ".join(field.name for field in dataclasses.fields(SmolVLMSize))
-    raise ValueError(
-        f"policy '{folder}': config.json names the vision-language model '{name}' of unknown size; known are "
-        f"{', '.join(KNOWN)}; for another, write its size to {folder / SIZE_FILE} ({fields})"
-    )
+    return SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=size.shuffle, pad_token_id=0)
 
 
 def _mlp_dim(width: int) -> int:

@@ -21,11 +21,11 @@ from torch import nn
 from vlatune.policies.base import Fit
 from vlatune.policies.smolvla.size import SmolVLMSize, building_at
 from vlatune.policies.tiny_models import (
-    chunk_of,
     fitted,
     init_gain,
     init_layers,
     init_patches,
+    pass_actions,
     prompt_length,
     round_up,
     train_tokenizer,
@@ -57,25 +57,20 @@ def tiny_size(vocab_size: int, image_size: int) -> SmolVLMSize:
     )
 
 
-def make_smolvla(folder: Path, fit: Fit, *, small: bool = True, place: Path | None = None) -> Path:
+def make_smolvla(folder: Path, fit: Fit, *, place: Path | None = None) -> Path:
     """Write the base model's folder atomically; see `write_base` for `place`."""
     prompts = sorted({end_with_newline(task) for task in (*fit.tasks, "")})
     tokenizer = train_tokenizer(prompts)
-    config = _config(fit, small=small)
-    config.tokenizer_max_length = prompt_length(tokenizer, prompts, fit) if small else config.tokenizer_max_length
-    size = tiny_size(round_up(len(tokenizer), 64), fit.image_size) if small else SmolVLMSize()
+    config = SmolVLAConfig(
+        **fitted(fit),
+        resize_imgs_with_padding=(fit.image_size, fit.image_size),
+        num_vlm_layers=DEPTH,
+        expert_width_multiplier=1.0,
+        tokenizer_max_length=prompt_length(tokenizer, prompts, fit),
+    )
+    size = tiny_size(round_up(len(tokenizer), 64), fit.image_size)
     policy = make_policy(config, size, fit.seed)
     return write_base(folder, policy, size, tokenizer, make_processors, padding=config.pad_language_to, place=place)
-
-
-def _config(fit: Fit, *, small: bool) -> SmolVLAConfig:
-    sizes: dict[str, Any] = {
-        **chunk_of(fit),
-        "resize_imgs_with_padding": (fit.image_size, fit.image_size),
-        "num_vlm_layers": DEPTH,
-        "expert_width_multiplier": 1.0,
-    }
-    return SmolVLAConfig(**(sizes if small else {}), **fitted(fit))
 
 
 def make_policy(config: SmolVLAConfig, size: SmolVLMSize, seed: int) -> SmolVLAPolicy:
@@ -115,26 +110,17 @@ def init_for_scratch(policy: SmolVLAPolicy) -> None:
 
 
 def _pass_noise(model: Any) -> None:
-    """Initialise the action layers to pass noise and time through: silu(x) - silu(-x) is x.
-
-    The first 2 P hidden units carry the P noise dims, the others only see the time.
-    """
+    """Initialise the action layers to pass noise and time through."""
     action_in, action_out = model.action_in_proj, model.action_out_proj
-    inner, outer = model.action_time_mlp_in, model.action_time_mlp_out
     width, dims = action_in.weight.shape
     turn = nn.init.orthogonal_(torch.empty(width, width))
     noise, other = turn[:, :dims], turn[:, dims:]
-    for linear in (action_in, action_out, inner, outer):
-        nn.init.zeros_(linear.weight)
+    for linear in (action_in, action_out):
         nn.init.zeros_(linear.bias)
     action_in.weight.data.copy_(noise)
-    inner.weight.data[:dims, :width] = noise.T
-    inner.weight.data[dims : 2 * dims, :width] = -noise.T
-    nn.init.normal_(inner.weight.data[2 * dims :, width:], std=(width / 2) ** -0.5)
-    outer.weight.data[:, :dims] = noise
-    outer.weight.data[:, dims : 2 * dims] = -noise
-    outer.weight.data[:, 2 * dims :] = other[:, : width - 2 * dims]
     action_out.weight.data.copy_(OUT_GAIN * noise.T)
+    carried = pass_actions(model)
+    model.action_time_mlp_out.weight.data[:, carried:] = other[:, : width - carried]
 
 
 def make_processors(config: SmolVLAConfig, tokenize: TokenizerProcessorStep):

@@ -14,10 +14,19 @@ from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy
 from torch import nn
 
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.loading import decode_config, fill, parameters_on_meta, put, read_tensors, round_input
-from vlatune.policies.modeling import ADAPTER, add_adapters, multiply_large_patches
+from vlatune.policies.loading import (
+    decode_config,
+    fill,
+    find_tensors,
+    parameters_on_meta,
+    put,
+    read_tensors,
+    round_input,
+    train_only,
+)
+from vlatune.policies.modeling import ADAPTER, add_adapters, checkpoint_tower, multiply_large_patches
 from vlatune.policies.smolvla.size import SmolVLASize, SmolVLASpec, building_at
-from vlatune.policies.weight_files import StoredTensor, check_tensors, stored_tensors
+from vlatune.policies.weight_files import stored_tensors
 
 STATE_PROJECTION = r"model\.state_proj\."
 HEADS = r"model\.(state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out)\."
@@ -32,8 +41,6 @@ TRAINED = {
 }
 """Parameters of each fine-tuning mode. LeRobot's flags: expert is train_expert_only, language is
 freeze_vision_encoder without it, full is neither."""
-TRAIN_PREFIX = ("lora", "language", "full")
-"""Modes that train parts of the vision-language model, which then needs gradients."""
 ADAPTED = r".*\.(text_model|lm_expert)\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 
@@ -41,25 +48,15 @@ LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 def load_policy(spec: SmolVLASpec, options: ModuleOptions, device: torch.device | str) -> SmolVLAPolicy:
     """Load a validated folder with `options.train` trainable, including new adapters."""
     policy = build_policy(spec)
-    tensors = find_tensors(Path(spec.folder), policy)
+    tensors = find_tensors(Path(spec.folder), policy, "SmolVLA")
     prepare(policy, spec, train=options.train, dtype=options.dtype)
     fill(policy, tensors, torch.device(device))
     if options.train == "lora":
         add_adapters(policy, on=ADAPTED, but=_unused(spec.size), rank=options.lora_rank, alpha=options.lora_alpha)
         set_trainable(policy, spec.size, options.train)
     if options.gradient_checkpointing and options.train == "full":
-        # Nothing here is random, and saving the RNG state would sync with the device.
-        tower = policy.model.vlm_with_expert.get_vlm_model().vision_model
-        tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        checkpoint_tower(policy.model.vlm_with_expert.get_vlm_model().vision_model)
     return policy
-
-
-def find_tensors(folder: Path, policy: SmolVLAPolicy) -> dict[str, StoredTensor]:
-    """Return all tensors by name; raise on missing, unexpected or mismatched ones."""
-    found = {stored.key: stored for stored in stored_tensors(folder)}
-    wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
-    check_tensors(folder, wanted, found, "SmolVLA")
-    return found
 
 
 def prepare(policy: SmolVLAPolicy, spec: SmolVLASpec, *, train: str, dtype: str | None) -> None:
@@ -99,11 +96,8 @@ def build_policy(spec: SmolVLASpec) -> SmolVLAPolicy:
 
 def set_trainable(policy: SmolVLAPolicy, size: SmolVLASize, train: str) -> None:
     """Make the parameters of `train` trainable, except those that `_unused` matches."""
-    wanted, unused = re.compile(TRAINED[train]), re.compile(_unused(size))
-    held = re.compile(STATE_PROJECTION) if not policy.config.train_state_proj else None
-    for name, parameter in policy.named_parameters():
-        trains = wanted.match(name) and not unused.search(name) and not (held and held.match(name))
-        parameter.requires_grad_(bool(trains))
+    unused = _unused(size) if policy.config.train_state_proj else f"{_unused(size)}|{STATE_PROJECTION}"
+    train_only(policy, TRAINED[train], unused=unused)
 
 
 def restore_unused(policy: SmolVLAPolicy, folder: Path, size: SmolVLASize) -> None:

@@ -17,6 +17,7 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, IMAGE_PREFIX, NOISE, STATE, TIM
 from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.reader import make_unit, read_unit
+from vlatune.policies.diffusion.diffusion_module import SAMPLING_SEED
 from vlatune.run_setup import Setup, make_setup
 
 LOSS_RTOL = 1e-6
@@ -130,13 +131,14 @@ def sampling(noise: Tensor, time: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def adding(step_noise: Tensor) -> Iterator[None]:
-    """DDPM's noise of every step but the last one, which adds none."""
+def fixed_step_noise() -> Iterator[None]:
+    """Let DDPM add the noise of our module in every step."""
     from diffusers.schedulers import scheduling_ddpm
 
-    given = iter(step_noise)
+    generator = torch.Generator().manual_seed(SAMPLING_SEED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduling_ddpm, "randn_tensor", lambda shape, **options: next(given).expand(shape))
+        noise = lambda shape, **options: torch.randn((1, *shape[1:]), generator=generator).expand(shape)  # noqa: E731
+        patch.setattr(scheduling_ddpm, "randn_tensor", noise)
         yield
 
 

@@ -4,14 +4,22 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_parity import GRADIENT_RTOL, LOSS_RTOL, adding, as_tensors, lerobot_batch, lerobot_loss, read_rows
+from diffusion_parity import (
+    GRADIENT_RTOL,
+    LOSS_RTOL,
+    as_tensors,
+    fixed_step_noise,
+    lerobot_batch,
+    lerobot_loss,
+    read_rows,
+)
 from lerobot.policies.diffusion import DiffusionConfig
 from torch import nn
 
 from benchmarks.step.host_sync import HostSyncSpy
 from vlatune.batch import ACTION, IDS, SLOT
 from vlatune.data.transforms import apply_all
-from vlatune.policies.base import Fit, ModuleOptions, trained_tensors
+from vlatune.policies.base import Fit, trained_tensors
 from vlatune.policies.diffusion.diffusion_adapter import new_settings
 from vlatune.policies.diffusion.diffusion_module import FEATURES, _feature, build_policy
 
@@ -75,7 +83,7 @@ def test_actions_equal_lerobots_on_full_images(case):
     recorded = read_rows(case.setup, image_hw=(96, 96))
     theirs = lerobot_batch(case.setup, policy.config, recorded)
     del theirs[ACTION], theirs["action_is_pad"]
-    with adding(module.step_noise):
+    with fixed_step_noise():
         expected = policy.predict_action_chunk(theirs, noise=noise)
     first = policy.config.n_obs_steps - 1
     assert ours.shape == noise.shape
@@ -101,7 +109,8 @@ def test_a_step_has_no_host_sync(case):
     module = case.load().train()
     batch = {key: value for key, value in case.batch.items() if key not in (*IDS, SLOT)}
     noise = torch.randn(batch[ACTION].shape)
-    with HostSyncSpy([*module.parameters(), *module.buffers(), *batch.values(), noise]) as spy:
+    schedule = module.policy.diffusion.noise_scheduler.alphas_cumprod
+    with HostSyncSpy([*module.parameters(), *module.buffers(), *batch.values(), noise, schedule]) as spy:
         module(batch).loss.backward()
         module.eval().predict(batch, noise)
     assert spy.table() == []
@@ -117,9 +126,3 @@ def test_the_published_size(cameras, parameters):
     policy = build_policy(DiffusionConfig(**features, device="cpu", **settings))
     assert {one.device.type for one in policy.parameters()} == {"meta"}
     assert sum(one.numel() for one in policy.parameters()) == parameters
-
-
-def test_missing_image_statistics_are_an_error(case):
-    module = case.setup.adapter.load_module(case.setup.policy, case.setup.binding, ModuleOptions(train="full"))
-    with pytest.raises(RuntimeError, match="image statistics are missing"):
-        module(case.batch)
