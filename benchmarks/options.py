@@ -34,11 +34,9 @@ class ReaderBench(BenchOptions):
     """Recorded image height in pixels."""
     width: int = 640
     """Recorded image width in pixels."""
-    texture: float = 8.0
-    """Image texture as in `vlatune make-dataset`; without it, video decodes several times faster
-    than real recordings."""
-    noise: float = 2.0
-    """Strength of the camera noise."""
+    noise: float = 4.0
+    """Strength of the camera noise; without it, video decodes several times faster than real
+    recordings."""
     passes: int = 4
     """Passes per round for PyAV and vlatune; other readers read two thirds of the dataset once."""
     rounds: int = 3
@@ -100,9 +98,7 @@ class FeedBench(BenchOptions):
     """Recorded image height in pixels."""
     width: int = 640
     """Recorded image width in pixels."""
-    texture: float = 8.0
-    """Image texture as in `vlatune make-dataset`."""
-    noise: float = 2.0
+    noise: float = 4.0
     """Strength of the camera noise."""
     store_bytes: int = 500_000_000
     """Object store in bytes."""

@@ -215,7 +215,6 @@ def make_videos(folder: Path, codec: str, options: FeedBench | ReaderBench) -> s
         fps=30,
         episodes_per_file=max(1, options.episodes // 2),
         codec=codec,
-        texture=options.texture,
         noise=options.noise,
     )
     make_dataset(folder, spec)

@@ -16,6 +16,7 @@ SUMMARY = Summary(
     peak_object_store_bytes=128_000_000,
     restarts=0,
     time_s={"start": 10.0, "wait": 1.2, "compute": 97.8, "checkpoint": 1.0, "total": 110.0},
+    other_process_share=0.3,
     performance_flags={"device": "cpu", "threads": 2},
 )
 

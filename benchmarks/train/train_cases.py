@@ -32,8 +32,7 @@ VIDEOS = SyntheticSpec(
     fps=30,
     episodes_per_file=30,
     codec="av1",
-    texture=8,
-    noise=2,
+    noise=4,
 )
 HORIZON, PATCH_SIZE = 50, 28
 LOG_LINES = 40

@@ -26,7 +26,7 @@ from vlatune.data.health.bad_episodes import (
     leave_out,
     without,
 )
-from vlatune.data.health.timestamps import with_timestamps
+from vlatune.data.health.timestamps import all_conversions, with_timestamps
 from vlatune.data.loss_groups import LossGroups, WithLossGroups, make_loss_groups
 from vlatune.data.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.data.order.partition import (
@@ -198,7 +198,7 @@ def _read_inputs(
         training, held_out = hold_out(selected, config.dataset.eval_split, config.seed, by_dataset=bool(binding.parts))
     stats, doubtful = run_stats(config.dataset, metas, policy, binding, against_rows=preflight)
     if preflight:  # warn once, although a run is set up several times
-        for text in (*warnings, *doubtful):
+        for text in (*warnings, *all_conversions(metas, specs, wanted), *doubtful):
             warn(f"vlatune: warning: {text}")
     return Inputs(metas, specs, held_out, adapter, policy, binding, stats), training, skipped
 

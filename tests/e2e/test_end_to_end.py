@@ -27,7 +27,7 @@ from vlatune.train.driver.launch import train
 STEPS = 12
 METRICS = {"optimizer_step", "loss", "grad_norm", "lr", "samples_per_s", "wait_share", "step_s", "spilled_bytes"}
 METRICS |= {"object_store_bytes", "epoch", "samples_seen", "wait_s"}
-METRICS |= {"cached_share", "loss_by_task", "loss_by_dim"}
+METRICS |= {"cached_share", "other_process_share", "loss_by_task", "loss_by_dim"}
 SUMMARY = {"optimizer_steps", "final_loss", "samples_per_s", "wait_share", "time_to_first_batch_s", "spilled_bytes"}
 SUMMARY |= {"fallback_bytes", "peak_object_store_bytes", "restarts", "verdict"}
 
@@ -127,6 +127,7 @@ def test_the_parts_of_the_wall_clock_add_up(first_run):
     summary = json.loads((first_run / "summary.json").read_text())
     time_s, parts = summary["time_s"], ("start", "wait", "compute", "checkpoint", "validation")
     assert sum(time_s[part] for part in parts) == pytest.approx(time_s["total"])
+    assert 0 <= summary["other_process_share"] <= 1
 
 
 def test_samples_are_each_used_once_an_epoch(first_run):

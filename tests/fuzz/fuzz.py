@@ -15,6 +15,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import random
 import resource
 import shutil
@@ -25,10 +26,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -265,10 +265,10 @@ def _read(folder: Path, kind: str, changed: Path) -> str:
 
 
 def _differs(folder: Path, kind: str, dataset: str, work: Path) -> str:
-    from vlatune.checks.inspect import inspect_dataset, inspection_text, train_command
+    from vlatune.checks.inspect import command_text, inspect_dataset, inspection_text
 
     found = inspect_dataset(dataset, videos=True)
-    assert inspection_text(found, width=120) + str(train_command([found], {})) + json.dumps(found.to_json())
+    assert inspection_text(found, width=120) + command_text([found], {}) + json.dumps(asdict(found))
     original = json.loads((folder / "digests.json").read_text())[source_of(kind).removesuffix(" with checksums")]
     is_same = read_rows(dataset, folder / "base", work) == original
     return "" if is_same else "reported" if found.findings else "changed"
@@ -294,7 +294,15 @@ def warm_up(folder: Path, work: Path) -> None:
     ask_doctor(str(folder / "dataset"), folder / "base", work)
 
 
-def serve(connection: Connection, folder: Path, work: Path) -> None:
+@dataclass(frozen=True)
+class Subject:
+    """What is fuzzed; the fuzzer's own test has another."""
+
+    warm_up: Callable[[Path, Path], None] = warm_up
+    run: Callable[[Path, int, Path], tuple[str, str, str]] = run_case
+
+
+def serve(connection: Connection, folder: Path, work: Path, subject: Subject) -> None:
     """Run in a worker process: answer each case with (what, result, message) until None arrives."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with (work / "output").open("w") as output, (work / "stacks").open("w") as stacks:
@@ -302,21 +310,21 @@ def serve(connection: Connection, folder: Path, work: Path) -> None:
         os.dup2(output.fileno(), 2)
         faulthandler.enable(output)
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        warm_up(folder, work)
+        subject.warm_up(folder, work)
         address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (address_space + 3 * MAX_BYTES,) * 2)
         connection.send("ready")
         while (case := connection.recv()) is not None:
             (work / str(case)).mkdir()
-            connection.send(_measured(folder, case, work / str(case)))
+            connection.send(_measured(subject, folder, case, work / str(case)))
             shutil.rmtree(work / str(case))
 
 
-def _measured(folder: Path, case: int, work: Path) -> tuple[str, str, str]:
+def _measured(subject: Subject, folder: Path, case: int, work: Path) -> tuple[str, str, str]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before_bytes, begin_s = _status("VmRSS"), time.process_time()
     try:
-        found = run_case(folder, case, work)
+        found = subject.run(folder, case, work)
     except UnhandledError as error:
         found = ("", "unhandled", f"{error}\n{''.join(traceback.format_exception(error.__cause__)[-6:])}")
     except MemoryError:
@@ -336,11 +344,11 @@ def _status(name: str) -> int:
 class Worker:
     """A worker process, seen from the process that asks it."""
 
-    def __init__(self, folder: Path, work: Path) -> None:
+    def __init__(self, folder: Path, work: Path, subject: Subject) -> None:
         work.mkdir()
         self._folder, self._work = folder, work
         self._connection, theirs = spawned.Pipe()
-        self._process = spawned.Process(target=serve, args=(theirs, folder, work), daemon=True)
+        self._process = spawned.Process(target=serve, args=(theirs, folder, work, subject), daemon=True)
         self._process.start()
         theirs.close()
         self.is_alive, self.done = True, 0
@@ -348,9 +356,9 @@ class Worker:
         if result:
             raise RuntimeError(f"a worker did not start ({result}): {message}")
 
-    def run(self, case: int) -> Outcome:
+    def run(self, case: int, hang_s: float) -> Outcome:
         self._connection.send(case)
-        what, result, message = self._receive(HANG_S)
+        what, result, message = self._receive(hang_s)
         self.done += 1
         return Outcome(case, what or ", ".join(choose(self._folder, case)[:2]), result, message)
 
@@ -382,30 +390,50 @@ class Worker:
         shutil.rmtree(self._work, ignore_errors=True)
 
 
-def run_cases(folder: Path, cases: Iterator[int], *, work: Path, jobs: int = 1) -> Iterator[Outcome]:
+def run_cases(
+    folder: Path,
+    cases: Iterator[int],
+    *,
+    work: Path,
+    jobs: int = 1,
+    hang_s: float = HANG_S,
+    subject: Subject | None = None,
+) -> Iterator[Outcome]:
     """Yield the outcomes as they arrive; each of `jobs` threads asks one worker process."""
-    numbers, own, workers = itertools.count(), threading.local(), list[Worker]()
+    numbers, lock = itertools.count(), threading.Lock()
+    found: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
 
-    def ask(case: int) -> Outcome:
-        worker: Worker | None = getattr(own, "worker", None)
-        if worker is None or not worker.is_alive or worker.done >= BATCH:
+    def ask() -> None:
+        worker = None
+        try:
+            while True:
+                with lock:
+                    case = next(cases, None)
+                if case is None:
+                    return
+                worker = worker or Worker(folder, work / str(next(numbers)), subject or Subject())
+                found.put(worker.run(case, hang_s))
+                if not worker.is_alive or worker.done >= BATCH:
+                    worker.end()
+                    worker = None
+        except BaseException as error:
+            found.put(error)
+        finally:
             if worker is not None:
                 worker.end()
-                workers.remove(worker)
-            own.worker = worker = Worker(folder, work / str(next(numbers)))
-            workers.append(worker)
-        return worker.run(case)
+            found.put(None)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            asked = {pool.submit(ask, case) for case in itertools.islice(cases, jobs)}
-            while asked:
-                done, asked = wait(asked, return_when=FIRST_COMPLETED)
-                asked |= {pool.submit(ask, case) for case in itertools.islice(cases, len(done))}
-                yield from (one.result() for one in done)
-        finally:
-            for worker in workers:
-                worker.end()
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    left = jobs
+    while left:
+        one = found.get()
+        left -= one is None
+        if isinstance(one, BaseException):
+            raise one
+        if one is not None:
+            yield one
 
 
 def main() -> int:

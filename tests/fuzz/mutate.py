@@ -7,11 +7,52 @@ from pathlib import Path
 from typing import Any
 
 ODD: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2, 255, 10**9, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e-320, 1e308),
-    *(float("nan"), float("inf"), -float("inf"), "", "x", "0", "nan", "x" * 5000, "../../etc/passwd", "/etc/passwd"),
-    *("a\0b", "\x1b[2J", "{0.__class__}", "{chunk_index:999999d}", "{episode_index}", "\ud800"),
-    *([], {}, [[]], [{}], [1, [2]], {"": ""}, [0] * 1000, {"a": {"b": {"c": 1}}}),
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    255,
+    10**9,
+    2**31,
+    2**63,
+    -(2**63),
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e-320,
+    1e308,
 ]
+ODD += [
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    "",
+    "x",
+    "0",
+    "nan",
+    "x" * 5000,
+    "../../etc/passwd",
+    "/etc/passwd",
+    "a\0b",
+]
+ODD += [
+    "\x1b[2J",
+    "{0.__class__}",
+    "{chunk_index:999999d}",
+    "{episode_index}",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [{}],
+    [1, [2]],
+    {"": ""},
+]
+ODD += [[0] * 1000, {"a": {"b": {"c": 1}}}]
 
 
 def mutate(path: Path, rng: random.Random) -> str:
@@ -47,15 +88,29 @@ def raw(path: Path, rng: random.Random) -> str:
         other = rng.randrange(size)
         data[at : at + 16], data[other : other + 16] = data[other : other + 16], data[at : at + 16]
     else:
-        data[at : at + 4] = rng.choice((2**32 - 1, 2**31 - 1, 0, 2**31, 10_000_000)).to_bytes(4)
+        data[at : at + 4] = rng.choice(
+            (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0", b"\x80\0\0\0", b"\0\x98\x96\x80")
+        )
     replace_file(path, bytes(data))
     return f"bytes: {how}"
 
 
 BOXES = (
-    *(b"moov", b"trak", b"mdia", b"mdhd", b"tkhd", b"stbl", b"stsd", b"stts", b"ctts", b"stsc", b"stsz", b"stco"),
-    *(b"stss", b"avc1", b"avcC", b"elst", b"mvhd", b"hdlr", b"mdat", b"ftyp"),
+    b"moov",
+    b"trak",
+    b"mdia",
+    b"mdhd",
+    b"tkhd",
+    b"stbl",
+    b"stsd",
+    b"stts",
+    b"ctts",
+    b"stsc",
+    b"stsz",
+    b"stco",
+    b"stss",
 )
+BOXES += (b"avc1", b"avcC", b"elst", b"mvhd", b"hdlr", b"mdat", b"ftyp")
 
 
 def mp4_boxes(path: Path, rng: random.Random) -> str:
@@ -68,13 +123,23 @@ def mp4_boxes(path: Path, rng: random.Random) -> str:
     at = data.index(name)
     how = rng.choice(("size", "name", "number", "number", "number", "copy"))
     if how == "size":
-        data[at - 4 : at] = rng.choice((0, 1, 9, 2**31 - 1, 2**32 - 1)).to_bytes(4)
+        data[at - 4 : at] = rng.choice(
+            (b"\0\0\0\0", b"\0\0\0\1", b"\0\0\0\x09", b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff")
+        )
     elif how == "name":
         data[at : at + 4] = rng.choice((*BOXES, b"cmov", b"free", b"moof", b"\0\0\0\0"))
     elif how == "number":
         place = at + 4 + 4 * rng.randrange(8)
-        numbers = (0, 1, 256, 10_000_000, 2**31 - 1, 2**31, 2**32 - 1)
-        data[place : place + 4] = rng.choice(numbers).to_bytes(4)
+        numbers = (
+            b"\0\0\0\0",
+            b"\0\0\0\1",
+            b"\0\0\1\0",
+            b"\0\x98\x96\x80",
+            b"\x7f\xff\xff\xff",
+            b"\x80\0\0\0",
+            b"\xff\xff\xff\xff",
+        )
+        data[place : place + 4] = rng.choice(numbers)
     else:
         data[at - 4 : at - 4] = data[at - 4 : at + 60]
     replace_file(path, bytes(data))

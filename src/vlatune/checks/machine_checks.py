@@ -23,12 +23,12 @@ from vlatune.feed.plan import Share, make_units, plan_steps
 from vlatune.feed.sizing import CORE_FLOPS, Sizing, plan_on_nodes, usable_ram_bytes
 from vlatune.findings import Finding, finding_of
 from vlatune.formatting import format_bytes, format_number, format_seconds, plural
-from vlatune.gpu_driver import find_problem
+from vlatune.gpu_driver import find_problem, read_gpu
 from vlatune.policies.base import ModuleOptions
 from vlatune.registry import get_policy_info
 from vlatune.train.cache_choice import USED, StepCost, plan_stores
 from vlatune.train.driver.launch import run_shape
-from vlatune.train.driver.ray_cluster import connected, has_gpus, read_nodes, size_for_this_host, worker_resources
+from vlatune.train.driver.ray_cluster import connected, read_nodes, size_for_this_host, worker_resources
 from vlatune.train.driver.resume_rules import check_run
 from vlatune.train.prefix_choice import GPU_FLOPS, prefix_levels
 
@@ -258,7 +258,7 @@ def check_cluster(case: Case) -> Iterator[Finding]:
         remedy = "use one worker per GPU"
         yield Finding("fail", "cluster", text, expected="one GPU per worker", remedy=remedy, flags=flags)
         return
-    if gpus and not os.environ.get("RAY_ADDRESS") and (problem := find_problem()):
+    if gpus and not os.environ.get("RAY_ADDRESS") and (problem := find_problem(read_gpu())):
         found, _, remedy = problem.partition("; ")
         yield Finding("fail", "cluster", found, remedy=remedy)
         return

@@ -161,7 +161,7 @@ def _table(left: str, right: str, errors: Mapping[str, float | None]) -> str:
 
 TINY = """\
 This is a tiny model for trials. LeRobot's programs build policies at their published size and cannot load it; the code under
-In Python can, where vlatune is installed. For a policy of published size:"""
+In Python can. For a policy of published size:"""
 
 
 def _on_a_robot(done: Exported) -> str:

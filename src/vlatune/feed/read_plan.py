@@ -16,7 +16,7 @@ import numpy as np
 from vlatune.console import progress_bar
 from vlatune.data.features import with_dims, with_names
 from vlatune.data.health.bad_episodes import BadEpisode, find_bad_episodes, leave_out, skip_line
-from vlatune.data.health.timestamps import with_timestamps
+from vlatune.data.health.timestamps import all_conversions, with_timestamps
 from vlatune.data.meta.dataset_meta import DatasetMeta, check_complete, load_meta
 from vlatune.data.meta.listing import one_per_file
 from vlatune.data.order.partition import EpisodeFiles, partition, select_episodes
@@ -133,7 +133,7 @@ def plan_read(root: Roots, *, min_tasks: int = MIN_TASKS, **options: Any) -> Rea
     if len(selection) == 0:
         raise ValueError("episodes=[]: no episode is selected; leave it out to read all")
     specs, warnings = with_timestamps(metas, specs, selection, request.timestamps)
-    for text in warnings:
+    for text in (*warnings, *all_conversions(metas, specs, selection)):
         logger.warning("%s", text)
     skipped: tuple[BadEpisode, ...] = ()
     if request.on_bad_episode == "skip":

@@ -41,7 +41,7 @@ from vlatune.policies.base import (
 )
 from vlatune.policies.base_folder import read_config, read_steps, with_defaults
 from vlatune.policies.binding import mixture_masks
-from vlatune.policies.model_size import SIZE_FILE, ModelSize, read_size_file
+from vlatune.policies.model_size import SIZE_FILE
 from vlatune.policies.normalisation import make_normalisers, make_relative
 from vlatune.policies.processors import PREPROCESSOR
 from vlatune.policies.tokenizer import (
@@ -133,8 +133,6 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
     defaults: ClassVar[Mapping[str, Any]]
     """LeRobot's defaults for fields missing from config.json."""
     spec_class: ClassVar[type[Any]] = FlowSpec
-    size_class: ClassVar[type[ModelSize]]
-    """Its module has `building_at(size)`, which builds LeRobot's class at a size."""
     parts: ClassVar[tuple[str, str, str]]
     """Patterns of tensor names: vision tower, language model, action expert."""
     carried_files = (SIZE_FILE,)
@@ -212,12 +210,6 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
             return None
         tokens = spec.image_tokens * len(binding.cameras)
         return PrefixLayout("prefix", tokens, spec.max_tokens, spec.prefix_width, options.dtype or spec.dtype)
-
-    def loading_code(self, folder: Path) -> str:
-        size, owner = read_size_file(folder, self.size_class), self.size_class
-        # A context manager that is not kept ends at once.
-        lines = (f"from {owner.__module__} import {owner.__name__}, building_at", "", f"tiny = building_at({size})")
-        return "\n".join((*lines, "tiny.__enter__()")) if size else ""
 
     def load_module(
         self,

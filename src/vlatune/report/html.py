@@ -25,6 +25,7 @@ from vlatune.formatting import (
     tag,
 )
 from vlatune.report.page import MAX_TEXT, command, folded, make_page, missing, row, section, shown_setting, table
+from vlatune.report.section_cache import stored
 from vlatune.report.section_data import data_used, first_batch
 from vlatune.report.section_learning import evaluated, learning, predicted, rolled_out, split_loss
 from vlatune.report.section_speed import run_verdict, speed, time_line, verdict_line
@@ -59,7 +60,7 @@ def write_report(run_dir: Path, *, file: Path | None = None) -> Path:
     """Write RUN/report.html, or `file`."""
     run = read_run(Path(run_dir))
     learnt_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, split_loss)
-    parts = (*learnt_parts, data_used, first_batch, speed, time_line, _settings)
+    parts = (*learnt_parts, data_used, first_batch, speed, stored, time_line, _settings)
     path = file or Path(run_dir) / REPORT_FILE
     with damage_reported(run_dir):
         body = join([part(run) for part in parts])

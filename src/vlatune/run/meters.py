@@ -7,10 +7,12 @@ longest wait, because all workers wait for the slowest. The stages that prepare 
 to the loop; their seconds are summed over all workers.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,25 +20,54 @@ STAGES = ("decode", "transport", "collate", "copy")
 """Stages that prepare a batch for the trainer, in order."""
 
 
+class CpuTimes(NamedTuple):
+    """CPU seconds so far; the last two are summed over the CPUs that this process may use."""
+
+    process_s: float
+    busy_s: float
+    total_s: float
+
+
+def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
+    """Return None on systems without /proc/stat. Its fields are user nice system idle iowait irq
+    softirq steal, in ticks."""
+    try:
+        lines, usable = stat.read_text().splitlines(), {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    ticks = [[int(number) for number in fields[:8]] for name, *fields in map(str.split, lines) if name in usable]
+    tick_s, idle, total = 1 / os.sysconf("SC_CLK_TCK"), sum(sum(cpu[3:5]) for cpu in ticks), sum(map(sum, ticks))
+    return CpuTimes(time.process_time(), (total - idle) * tick_s, total * tick_s)
+
+
 @dataclass
 class _Span:
     """Accumulate counts and durations since `begin_s`."""
 
     begin_s: float
+    cpu: CpuTimes | None = None
     wait_s: float = 0.0
     checkpoint_s: float = 0.0
     validation_s: float = 0.0
     optimizer_steps: int = 0
     samples: int = 0
 
-    def rates(self, now_s: float) -> dict[str, float]:
+    def rates(self, now_s: float, cpu: CpuTimes | None) -> dict[str, float | None]:
         wall_s, steps = now_s - self.begin_s, self.optimizer_steps
         return {
             "samples_per_s": self.samples / wall_s if wall_s > 0 else 0.0,
             "wait_share": self.wait_s / wall_s if wall_s > 0 else 0.0,
             "step_s": wall_s / steps if steps else 0.0,
             "wait_s": self.wait_s / steps if steps else 0.0,
+            "other_process_share": self._other_process_share(cpu),
         }
+
+    def _other_process_share(self, cpu: CpuTimes | None) -> float | None:
+        """Return the share of the usable CPUs' time that other processes used; None if unknown."""
+        if cpu is None or self.cpu is None or cpu.total_s <= self.cpu.total_s:
+            return None
+        own_s, busy_s, total_s = (now - then for now, then in zip(cpu, self.cpu, strict=True))
+        return max(0.0, busy_s - own_s) / total_s
 
 
 @dataclass
@@ -50,6 +81,7 @@ class StepMeter:
     """
 
     clock: Callable[[], float] = time.perf_counter
+    read_cpu: Callable[[], CpuTimes | None] = read_cpu_times
     _stages_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     _by_worker: np.ndarray | None = None
 
@@ -62,9 +94,9 @@ class StepMeter:
         """Start the loop's clock and return the seconds until the first batch. `stages_s` are
         cumulative readings of the stage clocks."""
         assert self._started_s is None, "first_batch is called once"
-        self._started_s = self.clock()
+        self._started_s, cpu = self.clock(), self.read_cpu()
         self._stages_s.update(stages_s or {})
-        self._interval, self._run = _Span(self._started_s), _Span(self._started_s)
+        self._interval, self._run = _Span(self._started_s, cpu), _Span(self._started_s, cpu)
         return self._started_s - self._born_s
 
     def waited(self, seconds: float) -> None:
@@ -98,13 +130,13 @@ class StepMeter:
         `by_worker_s` has the result of `take_spent` of every worker; without it, only this worker
         counts.
         """
-        now_s = self.clock()
+        now_s, cpu = self.clock(), self.read_cpu()
         if by_worker_s is not None:
             spent = np.array(by_worker_s, dtype=np.float64)
             self._by_worker = spent if self._by_worker is None else self._by_worker + spent
             self._interval.wait_s = float(spent[:, 0].max())
-        rates = self._interval.rates(now_s)
-        self._interval = _Span(now_s)
+        rates = self._interval.rates(now_s, cpu)
+        self._interval = _Span(now_s, cpu)
         return rates
 
     def totals(self) -> dict[str, Any]:
@@ -126,4 +158,4 @@ class StepMeter:
             "total": total_s,
             **dict(zip(STAGES, stages_s.tolist(), strict=True)),
         }
-        return run.rates(now_s) | {"time_s": time_s}
+        return run.rates(now_s, self.read_cpu()) | {"time_s": time_s}

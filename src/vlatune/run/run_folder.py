@@ -49,6 +49,8 @@ class MetricsRecord(TypedDict, total=False):
     samples_per_s: Number
     step_s: Number
     wait_share: Number
+    other_process_share: Number
+    cached_share: Number
     spilled_bytes: Number
     object_store_bytes: Number
     samples_seen: int | None
@@ -81,6 +83,26 @@ class DatasetRecord(TypedDict):
     share: float
 
 
+class StoreRecord(TypedDict):
+    """A result that is stored instead of computed again; see train/cache_choice.py."""
+
+    name: str
+    is_used: bool
+    decision: str
+    sample_bytes: int
+    stored_bytes: int
+    share: float
+    make_s: Number
+    read_s: Number
+    epoch_s_without: Number
+    epoch_s_with: Number
+
+
+class StoresRecord(TypedDict):
+    epochs: float
+    levels: tuple[StoreRecord, ...]
+
+
 class DataRecord(TypedDict):
     """Training data of a run (data.json), as written by run_setup.py."""
 
@@ -88,6 +110,7 @@ class DataRecord(TypedDict):
     tasks: tuple[str, ...]
     num_tasks: int
     task_episodes: NotRequired[tuple[int, ...]]
+    stores: NotRequired[StoresRecord]
 
 
 class EpisodeError(TypedDict):

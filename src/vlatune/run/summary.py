@@ -31,6 +31,8 @@ class Summary:
     """Number of readers over all workers."""
     time_s: dict[str, float] = field(default_factory=dict)
     """Seconds by activity and by data stage; see meters.py."""
+    other_process_share: float | None = None
+    """Share of the usable CPUs' time that other processes used; None if unknown."""
     kept_prefix_samples: int | None = None
     """Samples of the last start whose prefix was read, not computed; None without --policy.keep_prefix."""
     kept_prefix_share: float | None = None

@@ -40,10 +40,7 @@ def judge(summary: Summary, config: Mapping[str, Any]) -> Verdict:
     steps, restarts = summary.optimizer_steps, summary.restarts
     if steps == 0:
         return Verdict("bad", "no optimizer step was taken; the reason is in logs/")
-    computed = Verdict(
-        "good", f"compute-bound: data wait {format_share(summary.wait_share)} of the time; 0 bytes spilled"
-    )
-    found = _spilled(summary, config) or _waited(summary, config) or _checkpointed(summary) or computed
+    found = _spilled(summary, config) or _waited(summary, config) or _checkpointed(summary) or _computed(summary)
     restarted = f"; restarted {plural(restarts, 'time')}" if restarts else ""
     rough = f" (a rough figure: only {plural(steps, 'step')})" if steps < STEPS_TO_JUDGE else ""
     return Verdict(found.tone, found.line + restarted + rough)
@@ -153,6 +150,16 @@ def _checkpointed(summary: Summary) -> Verdict | None:
         return None
     took = f"saving took {format_share(saving_s / loop_s)} of the time ({format_seconds(saving_s)})"
     return Verdict("warn", f"checkpoint-bound: {took}; raise --save_freq")
+
+
+def _computed(summary: Summary) -> Verdict:
+    line, others = (
+        f"compute-bound: data wait {format_share(summary.wait_share)} of the time",
+        summary.other_process_share,
+    )
+    if others is not None:
+        line += f"; other processes, readers included, used {format_share(others)} of the CPUs"
+    return Verdict("good", line + "; 0 bytes spilled")
 
 
 def _loop_s(summary: Summary) -> float:

@@ -5,11 +5,15 @@ never passed on, printed or stored. HF_HUB_OFFLINE applies to fetching (in the l
 pushing (here).
 """
 
+import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vlatune.console import warn
 from vlatune.errors import RejectedAnswerError
 
 MAX_UNSTATED_BYTES = 64 << 20
@@ -22,9 +26,12 @@ def fetch_dataset(repository: str, revision: str | None) -> Path:
 
 def fetch(repository: str, call: Callable[[Any], str]) -> Path:
     """Return the path that `call` fetches; any failure becomes a one-line message."""
+    import huggingface_hub
+
     _limit_responses()
     try:
-        return Path(call(_quiet_library()))
+        with _retries_in_one_line(repository):
+            return Path(call(huggingface_hub))
     except Exception as error:  # the library raises many types; each means that the repository is unavailable
         raise ValueError(
             f"hub repository '{repository}' cannot be fetched: {_why(error)}; or give a local folder"
@@ -59,15 +66,32 @@ def _limit_responses() -> None:
     session.event_hooks = {**session.event_hooks, "response": [*others, limit]}
 
 
-def _quiet_library() -> Any:
-    """Return huggingface_hub without its log lines, and without progress bars unless on a terminal."""
-    import huggingface_hub
-    from huggingface_hub.utils import disable_progress_bars, logging
+@contextmanager
+def _retries_in_one_line(repository: str) -> Iterator[None]:
+    """Log one line for all retries of huggingface_hub; show progress bars only on a terminal."""
+    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import logging as library
 
-    logging.set_verbosity_error()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    return huggingface_hub
+    number = itertools.count()  # called from several threads; next() is atomic
+
+    def is_other(record: logging.LogRecord) -> bool:
+        if not record.name.endswith("._http"):
+            return True
+        if next(number) == 0:
+            reason = record.getMessage().partition(" thrown while requesting")[0].strip("'")
+            warn(f"vlatune: hub repository '{repository}': {reason}; retrying for up to half a minute")
+        return False
+
+    handlers = library.get_logger().handlers
+    for handler in handlers:
+        handler.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_other)
 
 
 def _why(error: Exception) -> str:
@@ -82,6 +106,8 @@ def _why(error: Exception) -> str:
         return f"it does not exist, or it is private and {token}; check the name, and set HF_TOKEN if it is private"
     if isinstance(error, errors.RevisionNotFoundError):
         return "it has no such revision; check --policy.revision (a branch, a tag or a commit)"
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return f"a file is missing in it ({_first_line(error)}); check the name"
     if status := _status(error):
         return f"the hub returned status {status}; check HF_TOKEN ({token}), or try again later"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
@@ -159,7 +185,10 @@ def push(repository: str, files: Mapping[str, Path], message: str) -> str:
 
 def _pushing[T](repository: str, call: Callable[[Any], T]) -> T:
     """Return the result of `call`; any failure becomes a one-line message."""
+    import huggingface_hub
+
     try:
-        return call(_quiet_library())
+        with _retries_in_one_line(repository):
+            return call(huggingface_hub)
     except Exception as error:  # the library raises many types; each means that nothing was pushed
         raise RuntimeError(f"hub repository '{repository}': cannot be pushed to: {_why_not_pushed(error)}") from error

@@ -1,4 +1,4 @@
-"""The Python code in the card of a tiny export loads it with LeRobot."""
+"""The Python code in the card of a tiny export loads it with LeRobot alone."""
 
 import os
 import subprocess
@@ -19,6 +19,7 @@ POLICIES = ("pi05", "pi0", "smolvla", "act", "diffusion")
 
 ALONE = """
 import os, re, sys
+sys.modules["vlatune"] = None  # importing it fails
 import torch
 for folder in sys.argv[1:]:
     os.chdir(folder)  # the card names the folder DIR
@@ -52,7 +53,7 @@ def exports(dataset_v3, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.timeout(900)
-def test_the_code_of_the_card_loads_the_export(exports):
+def test_the_code_of_the_card_loads_the_export_without_vlatune(exports):
     command = [sys.executable, "-c", ALONE, *map(str, exports.values())]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -63,3 +64,11 @@ def test_the_code_of_the_card_loads_the_export(exports):
     for kind, size, *shape, finite in loaded:
         assert int(size) < 20_000_000, f"{kind} was not built at its own size"
         assert finite == "True", (kind, shape)
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_the_card_states_whether_lerobot_loads_it_directly(exports, kind):
+    card = (exports[kind] / "DIR" / "README.md").read_text()
+    needs_lines = kind in ("pi05", "pi0", "smolvla")
+    assert ("LeRobot loads it." in card) != needs_lines
+    assert ("This is a tiny model" in card) == needs_lines

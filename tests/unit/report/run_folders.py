@@ -33,6 +33,7 @@ def metrics_line(step: int, *, tasks: tuple[str, ...] = TASKS) -> dict[str, Any]
         "samples_per_s": 30.0,
         "wait_share": 0.01,
         "step_s": 0.26,
+        "other_process_share": 0.2,
         "spilled_bytes": 0,
         "object_store_bytes": 10**8,
         "epoch": 0,

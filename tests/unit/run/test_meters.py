@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlatune.run.meters import STAGES, StepMeter
+from vlatune.run.meters import STAGES, CpuTimes, StepMeter, read_cpu_times
 
 
 class Clock:
@@ -18,19 +18,20 @@ class Clock:
 
 
 def test_an_interval_divides_the_wall_clock_and_the_next_one_starts_at_zero():
-    clock = Clock()
-    meter = StepMeter(clock=clock)
+    clock, cpu = Clock(), iter([CpuTimes(1.0, 10.0, 20.0), CpuTimes(3.0, 15.0, 30.0), None])
+    meter = StepMeter(clock=clock, read_cpu=lambda: next(cpu))
     clock.pass_s(7.0)
     assert meter.first_batch() == 7.0
     for _ in range(2):
         meter.waited(clock.pass_s(0.5))
         clock.pass_s(1.5)
         meter.stepped(8)
-    line = {"samples_per_s": 4.0, "wait_share": 0.25, "step_s": 2.0, "wait_s": 0.5}
+    line = {"samples_per_s": 4.0, "wait_share": 0.25, "step_s": 2.0, "wait_s": 0.5, "other_process_share": 0.3}
     assert meter.take_interval() == line
     clock.pass_s(2.0)
     meter.stepped(8)
-    assert meter.take_interval() == line | {"wait_share": 0.0, "wait_s": 0.0}
+    idle = {"wait_share": 0.0, "wait_s": 0.0, "other_process_share": None}
+    assert meter.take_interval() == line | idle
 
 
 def test_time_before_the_first_batch_counts_in_no_rate():
@@ -78,7 +79,7 @@ def test_a_run_that_failed_before_its_first_batch_has_no_rates():
 @given(st.lists(st.tuples(*[st.floats(0, 10)] * 3), max_size=20))
 def test_the_parts_add_up_to_the_wall_clock(steps):
     clock = Clock()
-    meter = StepMeter(clock=clock)
+    meter = StepMeter(clock=clock, read_cpu=lambda: None)
     clock.pass_s(1.0)
     meter.first_batch()
     for wait_s, compute_s, save_s in steps:
@@ -89,3 +90,11 @@ def test_the_parts_add_up_to_the_wall_clock(steps):
     time_s = meter.totals()["time_s"]
     assert sum(time_s[part] for part in ("start", "wait", "compute", "checkpoint")) == pytest.approx(time_s["total"])
     assert time_s["compute"] == pytest.approx(sum(compute_s for _, compute_s, _ in steps), abs=1e-9)
+
+
+def test_cpu_times_are_read_where_the_system_reports_them(tmp_path):
+    assert read_cpu_times(tmp_path / "missing") is None
+    now = read_cpu_times()
+    assert now is not None
+    assert now.process_s > 0
+    assert 0 < now.busy_s < now.total_s

@@ -12,8 +12,11 @@ def verdict(measured, config) -> str:
 
 def test_a_run_that_never_waits_is_compute_bound():
     found = judge(SUMMARY, CONFIG)
-    assert found.line == "compute-bound: data wait 1.2 % of the time; 0 bytes spilled"
+    assert found.line.startswith("compute-bound: data wait 1.2 % of the time; other processes")
     assert found.tone == "good"
+    assert judge(summary(other_process_share=None), CONFIG).line.startswith(
+        "compute-bound: data wait 1.2 % of the time; 0 bytes"
+    )
 
 
 def test_spilling_comes_first_whatever_else_is_wrong():

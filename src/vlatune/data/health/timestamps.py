@@ -24,9 +24,10 @@ from vlatune.data.health.row_checks import can_stand_for, is_not_rising, is_regu
 from vlatune.data.health.video_health import frame_times, nearest
 from vlatune.data.meta.dataset_meta import DatasetMeta
 from vlatune.data.order.partition import Selection
-from vlatune.data.read_spec import ReadSpec
+from vlatune.data.read_spec import DERIVABLE, ReadSpec
 from vlatune.data.tables import read_rows
 from vlatune.findings import Finding
+from vlatune.storage.parquet import opened
 
 type Timestamps = Literal["auto", "recorded", "frame_index"]
 SMALL_FRAMES = 200_000
@@ -140,6 +141,28 @@ def _fits_index(meta: DatasetMeta, spec: ReadSpec, camera: CameraSpec, position:
 
 def _has_own_rate(meta: DatasetMeta, camera: CameraSpec) -> bool:
     return camera_fps(meta, camera.name) == meta.fps
+
+
+def all_conversions(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selection: Selection) -> list[Finding]:
+    """Return which columns the reader derives or converts in each dataset's first data file."""
+    found: list[Finding] = []
+    for number, (meta, spec) in enumerate(zip(metas, specs, strict=True)):
+        positions = selection.position[selection.dataset == number]
+        if len(positions) == 0:
+            continue
+        try:
+            with opened(meta.root, meta.data_path(int(positions[0]))) as parquet:
+                schema = parquet.schema_arrow
+        except ValueError:  # other checks report it
+            continue
+        missing = ", ".join(f"'{name}'" for name in DERIVABLE if name not in schema.names)
+        texts = [f"the data files lack the columns {missing}, which are derived from meta/"] if missing else []
+        for vector in spec.vectors:
+            kind = schema.field(vector.name).type if vector.name in schema.names else None
+            if kind is not None and (name := converted(kind, vector.recorded_dtype)):
+                texts.append(f"column '{vector.name}' holds {name}, converted to {vector.recorded_dtype}")
+        found += [Finding("warn", "episodes", text, place=f"dataset '{meta.root.url}'") for text in texts]
+    return found
 
 
 def converted(kind: pa.DataType, declared: str | None) -> str:

@@ -110,7 +110,8 @@ class ActAdapter(PolicyAdapter[ActSpec]):
         with atomic_folder(folder) as temporary:
             for name, content in plain_processors().items():
                 (temporary / name).write_text(json.dumps(content, indent=2))
-            save_new(temporary, config, fit.seed, small=small)
+            fetch = fit.overrides.get("pretrained_backbone_weights") is not None
+            save_new(temporary, config, fit.seed, small=small, fetch=fetch)
 
     def make_transforms(self, spec: ActSpec, binding: Binding, stats: Stats, noise: NoiseSpec) -> tuple[Transform, ...]:
         latent = (LatentNoise(noise, spec.latent_dim),) if spec.latent_dim else ()

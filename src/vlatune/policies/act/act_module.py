@@ -166,10 +166,10 @@ def load_act(spec: ActSpec, device: torch.device | str, stats: Stats) -> ActModu
     return ActModule(policy, spec, stats).to(device)
 
 
-def save_new(folder: Path, config: Mapping[str, Any], seed: int, *, small: bool) -> None:
-    """Write config.json and weights of a new model."""
+def save_new(folder: Path, config: Mapping[str, Any], seed: int, *, small: bool, fetch: bool) -> None:
+    """Write config.json and weights of a new model; `fetch` allows downloading the backbone."""
     wanted = config["pretrained_backbone_weights"]
-    pretrained = None if wanted is None else read_pretrained(wanted)
+    pretrained = None if wanted is None else read_pretrained(wanted, fetch=fetch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = ACTPolicy(make_config(config))
@@ -187,18 +187,23 @@ def _scale_residual_branches(policy: ACTPolicy) -> None:
             norm.weight.fill_(BRANCH_GAIN)
 
 
-def read_pretrained(name: str) -> dict[str, Tensor]:
-    """Read torchvision's backbone weights as safetensors from the hub.
+def read_pretrained(name: str, *, fetch: bool) -> dict[str, Tensor]:
+    """Read torchvision's backbone weights as safetensors, from the cache or, with `fetch`, the hub.
 
     torchvision's own files are pickles, which are not opened here.
     """
     repository = PRETRAINED[name][1]
+    flag = "--policy.pretrained_backbone_weights"
     try:
-        file = fetch_from_hub(repository, lambda hub: hub.hf_hub_download(repository, SINGLE_FILE))
+        file = fetch_from_hub(
+            repository, lambda hub: hub.hf_hub_download(repository, SINGLE_FILE, local_files_only=not fetch)
+        )
     except ValueError as error:
+        if fetch:
+            raise ValueError(f"{flag}={name}: {error}, or start from random weights with {flag}=null") from error
         raise ValueError(
-            f"a new ACT starts from torchvision's {name}: {error}, or start from random weights with "
-            f"--policy.pretrained_backbone_weights=null"
+            f"a new ACT starts from torchvision's {name}, and {repository} is not in the hub's cache; download it with "
+            f"{flag}={name} (50 to 100 MB), or start from random weights with {flag}=null"
         ) from error
     with safe_open(real_path(file.parent, file.name), framework="pt") as stored:
         names = [key for key in stored.keys() if not key.startswith("fc.") and not key.endswith("num_batches_tracked")]  # noqa: SIM118

@@ -15,7 +15,7 @@ from vlatune.data.transforms import Transform
 from vlatune.policies.base import NO_OVERRIDES, Binding, Fit, ModuleOptions
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import FlowAdapter, FlowSpec
-from vlatune.policies.pi05.size import NUM_KV_HEADS, Pi05Size, read_size
+from vlatune.policies.pi05.size import NUM_KV_HEADS, Pi05Size, loading_code, read_size
 from vlatune.policies.pi05.spec import EMBEDDING, PALIGEMMA, PI0, PI05, Kind, StatePrompt, model_names
 from vlatune.policies.processors import (
     ABSOLUTE_STEP,
@@ -71,7 +71,6 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
     kind: ClassVar[Kind] = PI05
     schema = SCHEMA
     title, defaults = PI05.title, PI05.defaults
-    size_class = Pi05Size
     parts = ("vision_tower|multi_modal_projector", "language_model", "gemma_expert")
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> FlowSpec:
@@ -108,6 +107,10 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
             f"{tower}embeddings.position_embedding.weight": ((height // size.patch_size) ** 2, size.vision_width),
             f"{language}layers.{size.depth - 1}.mlp.gate_proj.weight": (size.mlp_dim, size.width),
         }
+
+    def loading_code(self, folder: Path) -> str:
+        size = read_size(folder)
+        return loading_code(self.kind.type, size) if size else ""
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
         """Write the tiny model; the full-size one is never trained from scratch."""

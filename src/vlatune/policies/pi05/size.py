@@ -79,6 +79,39 @@ def read_size(folder: Path) -> Pi05Size | None:
     return read_size_file(folder, Pi05Size)
 
 
+def loading_code(kind: str, size: Pi05Size) -> str:
+    """Return Python code that applies `building_at` to LeRobot; for a model card."""
+    heads = f"{NUM_HEADS}, {NUM_KV_HEADS}, {size.head_dim}"
+    vision = {
+        "projection_dim": size.width,
+        "hidden_size": size.vision_width,
+        "num_hidden_layers": size.vision_depth,
+        "num_attention_heads": size.vision_heads,
+        "intermediate_size": size.vision_mlp_dim,
+        "patch_size": size.patch_size,
+    }
+    names = {"_vocab_size": size.vocab_size, "image_token_index": size.vocab_size}
+    names |= dict.fromkeys(("hidden_size", "projection_dim"), size.width)
+    return f"""\
+from lerobot.policies.{kind} import modeling_{kind} as lerobot
+
+def make_vlm(config, make=lerobot.PaliGemmaForConditionalGenerationWithPiGemma):
+    config.update({names})
+    config.text_config.vocab_size = {size.vocab_size}
+    config.vision_config.update({vision})
+    return make(config=config)
+
+def make_expert(config, make=lerobot.PiGemmaForCausalLM):
+    config.vocab_size = {size.vocab_size}
+    return make(config=config)
+
+lerobot.get_gemma_config = {{
+    "gemma_2b": lerobot.GemmaConfig({size.width}, {size.depth}, {size.mlp_dim}, {heads}),
+    "gemma_300m": lerobot.GemmaConfig({size.expert_width}, {size.depth}, {size.expert_mlp_dim}, {heads}),
+}}.get
+lerobot.PaliGemmaForConditionalGenerationWithPiGemma, lerobot.PiGemmaForCausalLM = make_vlm, make_expert"""
+
+
 def _gemma_config_at(modeling: Any, size: Pi05Size):
     # LeRobot's default variant names identify the language model and the expert.
     by_variant = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlatune.policies.base import Fit
 from vlatune.policies.flow_matching import FlowAdapter
+from vlatune.policies.model_size import read_size_file
 from vlatune.policies.processors import (
     Schema,
     is_count,
@@ -28,6 +29,7 @@ from vlatune.policies.smolvla.size import (
     CONFIG_DEFAULTS,
     SmolVLASpec,
     SmolVLMSize,
+    loading_code,
     read_size,
 )
 from vlatune.policies.weight_files import Shapes
@@ -68,7 +70,7 @@ UNSUPPORTED = {
 class SmolVLAAdapter(FlowAdapter[SmolVLASpec]):
     schema = SCHEMA
     title, defaults = "SmolVLA", CONFIG_DEFAULTS
-    spec_class, size_class = SmolVLASpec, SmolVLMSize
+    spec_class = SmolVLASpec
     parts = ("vision_model", "text_model|connector", "lm_expert")
 
     def read_model(self, folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], Shapes]:
@@ -102,6 +104,10 @@ class SmolVLAAdapter(FlowAdapter[SmolVLASpec]):
             "model.state_proj.weight": (vlm.width, size.state_dims),
             "model.action_in_proj.weight": (size.expert_width, size.action_dims),
         }
+
+    def loading_code(self, folder: Path) -> str:
+        size = read_size_file(folder, SmolVLMSize)
+        return loading_code(size) if size else ""
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
         """Write the tiny model; the full-size one is never trained from scratch."""

@@ -177,10 +177,27 @@ def building_at(size: SmolVLMSize) -> Iterator[None]:
         yield
 
 
+def loading_code(size: SmolVLMSize) -> str:
+    """Return Python code that applies `building_at` to LeRobot; for a model card."""
+    return f"""\
+from types import SimpleNamespace
+from lerobot.policies.smolvla import smolvlm_with_expert as lerobot
+from transformers import SmolVLMConfig
+
+vlm = SmolVLMConfig(**{_vlm_fields(size)})
+tokens = SimpleNamespace(fake_image_token_id=0, global_image_token_id=0)
+lerobot.AutoConfig = SimpleNamespace(from_pretrained=lambda *_, **__: vlm)
+lerobot.AutoProcessor = SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace(tokenizer=tokens))"""
+
+
 def vlm_config(size: SmolVLMSize) -> Any:
     """Return transformers' config of the vision-language model."""
     from transformers import SmolVLMConfig
 
+    return SmolVLMConfig(**_vlm_fields(size))
+
+
+def _vlm_fields(size: SmolVLMSize) -> dict[str, Any]:
     text = {
         "hidden_size": size.width,
         "intermediate_size": size.mlp_dim,
@@ -201,7 +218,7 @@ def vlm_config(size: SmolVLMSize) -> Any:
         "patch_size": size.patch_size,
         "layer_norm_eps": VISION_EPS,
     }
-    return SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=size.shuffle, pad_token_id=0)
+    return {"text_config": text, "vision_config": vision, "scale_factor": size.shuffle, "pad_token_id": 0}
 
 
 def _mlp_dim(width: int) -> int:

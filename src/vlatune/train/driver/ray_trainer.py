@@ -21,7 +21,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from vlatune.errors import RunStoppedError
-from vlatune.gpu_driver import find_problem
+from vlatune.gpu_driver import find_problem, read_gpu
 from vlatune.train.worker_job import WorkerJob, missing_environment
 
 TRAIN_SETTINGS = {
@@ -161,7 +161,7 @@ def _bound_socket(address: str, port: int) -> socket.socket:
 
 
 def _join(address: str, port: int, backend: str, rank: int, size: int) -> None:
-    if backend == "nccl" and (problem := find_problem()):
+    if backend == "nccl" and (problem := find_problem(read_gpu())):
         raise RunStoppedError(problem)
     os.environ |= _place(address, port)
     try:

@@ -116,6 +116,7 @@ class MetricsLogger:
             object_store_capacity_bytes=self.job.store_bytes,
             num_readers=self.job.budget.readers * self.job.config.num_workers,
             time_s=totals["time_s"],
+            other_process_share=totals["other_process_share"],
             kept_prefix_samples=totals.get("kept_prefix_samples"),
             kept_prefix_share=totals.get("kept_prefix_share"),
             performance_flags=dict(self.performance_flags),
