@@ -80,7 +80,7 @@ def wrap(policy: PI05Policy, train: str) -> Pi05Module:
         max_tokens=TOKENS_EACH,
         num_patches=(PIXELS // 14) ** 2,
         image_tokens=(PIXELS // 14) ** 2,
-        prefix_width=Pi05Size().depth * 2 * Pi05Size().head_dim,
+        prefix_width=SIZE.depth * 2 * SIZE.head_dim,
     )
     binding = Binding(((CAMERA, CAMERA),), (), DIMS, DIMS, ())
     set_trainable(policy, train)

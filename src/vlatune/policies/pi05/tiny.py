@@ -125,11 +125,11 @@ def init_for_scratch(policy: PiPolicy) -> None:
     nn.init.zeros_(action_out.bias)
     if policy.config.type != "pi0":
         return
-    model: Any = policy.model  # PI0's layers
-    init_gain(model.state_proj)
+    pi0: Any = policy.model
+    init_gain(pi0.state_proj)
     width, dims = action_in.weight.shape
     if width >= 2 * dims:  # only benchmarks use narrower ones
-        carried, mlp_out = pass_actions(model), model.action_time_mlp_out
+        carried, mlp_out = pass_actions(pi0), pi0.action_time_mlp_out
         nn.init.normal_(mlp_out.weight.data[:, carried:], std=width**-0.5)
         mlp_out.bias.data.copy_(action_in.bias.data)
 
