@@ -235,11 +235,15 @@ def test_a_run_creates_a_base_model_with_the_given_options(dataset_v3, tmp_path)
     assert again == config
 
 
-def test_a_new_backbone_is_pretrained(tmp_path, monkeypatch):
+def test_a_new_backbone_is_pretrained_and_only_downloaded_on_request(tmp_path, monkeypatch):
     """Without a network; the cache of the tests is empty."""
     usual = "ResNet18_Weights.IMAGENET1K_V1"
-    with pytest.raises(ValueError, match=rf"{usual}: hub repository 'timm/.*' cannot be fetched: .*=null"):
-        read_pretrained(usual)
+    with pytest.raises(
+        ValueError, match=rf"timm/resnet18.tv_in1k is not in the hub's cache; download it with .*={usual}"
+    ):
+        read_pretrained(usual, fetch=False)
+    with pytest.raises(ValueError, match=rf"={usual}: hub repository 'timm/.*' cannot be fetched: .*=null"):
+        read_pretrained(usual, fetch=True)
     import torchvision
 
     stored = torchvision.models.resnet18(weights=None).state_dict()

@@ -38,6 +38,10 @@ ENCODER_GAIN, ENCODER_BIAS = 4.0, 1.0
 class DiffusionModule(nn.Module):
     """A `DiffusionPolicy` that takes batches as `batch.py` describes them."""
 
+    signal: Tensor
+    """sqrt(a_t) by time step, the coefficient of the actions."""
+    noise_share: Tensor
+    """sqrt(1 - a_t) by time step, the coefficient of the noise."""
     image_mean_V311: Tensor
     image_std_V311: Tensor
 
@@ -52,6 +56,9 @@ class DiffusionModule(nn.Module):
         self._encoders: list[Any] = [found] if spec.one_encoder else [*found]
         for encoder in self._encoders:  # images arrive resized and cropped
             encoder.resize, encoder.do_crop = None, False
+        alphas = self._scheduler.alphas_cumprod
+        self.register_buffer("signal", alphas**0.5, persistent=False)
+        self.register_buffer("noise_share", (1 - alphas) ** 0.5, persistent=False)
         mean, deviation = image_scale(spec, stats)
         self.register_buffer("image_mean_V311", mean, persistent=False)
         self.register_buffer("image_std_V311", deviation, persistent=False)
@@ -60,7 +67,7 @@ class DiffusionModule(nn.Module):
         """Return the mean squared error of the predicted noise or actions."""
         config, action, noise, time = self.policy.config, batch[ACTION], batch[NOISE], batch[TIME]
         condition = self._condition(batch)
-        noisy = self._scheduler.add_noise(action, noise, time)
+        noisy = self.signal[time][:, None, None] * action + self.noise_share[time][:, None, None] * noise
         predicted = self.policy.diffusion.unet(noisy, time, global_cond=condition)
         errors = functional.mse_loss(
             predicted, noise if config.prediction_type == "epsilon" else action, reduction="none"
@@ -119,8 +126,6 @@ def load_diffusion(
     folder, device = Path(spec.folder), torch.device(device)
     policy = build_policy(read_lerobot_config(folder, spec.overrides))
     fill_all(policy, folder, device, "Diffusion Policy")
-    scheduler: Any = policy.diffusion.noise_scheduler
-    scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(device)  # here, so that no step copies it
     policy.config.gradient_checkpointing = options.gradient_checkpointing
     return DiffusionModule(policy, spec, stats).to(device)
 
