@@ -93,6 +93,7 @@ class Group:
 
 def test_worker_that_cannot_connect_ends_the_run_and_is_named(ray_local):
     gates = [Gate.remote() for _ in range(2)]  # pyright: ignore[reportAttributeAccessIssue]
+    ray.get([gate.__ray_ready__.remote() for gate in gates])  # starting them is not part of the wait
     with pytest.raises(RunStoppedError) as raised:
         TorchGroupBackend().on_start(Group(gates), TorchGroup("gloo", deterministic=False, join_s=5))
     for gate in gates:

@@ -28,7 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -265,10 +265,10 @@ def _read(folder: Path, kind: str, changed: Path) -> str:
 
 
 def _differs(folder: Path, kind: str, dataset: str, work: Path) -> str:
-    from vlatune.checks.inspect import command_text, inspect_dataset, inspection_text
+    from vlatune.checks.inspect import inspect_dataset, inspection_text, train_command
 
     found = inspect_dataset(dataset, videos=True)
-    assert inspection_text(found, width=120) + command_text([found], {}) + json.dumps(asdict(found))
+    assert inspection_text(found, width=120) + str(train_command([found], {})) + json.dumps(found.to_json())
     original = json.loads((folder / "digests.json").read_text())[source_of(kind).removesuffix(" with checksums")]
     is_same = read_rows(dataset, folder / "base", work) == original
     return "" if is_same else "reported" if found.findings else "changed"
