@@ -13,6 +13,8 @@ from local_runs import assert_same_run, no_ray, run_locally, threads_of
 
 from vlatune import cli
 from vlatune.data.frames.cache import FOLDER_BYTES
+from vlatune.data.meta.dataset_meta import load_meta
+from vlatune.policies.pi05.tiny import make_tiny_pi05
 from vlatune.run.run_folder import read_config
 from vlatune.run.sinks import read_jsonl
 
@@ -130,6 +132,29 @@ def test_a_killed_run_equals_the_undisturbed_one(dataset_v3, small_base, tmp_pat
     clean = replace(config.dataset, cache=str(tmp_path / "empty"))
     run_locally(replace(config, output_dir=str(tmp_path / "clean"), dataset=clean), threads)
     assert_same_run(run_dir, tmp_path / "clean")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_samples_without_a_kept_prefix_read_cached_frames(dataset_v3, tmp_path):
+    """In a budget for half of the prefixes; its limit counts both."""
+    meta, store, budget = load_meta(str(dataset_v3)), tmp_path / "store", FOLDER_BYTES + 1_000_000
+    state, action = (meta.features[key].shape[0] for key in ("observation.state", "action"))
+    dims = {"state_dim": state, "action_dim": action, "horizon": 5, "image_size": 24}
+    base = make_tiny_pi05(tmp_path / "base", cameras=meta.cameras, tasks=meta.tasks, **dims)
+    flags = flags_of(dataset_v3, base, store, *CLUSTER, "--steps=54")  # three epochs
+    finish(tmp_path / "partly" / "run", [*flags, f"--dataset.cache_bytes={budget}"])
+    finish(tmp_path / "all" / "run", [*flags, f"--dataset.cache={tmp_path / 'other'}"])
+    partly, everything = tmp_path / "partly" / "run", tmp_path / "all" / "run"
+    kept, cached = (
+        [line[name] for line in read_jsonl(partly / "metrics.jsonl")][-18:]
+        for name in ("kept_prefix_share", "cached_share")
+    )
+    assert 0.2 < sum(kept) / 18 < 0.8
+    assert sum(kept) / 18 + sum(cached) / 18 == pytest.approx(1.0, abs=0.15)
+    assert sum(one.stat().st_blocks * 512 for one in store.iterdir()) <= budget
+    assert {line["cached_share"] for line in read_jsonl(everything / "metrics.jsonl")} == {0.0}
+    assert_same_run(partly, everything)
 
 
 @pytest.mark.parametrize("mode", ["expert", "full"])
