@@ -129,7 +129,7 @@ def test_the_frozen_part_leaves_the_device_once_all_is_kept(virtual_library, con
     frozen = sum(one.nbytes for part in module.prefix_modules() for one in part.parameters())
     filling, warm, lost = (request(given, "virtual:1", name) for name in ("filling", "warm", "lost"))
     reports = run_program(
-        "run", virtual_library, json.dumps([filling, warm, lost | {"delete": [str(tmp_path / "store"), 1]}])
+        "run", virtual_library, json.dumps([filling, warm, lost | {"delete": [str(tmp_path / "store"), 0]}])
     )
     for report in reports:
         assert_clean(report)
