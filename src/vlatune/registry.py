@@ -57,8 +57,8 @@ class PolicyInfo:
     """Dataclass of the fields of LeRobot's config.json that a run may set: --policy.NAME=VALUE. The
     defaults are LeRobot's; limits and help as in `config/fields.py`."""
     settings: tuple[str, ...] = ()
-    """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank, lora_alpha
-    and keep_prefix apply."""
+    """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank, lora_alpha,
+    keep_prefix and keep_prefix_dtype apply."""
     hub_base: str | None = None
     """A hub repository to start from, for messages."""
     max_dims: int = 10_000

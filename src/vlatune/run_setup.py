@@ -206,7 +206,8 @@ def _read_inputs(
 def kept_layout(config: RunConfig, inputs: Inputs) -> PrefixLayout:
     """Return what the run can keep of each sample; raise if that changes with every step."""
     info, options = get_policy_info(config.policy.type), ModuleOptions.of(config.policy)
-    return require_kept(inputs.adapter, inputs.policy, inputs.binding, info, options)
+    layout = require_kept(inputs.adapter, inputs.policy, inputs.binding, info, options)
+    return replace(layout, stored=config.policy.keep_prefix_dtype)
 
 
 def join_roots(

@@ -1,10 +1,11 @@
 """Run workers on the virtual device: `python -m virtual_device.run LIBRARY REQUESTS`.
 
 REQUESTS is a JSON list of runs: `config`, `device` (`cpu` or `virtual:0`), for several workers `rank` and `rendezvous`, `stop_after`
-(steps) and `free_bytes` of the device. Prints a line of JSON per run: what the device has reported. Host synchronisations inside updates are errors.
+(steps), `free_bytes` of the device, and `delete` (a folder to delete after as many steps as its second item says). Prints a line of JSON per run: what the device has reported. Host synchronisations inside updates are errors.
 """
 
 import json
+import shutil
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -56,13 +57,19 @@ def run(virtual: VirtualDevice, request: dict[str, Any]) -> dict[str, Any]:
             virtual.set_cap(before + request["free_bytes"], device.index)
             stack.callback(virtual.set_cap, 1 << 40, device.index)
         driver = RequestAfter(Request.STOP, request["stop_after"]) if "stop_after" in request else NoDriver()
+        delete, delete_after = request.get("delete", (None, 0))
         worker = make_worker(make_job(config, start), Share(rank, config.num_workers), driver, device=device)
-        update, updates = worker.updater.update, count()
+        update, updates, held_bytes = worker.updater.update, count(), []
 
         def guarded(*args: Any) -> Any:
-            # DDP orders its buckets once, before the second update, and tells the other workers.
-            is_first = config.num_workers > 1 and next(updates) < 2
-            with nullcontext() if is_first else virtual.no_host_syncs():
+            number = next(updates)
+            if delete and number == delete_after:
+                shutil.rmtree(delete)
+            held_bytes.append(torch.accelerator.memory_allocated() - before)
+            # DDP orders its buckets once, before the second update, and tells the other workers. A lost row brings
+            # frozen weights back from memory that is not pinned.
+            may_sync = (config.num_workers > 1 and number < 2) or (delete and number >= delete_after)
+            with nullcontext() if may_sync else virtual.no_host_syncs():
                 return update(*args)
 
         worker.updater.update = guarded
@@ -71,6 +78,7 @@ def run(virtual: VirtualDevice, request: dict[str, Any]) -> dict[str, Any]:
             "violations": virtual.violations,
             "host_syncs": virtual.host_syncs,
             "peak_bytes": torch.accelerator.max_memory_allocated() - before,
+            "held_bytes": held_bytes,
         }
 
 

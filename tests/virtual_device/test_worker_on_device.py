@@ -111,6 +111,39 @@ def test_a_kept_prefix_is_written_and_read_on_the_device(virtual_library, config
     assert_equal_runs(warm, cpu, rel=ROUNDING if dtype == "float32" else 2.0**-8)
 
 
+@pytest.mark.parametrize("kind", ["pi05", pytest.param("smolvla", marks=pytest.mark.slow)])
+def test_the_frozen_part_leaves_the_device_once_all_is_kept(virtual_library, config, dataset_v3, kind, tmp_path):
+    """It returns for validations, and if rows are lost; losses stay the same to the bit."""
+    base, fit = tmp_path / "base", fit_datasets((load_meta(str(dataset_v3)),), seed=3, max_dims=100)
+    get_adapter(kind).make_base(base, replace(fit, horizon=5, image_size=48), small=True, place=base)
+    given = replace(
+        config,
+        policy=replace(config.policy, type=kind, path=str(base), keep_prefix="true", keep_prefix_dtype="int8"),
+        dataset=replace(config.dataset, cache=str(tmp_path / "store"), drop_last=False),
+        output_dir=str(tmp_path / "run"),
+        batch_size=8,
+        steps=8,
+    )
+    setup, options = make_setup(given), ModuleOptions.of(given.policy)
+    module: Any = get_adapter(kind).load_module(setup.policy, setup.binding, options)
+    frozen = sum(one.nbytes for part in module.prefix_modules() for one in part.parameters())
+    filling, warm, lost = (request(given, "virtual:1", name) for name in ("filling", "warm", "lost"))
+    reports = run_program(
+        "run", virtual_library, json.dumps([filling, warm, lost | {"delete": [str(tmp_path / "store"), 0]}])
+    )
+    for report in reports:
+        assert_clean(report)
+    assert_equal_runs(warm, filling, rel=0.0)
+    assert_equal_runs(lost, filling, rel=0.0)
+    validation = read_jsonl(tmp_path / "warm" / "validation.jsonl")
+    assert len(validation) == 4
+    for line in validation:
+        assert 0 < abs(line["val_loss_int8"] / line["val_loss"] - 1) < 1e-2
+    held = [report["held_bytes"] for report in reports]
+    assert max(held[1][1:]) + 0.8 * frozen < min(held[0][1:4])  # also after each validation
+    assert held[2][1] + 0.8 * frozen < held[2][-1]
+
+
 def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, tmp_path):
     alone = replace(config, batch_size=4, eval_freq=0, save_freq=0, steps=3)
     pair = replace(alone, batch_size=2, num_workers=2)

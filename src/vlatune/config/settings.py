@@ -134,6 +134,8 @@ class PolicyConfig:
     """LoRA scaling: the adapter output is multiplied by lora_alpha / lora_rank."""
     keep_prefix: Literal["auto", "true", "false"] = "false"
     """Keep what the frozen part computes for a sample on local disk (auto: where it saves time)."""
+    keep_prefix_dtype: Literal["same", "int8"] = "same"
+    """Number format of what is kept; int8 is smaller and rounds what the policy trains on."""
     overrides: dict[str, Any] = field(default_factory=dict, metadata={POLICY_OPTIONS: True})
     """Overridden fields of LeRobot's policy config; each is a flag, e.g. --policy.chunk_size."""
 

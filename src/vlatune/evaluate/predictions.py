@@ -154,10 +154,15 @@ def join_results(
 @torch.no_grad()
 def _run(module: Any, columns: Columns, device: torch.device, options: EvalConfig) -> tuple[Tensor, Tensor]:
     """Return loss and action chunks of a batch, on the device."""
-    batch = {key: _to_device(torch.from_numpy(values), device) for key, values in columns.items()}
+    batch = to_device(columns, device)
     generator = torch.Generator().manual_seed(options.seed)  # the same noise for all samples: only inputs differ
     noise_TP = _to_device(torch.randn(*batch[ACTION].shape[1:], generator=generator), device)
     return module(batch).loss, module.predict(batch, noise_TP.expand_as(batch[ACTION]).contiguous()).float()
+
+
+def to_device(columns: Columns, device: torch.device) -> dict[str, Tensor]:
+    """Return a prepared batch on the device."""
+    return {key: _to_device(torch.from_numpy(values), device) for key, values in columns.items()}
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -191,6 +191,10 @@ class PolicyModule(Protocol):
 
     def compute_kept(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return PREFIX (B, tokens, width) from images, if `kept_prefix` has a layout."""
+        ...
+
+    def prefix_modules(self) -> Sequence[torch.nn.Module]:
+        """Return the modules that neither `forward` with PREFIX nor training uses."""
         ...
 
     def predict(self, batch: Mapping[str, torch.Tensor], noise_BTP: torch.Tensor) -> torch.Tensor:

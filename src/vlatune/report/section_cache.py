@@ -1,6 +1,6 @@
 """Render the report's section on what was stored instead of computed again."""
 
-from vlatune.formatting import Html, format_bytes, format_seconds, format_share, shorten, tag
+from vlatune.formatting import Html, format_bytes, format_number, format_seconds, format_share, shorten, tag
 from vlatune.report.chart import has, metric_chart
 from vlatune.report.page import MAX_TEXT, or_dash, row, section, table
 from vlatune.run.run_folder import Run, StoreRecord
@@ -19,6 +19,10 @@ def stored(run: Run) -> Html:
         if has(run.metrics, "cached_share"):
             name = "Share of images from the frame cache"
             parts.append(metric_chart(run.metrics, "cached_share", name, unit="share", least_top=1.0))
+    if run.validations and (int8_loss := run.validations[-1].get("val_loss_int8")) is not None:
+        losses = {"exact": run.validations[-1]["val_loss"], "int8": int8_loss}
+        rows = [row(f"Held-out loss with {name} prefixes", format_number(loss)) for name, loss in losses.items()]
+        parts.append(table(None, rows, kind="figures"))
     text = tag("p", "Estimated at the start of the run from measured rates of decoding and of the disk.")
     return section("Frame cache", text, *parts)
 

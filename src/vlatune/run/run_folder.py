@@ -65,6 +65,8 @@ class ValidationRecord(TypedDict):
     optimizer_step: int
     val_loss: float
     val_action_error: float
+    val_loss_int8: NotRequired[float]
+    """With prefixes rounded as they are kept (--policy.keep_prefix_dtype=int8)."""
 
 
 class Event(TypedDict):

@@ -23,6 +23,7 @@ import numpy as np
 from vlatune.config.settings import RunConfig
 from vlatune.console import redacted
 from vlatune.data.frames.cache import CacheSettings, open_cache, room_bytes
+from vlatune.data.frames.prefix_store import total_bytes
 from vlatune.data.reader import ReadSpec, read_unit
 from vlatune.feed.plan import Share, make_units, plan_steps
 from vlatune.feed.sizing import usable_cpus
@@ -37,6 +38,8 @@ MIN_GAIN = 1.5
 """Decoding has to take this many times as long as reading back."""
 MIN_SAVED_S = 10.0
 """Decoding that a run has to save; less would not make up for filling the cache."""
+MAX_BESIDE_PREFIX = 0.2
+"""Share of the budget that frames may take from a kept prefix that does not fit."""
 PROBE_BYTES = 64 << 20
 USED = "used"
 
@@ -204,7 +207,8 @@ def plan_stores(
     dataset = ", ".join(redacted(meta.root.url) for meta in setup.metas)
     plan = StorePlan(dataset, epochs, (frames,), settings, step)
     try:
-        frames = replace(frames, share=min(1.0, room_bytes(settings) / max(1, frames.stored_bytes)))
+        room = room_bytes(settings)
+        frames = replace(frames, share=min(1.0, room / max(1, frames.stored_bytes)))
         if not always_measures and (reason := _why_never(wanted, epochs)):
             return _without_cache(replace(plan, levels=(frames,)), reason)
         disk_s = measure_disk(folder)
@@ -216,16 +220,24 @@ def plan_stores(
     cores = usable_cpus()
     frames = replace(frames, make_s=decode_s / cores, read_s=max(hit_s / cores, sample_bytes * disk_s))
     plan = replace(plan, levels=(frames, *others(disk_s)))
-    reason = why_not(wanted, epochs, frames, keeps_prefix=setup.kept is not None)
+    prefix_share = min(1.0, room / total_bytes(setup.kept.layout, num_samples)) if setup.kept else 0.0
+    reason = why_not(wanted, epochs, frames, prefix_share=prefix_share, room=room)
     return _without_cache(plan, reason) if reason else plan
 
 
-def why_not(wanted: str, epochs: float, frames: StoreLevel, *, keeps_prefix: bool = False) -> str | None:
-    """Return why frames are not cached with `--dataset.cache=wanted`, or None."""
+def why_not(
+    wanted: str, epochs: float, frames: StoreLevel, *, prefix_share: float = 0.0, room: float = 0.0
+) -> str | None:
+    """Return why frames are not cached with `--dataset.cache=wanted`, or None.
+
+    `prefix_share` is the share of the samples whose prefix fits in `room` bytes; their images are not read.
+    """
     if reason := _why_never(wanted, epochs):
         return reason
-    if keeps_prefix:
+    if prefix_share == 1:
         return "off: the prefix is kept, which replaces images"
+    if prefix_share and frames.stored_bytes > MAX_BESIDE_PREFIX * room:
+        return "off: the prefix needs the space"
     if wanted != "auto":
         return None
     if frames.share < MIN_SHARE:
@@ -234,12 +246,17 @@ def why_not(wanted: str, epochs: float, frames: StoreLevel, *, keeps_prefix: boo
     assert frames.read_s is not None
     if frames.make_s < MIN_GAIN * frames.read_s:
         return "off: decoding is as fast"
-    saved_s = (epochs - 1) * frames.num_samples * frames.share * (frames.make_s - frames.read_s)
+    read = frames.num_samples * frames.share * (1 - prefix_share)
+    saved_s = (epochs - 1) * read * (frames.make_s - frames.read_s)
     return "off: saves little time" if saved_s < MIN_SAVED_S else None
 
 
-def with_cache(setup: Setup, settings: CacheSettings | None) -> Setup:
-    return replace(setup, specs=tuple(replace(spec, cache=settings) for spec in setup.specs))
+def with_cache(setup: Setup, plan: StorePlan) -> Setup:
+    """Return the setup of a run with this plan; a kept prefix leaves the space of all frames to cached ones."""
+    kept = setup.kept
+    if kept and plan.settings:
+        kept = replace(kept, cache=kept.cache.leaving(plan.frames.stored_bytes))
+    return replace(setup, specs=tuple(replace(spec, cache=plan.settings) for spec in setup.specs), kept=kept)
 
 
 def make_settings(folder: Path, max_bytes: int) -> CacheSettings:

@@ -22,7 +22,7 @@ from parity.policies.flow_parity import (
 
 from benchmarks.step.host_sync import HostSyncSpy
 from vlatune.batch import IDS, PREFIX, TOKEN_MASK, TOKENS, Columns
-from vlatune.data.frames.cache import CacheSettings
+from vlatune.data.frames.cache import HEADER_BYTES, CacheSettings
 from vlatune.data.frames.prefix_store import PrefixSettings
 from vlatune.data.transforms import cut_prompts
 from vlatune.feed.ray_blocks import HAS_IMAGES
@@ -48,9 +48,12 @@ def case_of(dataset_v3, tmp_path_factory) -> Callable[[str], Case]:
     return get
 
 
-def open_kept(case: Case, folder: Path, train: str, dtype: str = "float32", max_bytes: int = 1 << 30) -> KeptPrefix:
+def open_kept(
+    case: Case, folder: Path, train: str, dtype: str = "float32", max_bytes: int = 1 << 30, stored: str = "same"
+) -> KeptPrefix:
     options = ModuleOptions(train=train, dtype=dtype)
     layout = case.setup.adapter.kept_prefix(case.setup.policy, case.setup.binding, options)
+    layout = replace(layout, stored=stored)
     cameras = tuple(name for _, name in case.setup.binding.cameras)
     settings = PrefixSettings(CacheSettings(str(folder), max_bytes, 0, time.time()), layout, (b"test",), cameras)
     return KeptPrefix(settings, case.setup.data_plan, CPU, 1, np.empty)
@@ -95,6 +98,25 @@ def test_loss_and_gradients_equal_those_of_images(case_of, tmp_path, kind: str, 
     assert share == 1
     assert torch.equal(read, computed)
     assert all(torch.equal(one, computed_gradients[name]) for name, one in read_gradients.items())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", MODES)
+def test_int8_rows_are_small_and_the_same_whether_computed_or_read(case_of, tmp_path, kind: str, dtype: str) -> None:
+    case = case_of(kind)
+    module = case.load("expert", dtype, flow_samples=SAMPLES)
+    exact, exact_gradients, _ = step(case, module, tmp_path / "exact", "expert", dtype)
+    computed, computed_gradients, share = step(case, module, tmp_path / "int8", "expert", dtype, stored="int8")
+    read, read_gradients, read_share = step(case, module, tmp_path / "int8", "expert", dtype, stored="int8")
+    assert (share, read_share) == (0, 1)
+    assert torch.equal(read, computed)
+    assert all(torch.equal(one, computed_gradients[name]) for name, one in read_gradients.items())
+    sizes = [
+        sum(one.stat().st_size - HEADER_BYTES for one in (tmp_path / name).glob("*.part")) for name in ("int8", "exact")
+    ]
+    assert sizes[0] / sizes[1] <= (0.58 if dtype == "bfloat16" else 0.29)
+    assert distance(computed, exact) <= (2.0**-7 if dtype == "bfloat16" else 4e-3)
+    assert 0 < worst_distance(computed_gradients, exact_gradients)[0] <= 0.1
 
 
 @pytest.mark.parametrize("kind", MODES)

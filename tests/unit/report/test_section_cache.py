@@ -42,5 +42,14 @@ def test_an_unused_cache_states_the_decision_escaped(tmp_path: Path):
     assert shown.count("<table") == 1
 
 
+def test_the_effect_of_int8_prefixes_on_the_held_out_loss_is_shown(tmp_path: Path):
+    run = write_complete_run(tmp_path)
+    line = {"optimizer_step": 1, "val_loss": 0.123, "val_action_error": 0.5}
+    write_lines(run / "validation.jsonl", [line, line | {"val_loss_int8": 0.124}])
+    shown = section_of(run, level(is_used=False))
+    assert "0.123" in shown
+    assert "0.124" in shown
+
+
 def test_a_run_without_the_record_has_no_section(tmp_path: Path):
     assert not section_of(write_complete_run(tmp_path))

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
+from vlatune.data.frames.cache import CacheSettings
+from vlatune.data.frames.prefix_store import PrefixLayout, PrefixSettings
 from vlatune.run_setup import make_setup
 from vlatune.train.cache_choice import (
     MIN_GAIN,
@@ -17,6 +19,7 @@ from vlatune.train.cache_choice import (
     open_stores,
     plan_stores,
     why_not,
+    with_cache,
 )
 
 FRAMES = StoreLevel("frames", 1000, 500, 1.0, make_s=0.01, read_s=0.001, decision=USED)
@@ -42,7 +45,24 @@ MANY = replace(FRAMES, num_samples=500_000)
 )
 def test_the_choice_follows_epochs_share_and_rates(wanted: str, epochs: float, change: dict, is_cached: bool):
     assert (why_not(wanted, epochs, replace(MANY, **change)) is None) == is_cached
-    assert why_not(wanted, epochs, replace(MANY, **change), keeps_prefix=True) is not None
+    assert why_not(wanted, epochs, replace(MANY, **change), prefix_share=1.0) is not None
+
+
+def test_frames_are_cached_beside_a_prefix_that_does_not_fit_if_they_take_little_from_it():
+    assert why_not("auto", 10.0, MANY, prefix_share=0.5, room=6 * MANY.stored_bytes) is None
+    assert why_not("/a/folder", 10.0, MANY, prefix_share=0.5, room=4 * MANY.stored_bytes) is not None
+    few = replace(FRAMES, num_samples=200)  # saves 16 s if all of them are read
+    assert [why_not("auto", 10.0, few, prefix_share=share, room=1e9) is None for share in (0.1, 0.9)] == [True, False]
+
+
+def test_a_prefix_leaves_the_space_of_frames_that_are_cached_beside_it(config: RunConfig, tmp_path: Path):
+    setup, cache = make_setup(config), CacheSettings(str(tmp_path), 10**9, 1000, 0.0)
+    layout = PrefixLayout("test", image_tokens=2, max_prompt_tokens=8, width=4, dtype="float32")
+    setup = replace(setup, kept=PrefixSettings(cache, layout, (b"data",), ()))
+    used = with_cache(setup, StorePlan("data", 3.0, (FRAMES,), cache))
+    assert used.specs[0].cache == cache
+    assert (used.kept.cache.max_bytes, used.kept.cache.reserve_bytes) == (10**9 - 500_000, 501_000)
+    assert with_cache(setup, StorePlan("data", 3.0, (FRAMES,), None)).kept.cache == cache
 
 
 def test_the_needed_rate_is_the_one_at_which_auto_switches():

@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from vlatune.batch import PREFIX, TOKEN_MASK, TOKENS, Columns
 from vlatune.data.frames.cache import CacheSettings
 from vlatune.data.frames.prefix_store import PrefixLayout, PrefixSettings
+from vlatune.data.order.partition import Selection
 from vlatune.train.worker.kept_prefix import MAX_WAITING_BYTES, KeptPrefix, Writer
 
 
@@ -71,7 +73,8 @@ def test_batches_of_all_lengths_take_memory_of_one_size(tmp_path: Path):
         asked.append(np.empty(shape, dtype).nbytes)
         return np.full(shape, np.nan, dtype)
 
-    plan: Any = None
+    none = np.zeros(0, np.int64)
+    plan: Any = SimpleNamespace(selection=Selection(none, none, none), metas=())
     kept = KeptPrefix(settings, plan, torch.device("cpu"), 1, empty)
     for length in (5, 20, 40):
         (key,) = kept._store.keys(make_columns([length]))

@@ -31,7 +31,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import av
@@ -70,6 +70,11 @@ class CacheSettings:
     """Free bytes to leave on the disk."""
     started_s: float
     """Start of the run (seconds since the epoch); parts not used since then may be evicted."""
+
+    def leaving(self, num_bytes: int) -> "CacheSettings":
+        """Return settings for parts that leave this much of the budget to others."""
+        max_bytes = max(0, self.max_bytes - num_bytes)
+        return replace(self, max_bytes=max_bytes, reserve_bytes=self.reserve_bytes + num_bytes)
 
 
 @dataclass(frozen=True)

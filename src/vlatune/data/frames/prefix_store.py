@@ -8,6 +8,7 @@ except the prompt, whose digest is covered by the row's checksum: another prompt
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -36,15 +37,29 @@ class PrefixLayout:
     """Numbers per token."""
     dtype: str
     """float32 or bfloat16."""
+    stored: str = "same"
+    """`same` as computed, or `int8`: numbers, followed by a float32 scale for each group of them."""
+
+    @property
+    def group(self) -> int:
+        """Return how many adjacent numbers of a token share a scale; heads of PI0.5 and SmolVLA are multiples of 64."""
+        return math.gcd(self.width, 64)
 
     @property
     def column_dtype(self) -> np.dtype:
         """Dtype on the host; bfloat16 is stored as int16, because NumPy lacks it."""
+        if self.stored == "int8":
+            return np.dtype("u1")
         return np.dtype("<i2" if self.dtype == "bfloat16" else "<f4")
 
     @property
+    def column_width(self) -> int:
+        """Return the items of `column_dtype` per token."""
+        return self.width + 4 * self.width // self.group if self.stored == "int8" else self.width
+
+    @property
     def token_bytes(self) -> int:
-        return self.width * self.column_dtype.itemsize
+        return self.column_width * self.column_dtype.itemsize
 
     @property
     def max_bytes(self) -> int:
@@ -114,6 +129,10 @@ class PrefixStore:
         """True if a row exists; it may be damaged, or of another prompt."""
         return self._cache is not None and self._cache.has_first(key.part.identity)
 
+    def has_sample(self, dataset: int, episode: int, frame: int) -> bool:
+        """True if `has` is true for the key of a sample."""
+        return self._cache is not None and self._cache.has_first(self._identity(dataset, episode, frame))
+
     def read(self, key: PrefixKey, out: np.ndarray) -> bool:
         """Fill contiguous memory of the row's size; return False if the row is missing or damaged."""
         return self._cache is not None and bool(self._cache.read(key.part, FIRST, key.prompt, out[None])[0])
@@ -129,8 +148,8 @@ class PrefixStore:
 
     def split(self, unit: Unit) -> list[Unit]:
         """Split a unit by whether its images have to be read; those of kept rows do not."""
-        identities = (self._identity(unit.dataset_index, unit.episode_index, one) for one in unit.frames.tolist())
-        kept = np.array([self._cache is not None and self._cache.has_first(one) for one in identities])
+        place = unit.dataset_index, unit.episode_index
+        kept = np.array([self.has_sample(*place, frame) for frame in unit.frames.tolist()])
         return [
             replace(unit, frames=unit.frames[rows], slots=unit.slots[rows], skips_images=skips)
             for rows, skips in ((~kept, False), (kept, True))

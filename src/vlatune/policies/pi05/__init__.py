@@ -21,6 +21,8 @@ TRAIN_MODES = {
     "lora": "adapters and heads",
     "full": "every weight",
 }
+SETTINGS = ("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha")
+SETTINGS += ("keep_prefix", "keep_prefix_dtype")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ POLICY = PolicyInfo(
         ),
     },
     options=Pi05Options,
-    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha", "keep_prefix"),
+    settings=SETTINGS,
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,

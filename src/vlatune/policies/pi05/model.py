@@ -122,6 +122,10 @@ class Pi05Module(FlowModule):
     def _language(self) -> Any:
         return self.policy.model.paligemma_with_expert.paligemma.model.language_model
 
+    def prefix_modules(self) -> tuple[nn.Module, ...]:
+        vision = self.policy.model.paligemma_with_expert.paligemma.model
+        return vision.vision_tower, vision.multi_modal_projector, self._language.embed_tokens, self._language.layers
+
     def embed_suffix(self, batch: Mapping[str, Tensor], noisy_BTP: Tensor, time_code_BD: Tensor) -> Suffix:
         """Return the expert's tokens: one per action, and the time embedding."""
         model: Any = self.policy.model

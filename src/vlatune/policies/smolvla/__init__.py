@@ -8,7 +8,7 @@ from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
-from vlatune.policies.pi05 import make_tiny_recipe
+from vlatune.policies.pi05 import SETTINGS, make_tiny_recipe
 from vlatune.registry import PolicyInfo, Recipe
 from vlatune.storage.limits import limit
 
@@ -64,7 +64,7 @@ POLICY = PolicyInfo(
         ),
     },
     options=SmolVLAOptions,
-    settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha", "keep_prefix"),
+    settings=SETTINGS,
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,

@@ -142,6 +142,10 @@ class SmolVLAModule(FlowModule):
     def _vlm(self) -> Any:
         return self.policy.model.vlm_with_expert.get_vlm_model()
 
+    def prefix_modules(self) -> tuple[nn.Module, ...]:
+        """Return all but the language model's layers, which the state token passes through."""
+        return self._vlm.vision_model, self._vlm.connector, self._vlm.text_model.embed_tokens
+
     def add_state(self, prefix: Prefix, state_BP: Tensor) -> Prefix:
         """Add the state token, which attends to images and prompt."""
         hidden_B1D = self.policy.model.state_proj(state_BP)[:, None].to(self.dtype)

@@ -68,7 +68,7 @@ def train(config: RunConfig) -> None:
         stores = open_stores(
             config, start.setup, partial(prefix_levels, config, start.setup, on_gpu=on_gpu, decision=decision)
         )
-        start = replace(start, setup=with_cache(start.setup, stores.settings))
+        start = replace(start, setup=with_cache(start.setup, stores))
         for line in stores.lines():
             _say(line)
         open_run(config)

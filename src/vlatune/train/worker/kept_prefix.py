@@ -5,21 +5,24 @@
     writing thread       wait for the copy to the host, write the row; rows are dropped if it falls behind
 
 The bits of a row depend on its sample alone: it is always computed in a batch of one, at the length
-of its own prompt. So losses do not depend on which rows were kept, lost or damaged.
+of its own prompt, and rounded as it is stored. So losses do not depend on which rows were kept, lost
+or damaged.
 """
 
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vlatune.batch import PREFIX, SLOT, TOKEN_MASK, TOKENS, Columns, num_rows
-from vlatune.data.frames.prefix_store import PrefixKey, PrefixSettings, PrefixStore
+from vlatune.data.frames.prefix_store import PrefixKey, PrefixLayout, PrefixSettings, PrefixStore
 from vlatune.data.reader import make_unit, read_units
 from vlatune.data.transforms import apply_all
 from vlatune.feed.plan import DataPlan
@@ -29,6 +32,7 @@ from vlatune.train.worker.transfer import Accelerator
 
 MAX_WAITING_BYTES = 256 << 20
 """Rows that may wait to be written; further ones are dropped."""
+SMALLEST_SCALE = 1e-30
 CLOSE_S = 30.0
 """Seconds to write the waiting rows at the end of a run."""
 
@@ -40,6 +44,26 @@ def open_prefix(settings: PrefixSettings, device: torch.device, torch_threads: i
     else:
         kernels = (device.type, torch.get_device_module(device).get_device_name(device))
     return PrefixStore(settings.on_device(*kernels))
+
+
+def to_stored(rows_NW: Tensor, layout: PrefixLayout) -> Tensor:
+    """Return computed rows as they are stored, (..., tokens, `column_width`)."""
+    if layout.stored == "same":
+        return rows_NW
+    grouped_NKG = rows_NW.float().unflatten(-1, (-1, layout.group))
+    scale_NK1 = grouped_NKG.abs().amax(dim=-1, keepdim=True) / 127
+    numbers_NW = (grouped_NKG / scale_NK1.clamp_min(SMALLEST_SCALE)).round().to(torch.int8).flatten(-2)
+    return torch.cat([numbers_NW.view(torch.uint8), scale_NK1.squeeze(-1).view(torch.uint8)], dim=-1)
+
+
+def from_stored(stored: Tensor, layout: PrefixLayout) -> Tensor:
+    """Return rows in the layout's dtype, (..., tokens, width)."""
+    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
+    if layout.stored == "same":
+        return stored.view(dtype)
+    numbers_NKG = stored[..., : layout.width].view(torch.int8).unflatten(-1, (-1, layout.group))
+    scale_NK1 = stored[..., layout.width :].contiguous().view(torch.float32)[..., None]
+    return (numbers_NKG * scale_NK1).flatten(-2).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -57,6 +81,8 @@ class Planned:
     missing: tuple[Missing, ...]
     tokens: int
     """Tokens of the batch's longest row."""
+    has_all: bool
+    """True if every sample of the run had a row before this batch was read."""
 
 
 class KeptPrefix:
@@ -69,6 +95,8 @@ class KeptPrefix:
     kept_rows = 0
     """Rows so far that were read instead of computed."""
     rows = 0
+    has_all = False
+    """True if every sample of the run has a row, and no batch that was read ahead lacks one."""
 
     def __init__(
         self, settings: PrefixSettings, plan: DataPlan, device: torch.device, torch_threads: int, empty: Empty
@@ -77,8 +105,8 @@ class KeptPrefix:
         self._store = open_prefix(settings, device, torch_threads)
         self._writer = Writer(self._store, None if device.type == "cpu" else Accelerator(device))
         self._planned: deque[Planned] = deque()
-        self._dtype = torch.bfloat16 if self._layout.dtype == "bfloat16" else torch.float32
         self._counted = (0, 0)
+        self._unchecked, self._lacking = self._samples(), None
 
     def read(self, batches: Iterator[Columns]) -> Iterator[Columns]:
         """Add the kept rows to each batch, and the images of lost ones."""
@@ -86,6 +114,7 @@ class KeptPrefix:
             yield self._with_kept(columns)
 
     def _with_kept(self, columns: Columns) -> Columns:
+        has_all = self._check_all()
         has_images = columns.pop(HAS_IMAGES, np.ones(num_rows(columns), bool))
         keys = list(self._store.keys(columns))
         tokens = max(key.tokens for key in keys)
@@ -102,7 +131,7 @@ class KeptPrefix:
         for lost in missing:
             if not has_images[lost.row]:
                 self._read_images(columns, lost.row)
-        self._planned.append(Planned(tuple(missing), tokens))
+        self._planned.append(Planned(tuple(missing), tokens, has_all))
         if rows_BSW is None:
             return columns
         for row, key in enumerate(keys):
@@ -112,7 +141,7 @@ class KeptPrefix:
 
     def _empty_rows(self, rows: int, tokens: int) -> np.ndarray:
         """Return uninitialised memory, of one size for all lengths: the pool keeps memory of each size."""
-        most, width = self._layout.image_tokens + self._layout.max_prompt_tokens, self._layout.width
+        most, width = self._layout.image_tokens + self._layout.max_prompt_tokens, self._layout.column_width
         flat = self._empty((rows * most * width,), self._layout.column_dtype)
         return flat[: rows * tokens * width].reshape(rows, tokens, width)
 
@@ -133,19 +162,20 @@ class KeptPrefix:
     ) -> dict[str, Tensor]:
         """Return the batch with PREFIX instead of images; missing rows are computed and kept."""
         planned = self._planned.popleft()
+        self.has_all = planned.has_all
         total = len(batch[TOKENS])
         self.rows, self.kept_rows = self.rows + total, self.kept_rows + total - len(planned.missing)
         rest = {key: values for key, values in batch.items() if key not in self._settings.cameras}
         if PREFIX in batch:
-            kept_BSW = batch[PREFIX].view(self._dtype)
+            stored_BSX = batch[PREFIX]
         else:
-            shape = (total, planned.tokens, self._layout.width)
-            kept_BSW = torch.zeros(shape, dtype=self._dtype, device=batch[TOKENS].device)
+            shape, dtype = (total, planned.tokens, self._layout.column_width), self._layout.column_dtype
+            stored_BSX = torch.from_numpy(np.zeros(0, dtype)).new_zeros(shape, device=batch[TOKENS].device)
         for one in planned.missing:
-            row_NW = compute(self._one_sample(batch, one))[0]
-            kept_BSW[one.row, : one.key.tokens] = row_NW
-            self._writer.offer(one.key, row_NW)
-        return rest | {PREFIX: kept_BSW}
+            row_NX = to_stored(compute(self._one_sample(batch, one))[0], self._layout)
+            stored_BSX[one.row, : one.key.tokens] = row_NX.view(stored_BSX.dtype)
+            self._writer.offer(one.key, row_NX)
+        return rest | {PREFIX: from_stored(stored_BSX, self._layout)}
 
     def _one_sample(self, batch: Mapping[str, Tensor], one: Missing) -> dict[str, Tensor]:
         sample = {key: values[one.row : one.row + 1] for key, values in batch.items() if key != PREFIX}
@@ -154,6 +184,22 @@ class KeptPrefix:
             sample |= {key: sample[key][:, :prompt] for key in (TOKENS, TOKEN_MASK)}
         return sample
 
+    def _check_all(self) -> bool:
+        """True if every sample of the run has a row. A call continues where the last one found none."""
+        while sample := self._lacking or next(self._unchecked, None):
+            if not self._store.has_sample(*sample):
+                self._lacking = sample
+                return False
+            self._lacking = None
+        return True
+
+    def _samples(self) -> Iterator[tuple[int, int, int]]:
+        """Yield dataset, episode and frame of every sample."""
+        chosen = self._plan.selection
+        for dataset, position, length in zip(chosen.dataset, chosen.position, chosen.length, strict=True):
+            episode = int(self._plan.metas[dataset].episodes.index[position])
+            yield from ((int(dataset), episode, frame) for frame in range(length))
+
     def take_share(self) -> float:
         """Return the share of kept rows since the last call."""
         (rows, kept), self._counted = self._counted, (self.rows, self.kept_rows)
@@ -161,6 +207,44 @@ class KeptPrefix:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class FrozenPart:
+    """What only computing rows needs: it leaves the device's memory once every row of the run is kept.
+
+    It returns for validations, and for good if a row turns out to be lost.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._can_leave, self._is_out = device.type != "cpu", False
+
+    def leave(self) -> None:
+        """Move to the host; waits for the device."""
+        if self._can_leave and not self._is_out:
+            self._move(torch.device("cpu"))
+
+    def compute(self, sample: Mapping[str, Tensor]) -> Tensor:
+        if self._is_out:
+            self._can_leave = False
+            self._move(self._device)
+        return self._module.compute_kept(sample)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Have it on the device meanwhile."""
+        was_out = self._is_out
+        if was_out:
+            self._move(self._device)
+        yield
+        if was_out:
+            self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        for part in self._module.prefix_modules():
+            part.to(device)
+        self._is_out = device != self._device
+        torch.accelerator.empty_cache()  # for other processes
 
 
 class Writer:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from vlatune.train.heartbeat import Request
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.collectives import Consensus, mean_and_each
 from vlatune.train.worker.device import deterministic_kernels, set_performance_flags
-from vlatune.train.worker.kept_prefix import KeptPrefix
+from vlatune.train.worker.kept_prefix import FrozenPart, KeptPrefix
 from vlatune.train.worker.metrics_logger import MetricsLogger, Spill
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import (
@@ -104,6 +104,7 @@ class Worker:
         )
         module.train()
         self.module, trainable = module, trained_tensors(module)
+        self.frozen = FrozenPart(module, self.device)
         trained = {name: one for name, one in trainable.items() if isinstance(one, nn.Parameter)}
         groups = make_groups(trained, optimizer.lr, setup.adapter.rate_factors(setup.policy, optimizer.lr))
         self.optimizer = make_optimizer(groups, optimizer)
@@ -219,8 +220,7 @@ class Worker:
                 self.first_batch_s = self.meter.first_batch(self._stages_s())
             self.taken.append(batch.samples)
             self.driver.progress("batch")
-            compute: Any = self.module.compute_kept if self.kept else None
-            yield self.kept.complete(batch.tensors, compute) if self.kept else batch.tensors
+            yield self.kept.complete(batch.tensors, self.frozen.compute) if self.kept else batch.tensors
 
     def _stages_s(self) -> dict[str, float]:
         """Return the seconds so far of each stage that prepares this worker's batches."""
@@ -232,13 +232,13 @@ class Worker:
     def _validate(self, done: int, validator: Validator) -> bool:
         """Evaluate on held-out samples; True if the weights are among the best, to be saved."""
         begin = time.perf_counter()
-        with self.ema.in_place() if self.ema else nullcontext():
+        with self.frozen.present(), self.ema.in_place() if self.ema else nullcontext():
             found = validator.validate(
                 done, self.module, self.consensus.gather, on_batch=lambda _: self.driver.progress("validation")
             )
         self.meter.validated(time.perf_counter() - begin)
         if self.logger:
-            self.logger.log_validation(done, found.loss, found.action_error)
+            self.logger.log_validation(done, found.loss, found.action_error, found.int8_loss)
         if self.config.early_stop and validator.without_progress() >= self.config.early_stop:
             self.last_step = done
         return done in validator.best_steps()[: self.config.kept_best]
@@ -262,6 +262,8 @@ class Worker:
             self.logger.log(done, mean_loss, grad_norm, rate, rates | self.job.setup.loss_groups.to_metrics(by_group))
             self.logger.log_samples(samples)
         self.driver.progress("log")
+        if self.kept and self.kept.has_all:
+            self.frozen.leave()
 
     def _take_cached_share(self) -> float:
         """Return the share of this worker's images since the last call that came from the frame cache."""

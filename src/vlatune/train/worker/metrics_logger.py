@@ -83,8 +83,9 @@ class MetricsLogger:
                 f"(--max_spilled_bytes); raise --ray.object_store_bytes"
             )
 
-    def log_validation(self, done: int, loss: float, action_error: float) -> None:
-        self.validations.append({"optimizer_step": done, "val_loss": loss, "val_action_error": action_error})
+    def log_validation(self, done: int, loss: float, action_error: float, int8_loss: float | None) -> None:
+        line = {"optimizer_step": done, "val_loss": loss, "val_action_error": action_error}
+        self.validations.append(line if int8_loss is None else line | {"val_loss_int8": int8_loss})
 
     def log_event(self, event: str, done: int) -> None:
         """Record an event of the run's timeline: a start, a checkpoint, the end."""

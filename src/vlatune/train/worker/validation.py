@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlatune.batch import ACTION_IS_PAD, Columns
+from vlatune.batch import ACTION_IS_PAD, PREFIX, Columns, num_rows
 from vlatune.bounded_queue import ReadAhead
 from vlatune.config.settings import EvalConfig, RunConfig
 from vlatune.evaluate.held_out import choose_held_out, cut_batches
@@ -25,10 +25,12 @@ from vlatune.evaluate.predictions import (
     join_results,
     predict_batches,
     prepare,
+    to_device,
     without_images,
 )
 from vlatune.feed.plan import Share
 from vlatune.run_setup import Setup
+from vlatune.train.worker.kept_prefix import from_stored, to_stored
 
 
 def validation_options(config: RunConfig, device: torch.device) -> EvalConfig:
@@ -48,6 +50,8 @@ ReadHeldOut = Callable[[Setup, Mapping[int, np.ndarray]], Iterator[tuple[int, Co
 class Validation:
     loss: float
     action_error: float
+    int8_loss: float | None = None
+    """Loss with prefixes rounded as the run keeps them, if it keeps int8."""
 
 
 class Validator:
@@ -84,11 +88,26 @@ class Validator:
             }
         module.eval()
         results = predict_batches(module, self._prepared.items(), self._options, on_batch=on_batch)
+        int8_loss = self._int8_loss(module, gather)
         module.train()
         everyone = _merge(gather({number: astuple(one) for number, one in results.items()}))
         found = self._join({number: BatchResult(*parts) for number, parts in everyone.items()})
         self.errors[optimizer_step] = found.action_error
-        return found
+        return replace(found, int8_loss=int8_loss)
+
+    @torch.no_grad()
+    def _int8_loss(self, module: Any, gather: Callable[[Any], list[Any]]) -> float | None:
+        """Return the mean loss with rounded prefixes; None if the run keeps exact ones or none."""
+        if self._setup.kept is None or (layout := self._setup.kept.layout).stored == "same":
+            return None
+        device, total = next(module.parameters()).device, 0.0
+        for (columns,) in self._prepared.values():
+            batch = to_device(columns, device)
+            rounded_BSW = from_stored(to_stored(module.compute_kept(batch), layout), layout)
+            total += module(batch | {PREFIX: rounded_BSW}).loss.double() * num_rows(columns)
+        rows = sum(num_rows(columns) for (columns,) in self._prepared.values())
+        losses, counts = zip(*gather((float(total), rows)), strict=True)  # device sync
+        return sum(losses) / sum(counts)
 
     def _join(self, results: Mapping[int, BatchResult]) -> Validation:
         """Combine results as `vlatune eval`: per robot, then averaged by number of samples."""
