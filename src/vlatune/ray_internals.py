@@ -22,9 +22,13 @@ JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that Ray's job server sets for the driver of a job."""
 STOP_VARIABLE, DEFAULT_STOP_S = "RAY_JOB_STOP_WAIT_TIME_S", 3
 """Seconds from SIGTERM to SIGKILL in `ray job stop`."""
-FIT_THREAD = "ray-train"
-"""Name of the driver thread that runs Ray Train."""
-FIT_END_S = 0.5
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Seconds that Ray's processes wait for a head that restarts; KubeRay sets it with fault tolerance."""
+CALL_THREAD = "ray-call"
+"""Name of the driver threads that call Ray and may block."""
+CALL_END_S = 0.5
+HEAD_LOST = threading.Event()
+"""Set when the head of the cluster is gone, so that every call to Ray would block."""
 
 
 def closed_job() -> Any:
@@ -138,13 +142,13 @@ def draining_nodes() -> set[str]:
         return set()
 
 
-def fit_thread_is_alive() -> bool:
-    """True if an aborted run has left the Ray Train thread blocked in a call to Ray.
+def is_blocked() -> bool:
+    """True if an aborted run has left a thread blocked in a call to Ray, or any call would block.
 
     Ray exits the process silently, with a different exit code, if a call is made after
     `ray.shutdown`.
     """
-    threads = [thread for thread in threading.enumerate() if thread.name == FIT_THREAD]
+    threads = [thread for thread in threading.enumerate() if thread.name == CALL_THREAD]
     for thread in threads:
-        thread.join(FIT_END_S)  # it may be about to finish
-    return any(thread.is_alive() for thread in threads)
+        thread.join(CALL_END_S)  # it may be about to finish
+    return HEAD_LOST.is_set() or any(thread.is_alive() for thread in threads)

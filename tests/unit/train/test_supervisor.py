@@ -8,7 +8,7 @@ import time
 import pytest
 from waiting import wait_until
 
-from vlatune.ray_internals import fit_thread_is_alive
+from vlatune.ray_internals import is_blocked
 from vlatune.train.driver.ray_supervisor import (
     STARTUP_FACTOR,
     Termination,
@@ -78,10 +78,10 @@ def test_monitor_forgets_earlier_attempts():
 def test_thread_that_is_blocked_in_ray_is_detected():
     released = threading.Event()
     outcome = _run_on_thread(lambda: released.wait(60))
-    assert fit_thread_is_alive()
+    assert is_blocked()
     released.set()
     assert outcome.exception(timeout=60) is None
-    assert not fit_thread_is_alive()
+    assert not is_blocked()
 
 
 def test_first_ctrl_c_stops_the_second_is_urgent_the_third_raises():
