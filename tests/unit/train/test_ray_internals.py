@@ -16,6 +16,7 @@ from vlatune.ray_internals import (
     DEFAULT_STOP_S,
     JOB_VARIABLE,
     NETWORK_VARIABLE,
+    RECONNECT_VARIABLE,
     STOP_VARIABLE,
     check_closed,
     count_gpus,
@@ -59,7 +60,7 @@ def test_no_other_module_uses_a_private_part_of_ray():
 
 def test_ray_knows_the_settings_of_a_cluster():
     compiled = next(Path(ray.__file__).parent.glob("_raylet*.so")).read_bytes()
-    names = [name.removeprefix("RAY_") for name in ray_environment()]
+    names = [name.removeprefix("RAY_") for name in (*ray_environment(), RECONNECT_VARIABLE)]
     assert not [name for name in names if name.encode() not in compiled]
 
 

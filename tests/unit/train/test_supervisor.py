@@ -56,9 +56,11 @@ def test_monitor_measures_the_time_since_the_last_progress(monkeypatch):
     monitor.poll(1, (1, Request.STOP))
     now_s = 103.0
     assert monitor.beat(1, 0, 4711, "a", 0, "start") == (1, Request.STOP)
-    assert monitor.poll(1) == [RankState(0, 4711, "a", 0, "start", idle_s=3.0)]
+    assert monitor.poll(1) == [RankState(0, 4711, "a", 0, "start", idle_s=3.0, silent_s=0.0)]
     monitor.beat(1, 0, 4711, "a", 1, "batch")
     assert monitor.poll(1) == [RankState(0, 4711, "a", 1, "batch", idle_s=0.0)]
+    now_s = 105.0
+    assert monitor.poll(1) == [RankState(0, 4711, "a", 1, "batch", idle_s=2.0, silent_s=2.0)]
 
 
 def test_monitor_forgets_earlier_attempts():

@@ -64,7 +64,7 @@ class HeadWatch:
 
     def close(self) -> None:
         self._closed.set()
-        self._reader.join(UNWIND_S if self.is_answering else 0)
+        self._reader.join(2 * POLL_S if self.is_answering else 0)
 
     def _watch(self) -> None:
         seen_s = time.monotonic()
@@ -84,9 +84,11 @@ class HeadWatch:
         HEAD_LOST.set()
         self.lost = RunStoppedError(text)
         if not self._closed.wait(UNWIND_S):
-            warn(f"vlatune: {text}")
-            say(f"vlatune: report: {write_report(self._run_dir)}")
-            os._exit(1)
+            try:
+                warn(f"vlatune: {text}")
+                say(f"vlatune: report: {write_report(self._run_dir)}")
+            finally:
+                os._exit(1)
 
     def _read(self) -> None:
         while not self._closed.wait(POLL_S):
@@ -161,5 +163,5 @@ def wait_for_resources(
                 read_s = now_s
             report.update(text, now_s - began_s)
     finally:
-        if group and not head.lost:
+        if group and head.is_answering:  # Ray removes it with the job, too
             remove_placement_group(group)

@@ -111,7 +111,7 @@ class Supervisor:
             return
 
         def read() -> list[Node]:
-            return read_nodes(lambda node: answers(node["NodeManagerAddress"], node["NodeManagerPort"]))
+            return read_nodes(lambda node: answers(node["NodeManagerAddress"], node["NodeManagerPort"], POLL_S))
 
         def check() -> None:
             self._termination.check()
