@@ -86,7 +86,7 @@ def start_nodes(names: Sequence[str], folder: Path, *, hide_on_second: Path | No
     return address
 
 
-def runinside(name: str, words: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
+def run_inside(name: str, words: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
     command = [*inside(name), *words]
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False, timeout=600)
 

@@ -119,13 +119,16 @@ def redirect_errors(write: Callable[[str], None]) -> Callable[[], None]:
 def store_counters() -> tuple[int, int, int]:
     """Return bytes spilled, bytes in fallback allocations and bytes in use, summed over all nodes.
 
-    The public API is a metrics endpoint, which a cluster may lack. No fallback: spilling must be
-    detected.
+    The raylet of this node is asked, because another one may be gone before Ray knows. The public
+    API is a metrics endpoint, which a cluster may lack. No fallback: spilling must be detected.
     """
     import ray
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-    stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
+    context = ray.get_runtime_context()
+    state = get_state_from_address(context.gcs_address)
+    own = next(node for node in state.node_table() if node["NodeID"] == context.get_node_id())
+    stats = get_memory_info_reply(state, own["NodeManagerAddress"], own["NodeManagerPort"]).store_stats
     return stats.spilled_bytes_total, stats.object_store_bytes_fallback, stats.object_store_bytes_used
 
 

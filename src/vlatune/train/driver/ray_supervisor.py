@@ -181,7 +181,7 @@ class Supervisor:
 
     def _find_lost_node(self) -> str | None:
         """Return a node that sends no heartbeats and accepts no connections."""
-        places = self._cluster.head.places if self._cluster.head else {}
+        places: Mapping[str, tuple[str, int]] = self._cluster.head.places if self._cluster.head else {}
         silent = [node_id for node_id in find_silent_nodes(self.states) if node_id in places]
         return next((node_id for node_id in silent if not answers(*places[node_id])), None)
 
