@@ -132,6 +132,26 @@ def store_counters() -> tuple[int, int, int]:
     return stats.spilled_bytes_total, stats.object_store_bytes_fallback, stats.object_store_bytes_used
 
 
+def job_groups() -> set[str]:
+    """Return the ids of this job's placement groups, which end with the id of the job.
+
+    A controller of Ray Train that is killed leaves one that reserves the resources of all workers.
+    Ray Train's own cleaner needs the dashboard.
+    """
+    import ray
+
+    table, job = ray.util.placement_group_table(), ray.get_runtime_context().get_job_id()
+    return {group for group, values in table.items() if group.endswith(job) and values["state"] != "REMOVED"}
+
+
+def remove_group(group: str) -> None:
+    """Remove a placement group by its id; the public API needs an object or a name."""
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+
+
 def draining_nodes() -> set[str]:
     """Return the nodes that will be removed (preemption notice or `ray drain-node`), if known.
 

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vlatune.config.settings import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.feed.sizing import Node
-from vlatune.ray_internals import CALL_THREAD
+from vlatune.ray_internals import CALL_THREAD, job_groups, remove_group
 from vlatune.run.run_folder import LOGS, new_log
 from vlatune.run.summary import read_summary
 from vlatune.storage.files import write_text
@@ -88,6 +88,8 @@ class Supervisor:
         self._attempt, self._requested, self._began = 0, NO_REQUEST, False
         self._termination = termination
         self._announced_nodes: set[str] = set()
+        self._groups = job_groups() if cluster.head else set[str]()
+        """Placement groups that a caller of `train` in this process has made."""
         self.states: Sequence[RankState] = ()
         """Latest state of the workers of this attempt; empty before they start."""
 
@@ -109,6 +111,9 @@ class Supervisor:
         head, sizing = self._cluster.head, self._cluster.sizing
         if head is None:  # a local cluster has what was planned
             return
+        if head.is_answering:
+            for left in job_groups() - self._groups:  # of a worker group whose controller was killed
+                remove_group(left)
 
         def read() -> list[Node]:
             return read_nodes(lambda node: answers(node["NodeManagerAddress"], node["NodeManagerPort"], POLL_S))
