@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,10 +88,11 @@ def test_node_without_power_is_noticed_and_replaced(dataset_v3, small_base, tmp_
         namespaces() as names,
     ):
         address = start_nodes(names, Path(folder))
-        own = {"prefix": inside(names[0]), "environment": {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}}
-        with started(clean, *flags, **own) as process:
+        environment = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+        start = partial(started, prefix=inside(names[0]), environment=environment)
+        with start(clean, *flags) as process:
             assert exit_code(process, clean) == 0, output(clean)
-        with started(run_dir, *flags, **own) as process:
+        with start(run_dir, *flags) as process:
             wait_until(lambda: step_of(run_dir) >= 130, process, run_dir)
             unplug(names[1])
             wait_until(lambda: f"node {ADDRESSES[1]} with rank" in output(run_dir), process, run_dir)
