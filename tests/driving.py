@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,10 +27,10 @@ READER = "ray::_read_blocks"
 
 @contextmanager
 def started(
-    run_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
+    run_dir: Path, *flags: str, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a run in a new session; processes that are left of it are killed afterwards."""
-    command = [sys.executable, "-m", "vlatune.cli", "train", f"--output_dir={run_dir}", *flags]
+    command = [*prefix, sys.executable, "-m", "vlatune.cli", "train", f"--output_dir={run_dir}", *flags]
     run_dir.parent.mkdir(exist_ok=True)
     with (run_dir.parent / "output.txt").open("a") as output:
         env = os.environ | (environment or {})

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
-STORE = f"--object-store-memory={100 << 20}"
+OWN = ["--num-cpus=2", f"--object-store-memory={100 << 20}", '--resources={"vlatune_trainer": 1}']
+"""Resources of a node."""
 
 
 def can_make_namespaces() -> bool:
@@ -37,13 +38,28 @@ def namespaces() -> Iterator[tuple[str, str]]:
         yield names
     finally:
         for name in names:
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for pid in map(int, found.stdout.split()):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            kill_all(name)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def kill_all(name: str) -> None:
+    """Kill the processes of a namespace."""
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in map(int, found.stdout.split()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def unplug(name: str) -> None:
+    """Cut the cable, as if the machine had lost its power."""
+    _call("ip", "-n", name, "link", "set", "v0", "down")
+
+
+def replace_second(name: str, address: str) -> None:
+    """Replace the second node by a new one with the same resources."""
+    kill_all(name)
+    _call("ip", "-n", name, "link", "set", "v0", "up")
+    _call(*inside(name), *RAY, f"--address={address}", f"--node-ip-address={ADDRESSES[1]}", *OWN)
 
 
 def start_nodes(names: Sequence[str], folder: Path, *, hide_on_second: Path | None = None) -> str:
@@ -51,31 +67,31 @@ def start_nodes(names: Sequence[str], folder: Path, *, hide_on_second: Path | No
 
     `hide_on_second` is a folder that the second node sees empty.
     """
-    port, trainer = "6379", '--resources={"vlatune_trainer": 1}'
-    own = ["--num-cpus=2", STORE, trainer, f"--temp-dir={folder}"]
+    port = "6379"
     _call(
-        *_inside(names[0]),
+        *inside(names[0]),
         *RAY,
         "--head",
         "--include-dashboard=false",
         f"--port={port}",
         f"--node-ip-address={ADDRESSES[0]}",
-        *own,
+        *OWN,
+        f"--temp-dir={folder}",
     )
     address = f"{ADDRESSES[0]}:{port}"
-    start = [*RAY, f"--address={address}", f"--node-ip-address={ADDRESSES[1]}", *own[:-1]]
+    start = [*RAY, f"--address={address}", f"--node-ip-address={ADDRESSES[1]}", *OWN]
     if hide_on_second is not None:
         start = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{hide_on_second}" && exec "$@"', "sh", *start]
-    _call(*_inside(names[1]), *start)
+    _call(*inside(names[1]), *start)
     return address
 
 
 def run_inside(name: str, words: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
-    command = [*_inside(name), *words]
+    command = [*inside(name), *words]
     return subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False, timeout=600)
 
 
-def _inside(name: str) -> list[str]:
+def inside(name: str) -> list[str]:
     return ["ip", "netns", "exec", name]
 
 

@@ -263,7 +263,7 @@ def run(program: Program = VLATUNE) -> NoReturn:
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # else a late call to Ray would start a cluster that nobody stops
     code = main(program=program)
     internals = sys.modules.get("vlatune.ray_internals")  # not loaded if no run was started
-    if internals is not None and internals.fit_thread_is_alive():
+    if internals is not None and internals.is_blocked():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # Ray's exit handlers would block

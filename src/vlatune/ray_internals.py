@@ -22,9 +22,13 @@ JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that Ray's job server sets for the driver of a job."""
 STOP_VARIABLE, DEFAULT_STOP_S = "RAY_JOB_STOP_WAIT_TIME_S", 3
 """Seconds from SIGTERM to SIGKILL in `ray job stop`."""
-FIT_THREAD = "ray-train"
-"""Name of the driver thread that runs Ray Train."""
-FIT_END_S = 0.5
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Seconds that Ray's processes wait for a head that restarts; KubeRay sets it with fault tolerance."""
+CALL_THREAD = "ray-call"
+"""Name of the driver threads that call Ray and may block."""
+CALL_END_S = 0.5
+HEAD_LOST = threading.Event()
+"""Set when the head of the cluster is gone, so that every call to Ray would block."""
 
 
 def closed_job() -> Any:
@@ -115,14 +119,37 @@ def redirect_errors(write: Callable[[str], None]) -> Callable[[], None]:
 def store_counters() -> tuple[int, int, int]:
     """Return bytes spilled, bytes in fallback allocations and bytes in use, summed over all nodes.
 
-    The public API is a metrics endpoint, which a cluster may lack. No fallback: spilling must be
-    detected.
+    The raylet of this node is asked, because another one may be gone before Ray knows. The public
+    API is a metrics endpoint, which a cluster may lack. No fallback: spilling must be detected.
     """
     import ray
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-    stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
+    context = ray.get_runtime_context()
+    state = get_state_from_address(context.gcs_address)
+    own = next(node for node in state.node_table() if node["NodeID"] == context.get_node_id())
+    stats = get_memory_info_reply(state, own["NodeManagerAddress"], own["NodeManagerPort"]).store_stats
     return stats.spilled_bytes_total, stats.object_store_bytes_fallback, stats.object_store_bytes_used
+
+
+def job_groups() -> set[str]:
+    """Return the ids of this job's placement groups, which end with the id of the job.
+
+    A controller of Ray Train that is killed leaves one that reserves the resources of all workers.
+    Ray Train's own cleaner needs the dashboard.
+    """
+    import ray
+
+    table, job = ray.util.placement_group_table(), ray.get_runtime_context().get_job_id()
+    return {group for group, values in table.items() if group.endswith(job) and values["state"] != "REMOVED"}
+
+
+def remove_group(group: str) -> None:
+    """Remove a placement group by its id; the public API needs an object or a name."""
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
 
 def draining_nodes() -> set[str]:
@@ -138,13 +165,13 @@ def draining_nodes() -> set[str]:
         return set()
 
 
-def fit_thread_is_alive() -> bool:
-    """True if an aborted run has left the Ray Train thread blocked in a call to Ray.
+def is_blocked() -> bool:
+    """True if an aborted run has left a thread blocked in a call to Ray, or any call would block.
 
     Ray exits the process silently, with a different exit code, if a call is made after
     `ray.shutdown`.
     """
-    threads = [thread for thread in threading.enumerate() if thread.name == FIT_THREAD]
+    threads = [thread for thread in threading.enumerate() if thread.name == CALL_THREAD]
     for thread in threads:
-        thread.join(FIT_END_S)  # it may be about to finish
-    return any(thread.is_alive() for thread in threads)
+        thread.join(CALL_END_S)  # it may be about to finish
+    return HEAD_LOST.is_set() or any(thread.is_alive() for thread in threads)

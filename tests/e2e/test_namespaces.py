@@ -3,10 +3,22 @@
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
-from namespaces import ADDRESSES, can_make_namespaces, namespaces, run_inside, start_nodes
+from driving import exit_code, output, started, step_of, wait_until
+from local_runs import assert_same_run, train_flags
+from namespaces import (
+    ADDRESSES,
+    can_make_namespaces,
+    inside,
+    namespaces,
+    replace_second,
+    run_inside,
+    start_nodes,
+    unplug,
+)
 
 from vlatune.run.summary import read_summary
 
@@ -64,3 +76,27 @@ def test_workers_that_cannot_connect_fail_with_the_address(dataset_v3, small_bas
     done = train_on_two_nodes(words, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(f"rank {rank} on {address} " in done.stderr for rank, address in enumerate(ADDRESSES)), done.stderr
+
+
+def test_node_without_power_is_noticed_and_replaced(dataset_v3, small_base, tmp_path):
+    """Ray itself takes a minute: until then it counts the node as alive."""
+    flags = train_flags(dataset_v3, small_base, "--num_workers=2", "--steps=300", "--save_freq=100", "--max_restarts=1")
+    flags += ["--save_every_s=0", "--keep_checkpoints=300", "--eval_freq=0", "--log_samples=true"]
+    clean, run_dir = tmp_path / "clean" / "run", tmp_path / "run"
+    with (
+        tempfile.TemporaryDirectory(prefix="vla", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        namespaces() as names,
+    ):
+        address = start_nodes(names, Path(folder))
+        environment = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+        start = partial(started, prefix=inside(names[0]), environment=environment)
+        with start(clean, *flags) as process:
+            assert exit_code(process, clean) == 0, output(clean)
+        with start(run_dir, *flags) as process:
+            wait_until(lambda: step_of(run_dir) >= 130, process, run_dir)
+            unplug(names[1])
+            wait_until(lambda: f"node {ADDRESSES[1]} with rank" in output(run_dir), process, run_dir)
+            wait_until(lambda: "waiting for 1 of 2 places for workers" in output(run_dir), process, run_dir)
+            replace_second(names[1], address)
+            assert exit_code(process, run_dir) == 0, output(run_dir)
+    assert_same_run(run_dir, clean)

@@ -7,6 +7,7 @@ CPUs. The meter reads the raylets' counters relative to its start, and raises if
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,6 +98,8 @@ def _store_of(worker_bytes: int, num_workers: int) -> int:
 
 
 SAMPLE_EVERY_S = 0.5
+MAX_GAP_S = 180.0
+"""Seconds without a reading after which the meter fails. Ray may take a minute to notice a lost node."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ def read_counters() -> StoreCounters:
 class SpillMeter:
     """Samples the counters that `read` returns on a thread; `latest()` and `peak_bytes` do not block."""
 
-    def __init__(self, read: Callable[[], StoreCounters]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], StoreCounters], max_gap_s: float = MAX_GAP_S) -> None:
+        self._read, self._max_gap_s = read, max_gap_s
         self._start = read()
         self._latest = self._start
         self.peak_bytes = self._start.used_bytes
@@ -146,12 +149,15 @@ class SpillMeter:
         return self.latest()
 
     def _watch(self) -> None:
+        read_s = time.monotonic()
         while not self._stop.wait(SAMPLE_EVERY_S):
             try:
                 self._sample()
-            except Exception as error:  # reported by `latest()`
-                self._failure = error
-                return
+                read_s = time.monotonic()
+            except Exception as error:
+                if time.monotonic() - read_s > self._max_gap_s:
+                    self._failure = error  # reported by `latest()`
+                    return
 
     def _sample(self) -> None:
         self._latest = self._read()

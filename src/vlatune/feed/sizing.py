@@ -227,6 +227,19 @@ def _plan(
     )
 
 
+def find_shortage(nodes: Sequence[Node], sizing: Sizing) -> str | None:
+    """Describe what the nodes lack for the workers and a reader of a plan; None if nothing."""
+    wanted, cores = sizing.run.num_workers, sizing.reserved_cores
+    uses_gpus = any(node.gpus for node in sizing.nodes)
+    if uses_gpus or any(node.trainers for node in sizing.nodes):
+        places = [(node.gpus if uses_gpus else node.trainers, node.cpus) for node in nodes]
+        fit = sum(min(one, cpus // cores) if cores else one for one, cpus in places)
+        if fit < wanted:
+            return f"{wanted - fit} of {wanted} {'GPUs' if uses_gpus else 'places for workers'}"
+    cpus, needed = sum(node.cpus for node in nodes), wanted * cores + 1
+    return f"{needed - cpus} of {needed} CPUs" if cpus < needed else None
+
+
 def _reading_cpus(nodes: tuple[Node, ...], num_workers: int) -> int:
     """Return the CPUs that the workers leave for readers."""
     cpus, taken = sum(node.cpus for node in nodes), num_workers * _reserved_cores(nodes, num_workers)

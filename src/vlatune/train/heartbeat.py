@@ -38,6 +38,8 @@ class RankState:
     last_event: str
     idle_s: float
     """Seconds without progress."""
+    silent_s: float = 0.0
+    """Seconds without a heartbeat."""
 
 
 class HeartbeatMonitor:
@@ -47,6 +49,7 @@ class HeartbeatMonitor:
         self._attempt, self._requested = -1, NO_REQUEST
         self._beats: dict[int, tuple[int, str, int, str]] = {}
         self._changed_s: dict[int, float] = {}
+        self._heard_s: dict[int, float] = {}
 
     def poll(self, attempt: int, requested: Requested = NO_REQUEST) -> list[RankState]:
         """Return the workers of this attempt, and set the driver's request.
@@ -57,15 +60,18 @@ class HeartbeatMonitor:
             self._attempt, self._beats, self._changed_s = attempt, {}, {}
         self._requested = requested
         now_s = time.monotonic()
-        return [RankState(rank, *beat, now_s - self._changed_s[rank]) for rank, beat in sorted(self._beats.items())]
+        return [
+            RankState(rank, *beat, now_s - self._changed_s[rank], now_s - self._heard_s[rank])
+            for rank, beat in sorted(self._beats.items())
+        ]
 
     def beat(self, attempt: int, rank: int, pid: int, node_id: str, events: int, last_event: str) -> Requested:
         """Record the progress of a worker; return the driver's request."""
         if attempt != self._attempt:
             return NO_REQUEST
-        beat = (pid, node_id, events, last_event)
+        beat, self._heard_s[rank] = (pid, node_id, events, last_event), time.monotonic()
         if self._beats.get(rank) != beat:
-            self._changed_s[rank] = time.monotonic()
+            self._changed_s[rank] = self._heard_s[rank]
         self._beats[rank] = beat
         return self._requested
 

@@ -4,6 +4,8 @@ import threading
 import time
 
 import numpy as np
+import pytest
+from waiting import wait_until
 
 from vlatune.feed.memory import SpillMeter, StoreCounters, read_counters
 
@@ -25,6 +27,28 @@ def test_the_meter_counts_from_its_start_and_keeps_the_peak():
     assert all_read.wait(60)
     assert meter.close() == meter.latest() == StoreCounters(spilled_bytes=30, fallback_bytes=7, used_bytes=60)
     assert meter.peak_bytes == 900
+
+
+def test_the_meter_survives_a_gap_but_not_a_long_one():
+    """A lost node makes the counters unreadable until Ray notices it."""
+    counters, readable = StoreCounters(100, 10, 50), threading.Event()
+    readable.set()
+    attempts: list[bool] = []
+
+    def read() -> StoreCounters:
+        attempts.append(readable.is_set())
+        if not readable.is_set():
+            raise RuntimeError("no answer")
+        return counters
+
+    patient, impatient = SpillMeter(read), SpillMeter(read, max_gap_s=0.0)
+    readable.clear()
+    wait_until(lambda: impatient._failure)
+    with pytest.raises(RuntimeError, match="no answer"):
+        impatient.latest()
+    wait_until(lambda: attempts.count(False) > 2)
+    readable.set()
+    assert patient.close() == StoreCounters(0, 0, 50)
 
 
 def test_the_meter_counts_objects_and_no_spill(ray_local):

@@ -20,6 +20,7 @@ from vlatune.feed.sizing import (
     RunShape,
     Sizing,
     compute_share,
+    find_shortage,
     plan_on_host,
     plan_on_nodes,
 )
@@ -210,3 +211,25 @@ def test_workers_on_nodes_without_trainer_resources_take_a_cpu_each():
 def test_readers_use_other_nodes_if_gpu_nodes_have_few_cpus():
     sizing = plan_on_nodes([Node(16, 20 * GB, gpus=8), Node(64, 20 * GB)], RunShape(8, 460_000, 32))
     assert (sizing.reserved_cores, sizing.budget.readers, sizing.torch_threads) == (2, 8, 2)
+
+
+GPU_NODE, TRAINER_NODE, CPU_NODE = Node(8, GB, gpus=1), Node(2, GB, trainers=1), Node(2, GB)
+
+
+@pytest.mark.parametrize(
+    ("planned", "alive", "shortage"),
+    [
+        ([GPU_NODE] * 2, [GPU_NODE] * 2, None),
+        ([GPU_NODE] * 2, [GPU_NODE], "1 of 2 GPUs"),
+        ([GPU_NODE] * 2, [CPU_NODE] * 9, "2 of 2 GPUs"),  # not replaced by CPUs
+        ([GPU_NODE] * 2, [GPU_NODE, Node(1, GB, gpus=1)], "1 of 2 GPUs"),  # without the CPUs of a worker
+        ([GPU_NODE] * 2, [Node(4, GB, gpus=2)], "1 of 5 CPUs"),  # none is left for a reader
+        ([TRAINER_NODE] * 4, [TRAINER_NODE, CPU_NODE], "1 of 2 places for workers"),
+        ([CPU_NODE] * 2, [CPU_NODE], "1 of 3 CPUs"),
+        ([CPU_NODE] * 2, [GPU_NODE], None),
+        ([GPU_NODE] * 2, [], "2 of 2 GPUs"),
+    ],
+)
+def test_shortage_is_that_of_the_first_plan(planned, alive, shortage):
+    sizing = plan_on_nodes(planned, RunShape(2, ROWS["the demo's"], RUN_ROWS))
+    assert find_shortage(alive, sizing) == shortage

@@ -11,17 +11,21 @@ import ray
 from ray._private import ray_constants, worker
 from ray.job_config import JobConfig
 from repository_files import ROOT
+from waiting import wait_until
 
 from vlatune.ray_internals import (
     DEFAULT_STOP_S,
     JOB_VARIABLE,
     NETWORK_VARIABLE,
+    RECONNECT_VARIABLE,
     STOP_VARIABLE,
     check_closed,
     count_gpus,
     draining_nodes,
+    job_groups,
     ray_on_loopback,
     redirect_errors,
+    remove_group,
     store_counters,
 )
 from vlatune.train.driver.ray_cluster import find_short_stop, has_gpus, ray_environment
@@ -59,7 +63,7 @@ def test_no_other_module_uses_a_private_part_of_ray():
 
 def test_ray_knows_the_settings_of_a_cluster():
     compiled = next(Path(ray.__file__).parent.glob("_raylet*.so")).read_bytes()
-    names = [name.removeprefix("RAY_") for name in ray_environment()]
+    names = [name.removeprefix("RAY_") for name in (*ray_environment(), RECONNECT_VARIABLE)]
     assert not [name for name in names if name.encode() not in compiled]
 
 
@@ -109,6 +113,15 @@ def test_loopback_setting_is_temporary(monkeypatch):
 def test_ray_reports_nodes_and_store(ray_local):
     assert draining_nodes() == set()
     assert min(store_counters()) >= 0
+
+
+def test_placement_groups_of_the_job_are_found_and_removed(ray_local):
+    before = job_groups()
+    group = ray.util.placement_group([{"CPU": 1}])
+    assert group.wait(60)
+    (left,) = job_groups() - before
+    remove_group(left)
+    wait_until(lambda: job_groups() == before)
 
 
 def test_job_whose_workers_import_from_the_drivers_folder_is_rejected(ray_local):

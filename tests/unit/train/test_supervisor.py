@@ -8,7 +8,7 @@ import time
 import pytest
 from waiting import wait_until
 
-from vlatune.ray_internals import fit_thread_is_alive
+from vlatune.ray_internals import is_blocked
 from vlatune.train.driver.ray_supervisor import (
     STARTUP_FACTOR,
     Termination,
@@ -56,9 +56,11 @@ def test_monitor_measures_the_time_since_the_last_progress(monkeypatch):
     monitor.poll(1, (1, Request.STOP))
     now_s = 103.0
     assert monitor.beat(1, 0, 4711, "a", 0, "start") == (1, Request.STOP)
-    assert monitor.poll(1) == [RankState(0, 4711, "a", 0, "start", idle_s=3.0)]
+    assert monitor.poll(1) == [RankState(0, 4711, "a", 0, "start", idle_s=3.0, silent_s=0.0)]
     monitor.beat(1, 0, 4711, "a", 1, "batch")
     assert monitor.poll(1) == [RankState(0, 4711, "a", 1, "batch", idle_s=0.0)]
+    now_s = 105.0
+    assert monitor.poll(1) == [RankState(0, 4711, "a", 1, "batch", idle_s=2.0, silent_s=2.0)]
 
 
 def test_monitor_forgets_earlier_attempts():
@@ -78,10 +80,10 @@ def test_monitor_forgets_earlier_attempts():
 def test_thread_that_is_blocked_in_ray_is_detected():
     released = threading.Event()
     outcome = _run_on_thread(lambda: released.wait(60))
-    assert fit_thread_is_alive()
+    assert is_blocked()
     released.set()
     assert outcome.exception(timeout=60) is None
-    assert not fit_thread_is_alive()
+    assert not is_blocked()
 
 
 def test_first_ctrl_c_stops_the_second_is_urgent_the_third_raises():

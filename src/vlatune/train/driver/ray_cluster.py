@@ -13,11 +13,11 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -32,7 +32,7 @@ from vlatune.ray_internals import (
     check_closed,
     closed_job,
     count_gpus,
-    fit_thread_is_alive,
+    is_blocked,
     ray_on_loopback,
     redirect_errors,
 )
@@ -41,6 +41,7 @@ from vlatune.storage.files import make_folder, open_to_append, write_atomic, wri
 
 if TYPE_CHECKING:
     from vlatune.feed.sizing import Node, RunShape, Sizing
+    from vlatune.train.driver.ray_health import HeadWatch
 
 TRAINER_RESOURCE = "vlatune_trainer"
 """Custom resource of the local cluster; a training worker uses one, plus the reserved CPUs."""
@@ -60,10 +61,16 @@ LOG_BYTES = 10_000_000
 
 
 class Cluster:
-    """The cluster that this process is connected to."""
+    """The cluster that this process is connected to.
 
-    def __init__(self, sizing: "Sizing", ray_folder: Path | None, *, is_local: bool) -> None:
-        self.is_local, self.sizing = is_local, sizing
+    `sizing` belongs to the run: nodes that come and go change neither the device nor the threads,
+    which affect the numbers.
+    """
+
+    def __init__(
+        self, sizing: "Sizing", ray_folder: Path | None, *, is_local: bool, head: "HeadWatch | None" = None
+    ) -> None:
+        self.is_local, self.sizing, self.head = is_local, sizing, head
         self._folder = ray_folder
         self._vital: dict[str, psutil.Process] = {}
         if is_local:
@@ -89,13 +96,9 @@ class Cluster:
         psutil.wait_procs(started, timeout=KILL_S)
 
     def renew(self) -> bool:
-        """Restart a broken local cluster, or plan for the current nodes; True if restarted."""
+        """Restart a broken local cluster; True if restarted."""
         import ray
 
-        from vlatune.feed.sizing import plan_on_nodes
-
-        if not self.is_local:
-            self.sizing = plan_on_nodes(read_nodes(), self.sizing.run)
         if not self.lost_part():
             return False
         ray.shutdown()
@@ -177,6 +180,7 @@ def local_ray(config: RunConfig, folder: Path, run: "RunShape") -> Iterator[Clus
     import ray
 
     from vlatune.feed.sizing import plan_on_nodes
+    from vlatune.train.driver.ray_health import HeadWatch
 
     # Training and decoding share cores, so spinning OpenMP threads would slow down each step.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -190,7 +194,10 @@ def local_ray(config: RunConfig, folder: Path, run: "RunShape") -> Iterator[Clus
                     warn(f"vlatune: warning: {OPEN_CLUSTER}")
                 if text := find_short_stop(os.environ, config.grace_s):
                     warn(f"vlatune: warning: {text}")
-            yield Cluster(plan_on_nodes(read_nodes(), run), None, is_local=False)
+            sizing = plan_on_nodes(read_nodes(), run)
+            head = HeadWatch(ray.get_runtime_context().gcs_address, folder)
+            stack.callback(head.close)
+            yield Cluster(sizing, None, is_local=False, head=head)
             return
         requires_token = os.environ.get(AUTH_MODE, "token").lower() == "token"
         sizing = size_for_this_host(config, run)
@@ -200,7 +207,7 @@ def local_ray(config: RunConfig, folder: Path, run: "RunShape") -> Iterator[Clus
         protect_token()
         stack.callback(_disconnect)
         cluster = Cluster(sizing, ray_folder, is_local=True)
-        stack.callback(lambda: cluster.kill() if fit_thread_is_alive() else None)  # else Ray shuts it down
+        stack.callback(lambda: cluster.kill() if is_blocked() else None)  # else Ray shuts it down
         if requires_token:
             say(f"vlatune: local Ray cluster on {ray.util.get_node_ip_address()}, with token authentication")
         else:
@@ -223,7 +230,7 @@ def _disconnect() -> None:
     """Shut down the connection, unless a thread is still blocked in Ray."""
     import ray
 
-    if not fit_thread_is_alive():
+    if not is_blocked():
         ray.shutdown()
 
 
@@ -262,13 +269,13 @@ def size_for_this_host(config: RunConfig, run: "RunShape") -> "Sizing":
     return plan_on_host(host, run, store_bytes=config.ray.object_store_bytes)
 
 
-def read_nodes() -> "list[Node]":
+def read_nodes(is_alive: Callable[[dict[str, Any]], bool] = lambda _: True) -> "list[Node]":
     """Return the alive nodes of the connected cluster with their total resources."""
     import ray
 
     from vlatune.feed.sizing import Node
 
-    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"] and is_alive(node)]
     return [
         Node(
             cpus=int(one.get("CPU", 0)),

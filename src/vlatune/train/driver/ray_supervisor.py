@@ -2,7 +2,7 @@
 
 Ray Train reports dead workers. The supervisor handles the rest: a worker that hangs or is stopped
 (kill the group, stacks in logs/), SIGTERM and Ctrl-C (save and stop), nodes about to be removed
-(save and continue), and dead processes of the local cluster.
+(save and continue), lost nodes, and dead processes of the local cluster.
 """
 
 import contextlib
@@ -22,12 +22,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.config.settings import RunConfig
 from vlatune.errors import TerminatedError
-from vlatune.ray_internals import FIT_THREAD, draining_nodes
+from vlatune.feed.sizing import Node
+from vlatune.ray_internals import CALL_THREAD, job_groups, remove_group
 from vlatune.run.run_folder import LOGS, new_log
 from vlatune.run.summary import read_summary
 from vlatune.storage.files import write_text
 from vlatune.storage.lease import Lease
-from vlatune.train.driver.ray_cluster import Cluster, worker_resources
+from vlatune.train.driver.ray_cluster import Cluster, read_nodes, worker_resources
+from vlatune.train.driver.ray_health import answers, find_silent_nodes, wait_for_resources
 from vlatune.train.driver.ray_trainer import make_trainer
 from vlatune.train.failures import dump_and_kill, root_cause
 from vlatune.train.heartbeat import NO_REQUEST, HeartbeatMonitor, RankState, Request, stacks_file
@@ -58,6 +60,13 @@ class Termination(threading.Event):
     def cause(self) -> str:
         return f"received {'Ctrl-C' if self.number == signal.SIGINT else 'SIGTERM'}"
 
+    def check(self) -> None:
+        """Raise if the run must end and no worker has anything to save."""
+        if self.lease and self.lease.lost:
+            raise self.lease.lost
+        if self.is_set():
+            raise self.error(" before the workers started; nothing new to save")
+
     def error(self, text: str) -> TerminatedError:
         return TerminatedError(f"{self.cause}{text}", self.number)
 
@@ -79,20 +88,42 @@ class Supervisor:
         self._attempt, self._requested, self._began = 0, NO_REQUEST, False
         self._termination = termination
         self._announced_nodes: set[str] = set()
+        self._groups = job_groups() if cluster.head else set[str]()
+        """Placement groups that a caller of `train` in this process has made."""
         self.states: Sequence[RankState] = ()
         """Latest state of the workers of this attempt; empty before they start."""
 
     def run(self, job: WorkerJob) -> None:
-        """Run the workers; raise their error, or the reason why they were killed."""
+        """Run the workers when there are resources; raise their error, or the reason why they were killed."""
+        resources = worker_resources(self._cluster.sizing)
+        self._wait_for_resources(resources)
         trainer = make_trainer(
             job,
             self._monitor,
-            resources=worker_resources(self._cluster.sizing),
+            resources=resources,
             is_local=self._cluster.is_local,
             name=f"attempt-{os.getpid()}-{job.restarts}",
             storage_path=str((self._folder / LOGS / "ray_train").resolve()),
         )
         self.watch(trainer.fit, job.restarts)
+
+    def _wait_for_resources(self, worker: Mapping[str, float]) -> None:
+        head, sizing = self._cluster.head, self._cluster.sizing
+        if head is None:  # a local cluster has what was planned
+            return
+        if head.is_answering:
+            for left in job_groups() - self._groups:  # of a worker group whose controller was killed
+                remove_group(left)
+
+        def read() -> list[Node]:
+            return read_nodes(lambda node: answers(node["NodeManagerAddress"], node["NodeManagerPort"], POLL_S))
+
+        def check() -> None:
+            self._termination.check()
+            if head.lost:
+                raise head.lost
+
+        wait_for_resources(head, sizing, worker, read, check, self._say)
 
     def watch(self, fit: Callable[[], object], attempt: int) -> None:
         """Call `fit` on a thread and supervise the workers that it starts."""
@@ -122,6 +153,8 @@ class Supervisor:
                 raise KeyboardInterrupt
             if self._termination.lease and self._termination.lease.lost:
                 raise self._termination.lease.lost
+            if self._cluster.head and self._cluster.head.lost:
+                raise self._cluster.head.lost
             if now_s > stop_by_s:
                 raise self._termination.error(
                     f"; no checkpoint was saved within --grace_s={self._config.grace_s:g}; the same command resumes from "
@@ -145,20 +178,42 @@ class Supervisor:
                 self._request_stop()
                 stop_by_s, polled_s = now_s + self._config.grace_s, 0.0
             self._save_before_nodes_are_removed()
+            if lost := self._find_lost_node():
+                return self._kill_rest_of_group(outcome, lost)
             if find_hung(self.states, self._config.hang_timeout_s):
                 return self._kill_hung_group(outcome)
         return None
 
+    def _find_lost_node(self) -> str | None:
+        """Return a node that sends no heartbeats and accepts no connections."""
+        places: Mapping[str, tuple[str, int]] = self._cluster.head.places if self._cluster.head else {}
+        silent = [node_id for node_id in find_silent_nodes(self.states) if node_id in places]
+        return next((node_id for node_id in silent if not answers(*places[node_id])), None)
+
+    def _kill_rest_of_group(self, outcome: Future[None], lost: str) -> RuntimeError:
+        """Kill the workers on other nodes, which Ray Train notices before Ray notices the lost node."""
+        assert self._cluster.head
+        address, _ = self._cluster.head.places[lost]
+        ranks = ", ".join(str(state.rank) for state in self.states if state.node_id == lost)
+        text = f"node {address} with rank {ranks} does not answer"
+        self._say(f"{text}: ending the other workers")
+        for state in self.states:
+            if state.node_id != lost:
+                self._dump_and_kill(state)
+        wait([outcome], GROUP_END_S)
+        return RuntimeError(text)
+
     def _request_stop(self) -> None:
         """Ask the workers to save and stop."""
         if not self._began:
-            raise self._termination.error(" before the workers started; nothing new to save")
+            self._termination.check()
         again = "; press Ctrl-C again to exit at once" if self._termination.number == signal.SIGINT else ""
         self._say(f"{self._termination.cause}: saving a checkpoint (at most {self._config.grace_s:g} s){again}")
         self._request(Request.STOP)
 
     def _save_before_nodes_are_removed(self) -> None:
-        removed = draining_nodes() & {state.node_id for state in self.states} - self._announced_nodes
+        draining = self._cluster.head.draining if self._cluster.head else set[str]()
+        removed = draining & {state.node_id for state in self.states} - self._announced_nodes
         if removed and not self._termination.is_set():
             self._announced_nodes |= removed
             self._say(f"{len(removed)} of the workers' nodes will be removed: saving a checkpoint")
@@ -219,7 +274,7 @@ def _run_on_thread(call: Callable[[], object]) -> Future[None]:
         except BaseException as error:  # passed to the waiting thread
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=FIT_THREAD, daemon=True).start()
+    threading.Thread(target=run, name=CALL_THREAD, daemon=True).start()
     return outcome
 
 
