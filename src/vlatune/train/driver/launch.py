@@ -85,7 +85,7 @@ def train(config: RunConfig) -> None:
             finally:  # failed runs get a report, too
                 _say(f"report: {write_report(folder)}")
     summary = read_summary(folder)
-    assert summary is not None  # written by rank 0 before the workers end
+    assert summary is not None  # rank 0 waits until it is written
     _say(f"finished: {summary.optimizer_steps} steps, loss {summary.final_loss:.4f}; {summary.verdict}")
 
 
@@ -114,6 +114,7 @@ def _run_attempts(
 ) -> None:
     """Run worker groups until one finishes."""
     from vlatune.train.driver.ray_supervisor import Supervisor
+    from vlatune.train.records import RunWriter
     from vlatune.train.worker_job import WorkerJob
 
     supervisor = Supervisor(config, folder, cluster, termination, say=_say)
@@ -121,17 +122,19 @@ def _run_attempts(
     while True:
         try:
             progress.begin(from_step=start.step or 0, restarts=attempt)
-            job = WorkerJob(
-                config=config,
-                setup=start.setup,
-                budget=cluster.sizing.budget,
-                torch_threads=cluster.sizing.torch_threads,
-                store_bytes=cluster.sizing.store_bytes,
-                run_dir=str(folder.resolve()),
-                checkpoints=start.plan(config, termination.lease.id if termination.lease else None),
-                restarts=attempt,
-            )
-            supervisor.run(job)
+            with closing(RunWriter(folder, start.step or 0, log_samples=config.log_samples)) as writer:
+                job = WorkerJob(
+                    config=config,
+                    setup=start.setup,
+                    budget=cluster.sizing.budget,
+                    torch_threads=cluster.sizing.torch_threads,
+                    store_bytes=cluster.sizing.store_bytes,
+                    run_dir=str(folder.resolve()),
+                    checkpoints=start.plan(config, termination.lease.id if termination.lease else None),
+                    restarts=attempt,
+                    recorded=writer.recorded,
+                )
+                supervisor.run(job, writer)
             return
         except Exception as error:
             log = new_log(folder, "failure")
