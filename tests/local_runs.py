@@ -33,6 +33,7 @@ from vlatune.feed.memory import Budget, StoreCounters
 from vlatune.feed.plan import DataPlan, Share, count_actions
 from vlatune.run.sinks import read_jsonl
 from vlatune.run_setup import Setup
+from vlatune.train.base_source import find_source
 from vlatune.train.driver import launch, ray_nodes, ray_supervisor
 from vlatune.train.driver.ray_cluster import Cluster, size_for_this_host
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point, open_run
@@ -152,6 +153,7 @@ def make_job(config: RunConfig, start: ResumePoint, torch_threads: int = 1, rest
         checkpoints=start.plan(config),
         restarts=restarts,
         recorded=recorded,
+        base=find_source(config, start.setup.policy.folder),
     )
 
 
@@ -169,7 +171,9 @@ def make_worker(
     spill = None
     if share.rank == 0:
         spill, driver = NoSpill(), WritingDriver(driver, make_writer(job.config, job.checkpoints.resume_step))
-    return Worker(job, Runtime(share, device, make_transfer(device), feed, driver, spill, read_held_out))
+    return Worker(
+        job, Runtime(share, device, make_transfer(device), feed, driver, spill, read_held_out, job.base.folder)
+    )
 
 
 def run_locally(

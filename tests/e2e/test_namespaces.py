@@ -1,12 +1,14 @@
 """Two nodes with addresses of their own: host names that do not lead to them, and folders that one of them lacks."""
 
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from namespaces import ADDRESSES, can_make_namespaces, namespaces, run_inside, start_nodes
+from local_runs import assert_same_run
+from namespaces import ADDRESSES, can_make_namespaces, copy_inside, namespaces, run_inside, s3_inside, start_nodes
 
 from vlatune.run.summary import read_summary
 
@@ -64,3 +66,34 @@ def test_workers_that_cannot_connect_fail_with_the_address(dataset_v3, small_bas
     done = train_on_two_nodes(words, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 1, done.stdout + done.stderr
     assert any(f"rank {rank} on {address} " in done.stderr for rank, address in enumerate(ADDRESSES)), done.stderr
+
+
+def test_nodes_that_share_nothing_but_object_storage_train_as_one_machine(dataset_v3, small_base, tmp_path):
+    """The base and the run folder are on the driver's node only, the workers on the other one; the dataset and the checkpoints are on S3."""
+    common = ["--torch_threads=1", "--save_freq=2", "--eval_freq=2", "--eval_samples=4", "--log_samples=true"]
+    alone = command(dataset_v3, small_base, tmp_path / "alone/run") + common
+    done = subprocess.run(alone, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    own = tmp_path / "own"
+    base, run = own / "base", own / "run"
+    shutil.copytree(small_base, base)
+    words = command(Path("DATASET"), base, run) + common
+    words = [word.replace("DATASET", "s3://robots/data") for word in words] + ["--storage_path=s3://robots/runs"]
+    with (
+        tempfile.TemporaryDirectory(prefix="vla", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        namespaces() as names,
+        s3_inside(names[0], "robots") as env,
+    ):
+        env |= {"XDG_CACHE_HOME": str(own / "cache")}
+        copy_inside(names[0], f"{dataset_v3}/", "s3://robots/data/", **env)
+        address = start_nodes(names, Path(folder), hide_on_second=own, trainers=(0, 2), **env)
+        done = run_inside(names[0], words, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        copy_inside(names[0], "s3://robots/runs/run/checkpoints/", f"{own}/fetched/checkpoints/", **env)
+    for name in ("metrics.jsonl", "samples.jsonl", "validation.jsonl", "summary.json"):
+        shutil.copy(run / name, own / "fetched" / name)
+    assert_same_run(own / "fetched", tmp_path / "alone/run")
+    summary = read_summary(run)
+    assert summary is not None
+    assert summary.spilled_bytes == 0
+    assert not (run / "checkpoints").exists()

@@ -27,6 +27,7 @@ from vlatune.run.trackers import tracked
 from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
 from vlatune.storage.files import write_json, write_text
 from vlatune.storage.lease import Lease
+from vlatune.train.base_source import BaseSource, find_source, publish_base
 from vlatune.train.cache_choice import USED, open_stores, with_cache
 from vlatune.train.data_preview import describe_data, mixture_lines, read_first_batch
 from vlatune.train.driver.progress import Progress
@@ -96,18 +97,21 @@ def _train_until_done(
     from vlatune.train.driver.ray_supervisor import Termination, handle_signals
 
     _introduce(config, start, folder, cluster.sizing)
+    base = find_source(config, start.setup.policy.folder)
     if not cluster.is_local:
         raise_failed(check_nodes(config, start.setup, worker_resources(cluster.sizing)))
+        publish_base(base)
     termination = Termination()
     termination.lease = lease
     with handle_signals(termination), closing(Progress(folder, config)) as progress:  # also between attempts
-        _run_attempts(config, folder, start, cluster, termination, progress)
+        _run_attempts(config, folder, start, base, cluster, termination, progress)
 
 
 def _run_attempts(
     config: RunConfig,
     folder: Path,
     start: ResumePoint,
+    base: BaseSource,
     cluster: Cluster,
     termination: "Termination",
     progress: Progress,
@@ -133,6 +137,7 @@ def _run_attempts(
                     checkpoints=start.plan(config, termination.lease.id if termination.lease else None),
                     restarts=attempt,
                     recorded=writer.recorded,
+                    base=base,
                 )
                 supervisor.run(job, writer)
             return

@@ -8,7 +8,7 @@ with the device at log steps, validations and checkpoints. What Ray provides is 
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -79,6 +79,8 @@ class Runtime:
     spill: Spill | None
     """Meter of the object store; on rank 0."""
     read_held_out: ReadHeldOut
+    base_folder: str
+    """Folder of the base model on this node."""
 
 
 class Worker:
@@ -102,7 +104,11 @@ class Worker:
         ahead = 1 + queued_batches(setup.data_plan.batch_size * row_bytes)
         self.batches = Prefetcher(source, runtime.transfer, depth=ahead)
         module = setup.adapter.load_module(
-            setup.policy, setup.binding, ModuleOptions.of(self.config.policy), self.device, stats=setup.stats
+            replace(setup.policy, folder=runtime.base_folder),
+            setup.binding,
+            ModuleOptions.of(self.config.policy),
+            self.device,
+            stats=setup.stats,
         )
         module.train()
         self.module, trainable = module, trained_tensors(module)

@@ -19,6 +19,7 @@ from vlatune.feed.feed import Feed
 from vlatune.feed.memory import SpillMeter, read_counters
 from vlatune.feed.plan import Share
 from vlatune.run_setup import Setup
+from vlatune.train.base_source import local_base
 from vlatune.train.failures import dump_stacks_on_signal, full_device_is_final, stop_dumping_stacks
 from vlatune.train.heartbeat import Request
 from vlatune.train.records import MAX_PARCEL, Outbox
@@ -69,6 +70,7 @@ def connect(job: WorkerJob, monitor: Any) -> Iterator[Runtime]:
             driver=heartbeat,
             spill=SpillMeter(read_counters) if share.rank == 0 else None,
             read_held_out=read_held_out,
+            base_folder=local_base(job.base, on_chunk=lambda: heartbeat.progress("base")),
         )
     finally:
         heartbeat.close()
