@@ -44,7 +44,9 @@ def s3(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def store(s3: Proxy, tmp_path: Path) -> RemoteStore:
-    found = open_store(tmp_path / tmp_path.name, f"s3://{BUCKET}/runs")
+    run_dir = tmp_path / tmp_path.name
+    run_dir.mkdir()
+    found = open_store(run_dir, f"s3://{BUCKET}/runs")
     assert isinstance(found, RemoteStore)
     return found
 
