@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import wait
@@ -33,11 +33,13 @@ from vlatune.feed.memory import Budget, StoreCounters
 from vlatune.feed.plan import DataPlan, Share, count_actions
 from vlatune.run.sinks import read_jsonl
 from vlatune.run_setup import Setup
+from vlatune.train.base_source import find_source
 from vlatune.train.driver import launch, ray_nodes, ray_supervisor
 from vlatune.train.driver.ray_cluster import Cluster, size_for_this_host
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point, open_run
 from vlatune.train.heartbeat import Request
 from vlatune.train.prefix_choice import choose_prefix
+from vlatune.train.records import RunWriter
 from vlatune.train.worker.device import make_transfer
 from vlatune.train.worker.loop import DriverLink, Runtime, Worker
 from vlatune.train.worker_job import WorkerJob
@@ -94,12 +96,28 @@ class NoSpill:
 
 
 class NoDriver:
-    """A driver without requests."""
+    """A driver without requests that writes nothing."""
 
     def progress(self, event: str) -> None: ...
 
+    def send(self, file: str, record: dict[str, Any]) -> None: ...
+
+    def wait_until_written(self) -> None: ...
+
     def take_request(self) -> Request:
         return Request.NOTHING
+
+
+class WritingDriver:
+    """Wraps a driver link; writes the records of its worker at once."""
+
+    def __init__(self, driver: DriverLink, writer: RunWriter) -> None:
+        self.progress, self.take_request, self._writer = driver.progress, driver.take_request, writer
+
+    def send(self, file: str, record: dict[str, Any]) -> None:
+        self._writer.write((self._writer.received, [(file, record)]))
+
+    def wait_until_written(self) -> None: ...
 
 
 class RequestAfter(NoDriver):
@@ -118,7 +136,13 @@ def read_held_out(setup: Setup, batches: Mapping[int, np.ndarray]) -> Iterator[t
         yield number, read_chosen(setup, frames)
 
 
+def make_writer(config: RunConfig, first_step: int | None) -> RunWriter:
+    return RunWriter(config.run_dir, first_step or 0, log_samples=config.log_samples)
+
+
 def make_job(config: RunConfig, start: ResumePoint, torch_threads: int = 1, restarts: int = 0) -> WorkerJob:
+    with closing(make_writer(config, start.step)) as writer:
+        recorded = writer.recorded
     return WorkerJob(
         config=config,
         setup=start.setup,
@@ -128,6 +152,8 @@ def make_job(config: RunConfig, start: ResumePoint, torch_threads: int = 1, rest
         run_dir=str(config.run_dir),
         checkpoints=start.plan(config),
         restarts=restarts,
+        recorded=recorded,
+        base=find_source(config, start.setup.policy.folder),
     )
 
 
@@ -142,8 +168,12 @@ def make_worker(
     feed: Any = OrderedBatches(job.setup.data_plan, share, range(job.checkpoints.resume_step or 0, job.config.steps))
     if change:
         feed._batches = map(change, feed._batches)
-    spill = NoSpill() if share.rank == 0 else None
-    return Worker(job, Runtime(share, device, make_transfer(device), feed, driver, spill, read_held_out))
+    spill = None
+    if share.rank == 0:
+        spill, driver = NoSpill(), WritingDriver(driver, make_writer(job.config, job.checkpoints.resume_step))
+    return Worker(
+        job, Runtime(share, device, make_transfer(device), feed, driver, spill, read_held_out, job.base.folder)
+    )
 
 
 def run_locally(
@@ -209,7 +239,7 @@ def no_ray() -> Iterator[None]:
 
         def __init__(self, *_: object, **__: object) -> None: ...
 
-        def run(self, job: WorkerJob) -> None:
+        def run(self, job: WorkerJob, _: object) -> None:
             with _restored_process():
                 make_worker(job, Share(0, 1), NoDriver()).run()
 
@@ -245,6 +275,12 @@ class FaultyDriver:
     def progress(self, event: str) -> None:
         self._driver.progress(event)
         self.reach(event)
+
+    def send(self, file: str, record: dict[str, Any]) -> None:
+        self._driver.send(file, record)
+
+    def wait_until_written(self) -> None:
+        self._driver.wait_until_written()
 
     def take_request(self) -> Request:
         self.reach("request")

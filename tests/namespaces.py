@@ -10,7 +10,7 @@ from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"]
-OWN = ["--num-cpus=2", f"--object-store-memory={100 << 20}", '--resources={"vlatune_trainer": 1}']
+OWN = ["--num-cpus=2", f"--object-store-memory={100 << 20}"]
 """Resources of a node."""
 
 
@@ -59,15 +59,30 @@ def replace_second(name: str, address: str) -> None:
     """Replace the second node by a new one with the same resources."""
     kill_all(name)
     _call("ip", "-n", name, "link", "set", "v0", "up")
-    _call(*inside(name), *RAY, f"--address={address}", f"--node-ip-address={ADDRESSES[1]}", *OWN)
+    _call(
+        *inside(name),
+        *RAY,
+        f"--address={address}",
+        f"--node-ip-address={ADDRESSES[1]}",
+        *OWN,
+        '--resources={"vlatune_trainer": 1}',
+    )
 
 
-def start_nodes(names: Sequence[str], folder: Path, *, hide_on_second: Path | None = None) -> str:
-    """Start a head and a node with one training worker each; return the cluster's address.
+def start_nodes(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    hide_on_second: Path | None = None,
+    trainers: tuple[int, int] = (1, 1),
+    **env: str,
+) -> str:
+    """Start a head and a node that take so many training workers; return the cluster's address.
 
     `hide_on_second` is a folder that the second node sees empty.
     """
     port = "6379"
+    first, second = (f'--resources={{"vlatune_trainer": {number}}}' for number in trainers)
     _call(
         *inside(names[0]),
         *RAY,
@@ -76,13 +91,15 @@ def start_nodes(names: Sequence[str], folder: Path, *, hide_on_second: Path | No
         f"--port={port}",
         f"--node-ip-address={ADDRESSES[0]}",
         *OWN,
+        first,
         f"--temp-dir={folder}",
+        **env,
     )
     address = f"{ADDRESSES[0]}:{port}"
-    start = [*RAY, f"--address={address}", f"--node-ip-address={ADDRESSES[1]}", *OWN]
+    start = [*RAY, f"--address={address}", f"--node-ip-address={ADDRESSES[1]}", *OWN, second]
     if hide_on_second is not None:
         start = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{hide_on_second}" && exec "$@"', "sh", *start]
-    _call(*inside(names[1]), *start)
+    _call(*inside(names[1]), *start, **env)
     return address
 
 
@@ -95,7 +112,39 @@ def inside(name: str) -> list[str]:
     return ["ip", "netns", "exec", name]
 
 
-def _call(*words: str) -> None:
-    env = os.environ | {"RAY_AUTH_MODE": "disabled"}
+@contextmanager
+def s3_inside(name: str, bucket: str) -> Iterator[dict[str, str]]:
+    """Run an S3 server with an empty bucket on the first address; yield the variables that lead to it."""
+    url = f"http://{ADDRESSES[0]}:5000"
+    env = {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "loopback", "AWS_SECRET_ACCESS_KEY": "loopback"}
+    words = [*inside(name), sys.executable, "-m", "moto.server", "-H", ADDRESSES[0], "-p", "5000"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            make = f"""
+import time, urllib.request
+for _ in range(600):
+    try:
+        urllib.request.urlopen(urllib.request.Request("{url}/{bucket}", method="PUT"))
+        break
+    except OSError:
+        time.sleep(0.1)
+else:
+    raise SystemExit("no answer")
+"""
+            _call(*inside(name), sys.executable, "-c", make)
+            yield env
+        finally:
+            server.kill()
+
+
+def copy_inside(name: str, source: str, target: str, **env: str) -> None:
+    """Copy a folder to or from S3."""
+    call = "get" if source.startswith("s3://") else "put"
+    text = f"import fsspec; fsspec.filesystem('s3').{call}({source!r}, {target!r}, recursive=True)"
+    _call(*inside(name), sys.executable, "-c", text, **env)
+
+
+def _call(*words: str, **more: str) -> None:
+    env = os.environ | {"RAY_AUTH_MODE": "disabled"} | more
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"

@@ -18,6 +18,7 @@ from vlatune.train.driver.ray_cluster import Cluster, read_nodes
 from vlatune.train.driver.ray_supervisor import Supervisor, Termination
 from vlatune.train.driver.ray_trainer import TorchGroup, TorchGroupBackend
 from vlatune.train.heartbeat import Request
+from vlatune.train.records import RunWriter
 from vlatune.train.worker.ray_worker import Heartbeat
 
 
@@ -35,7 +36,7 @@ def test_monitor_that_dies_loses_no_request(ray_local, tmp_path):
     received: list[Request] = []
 
     def fit() -> None:
-        heartbeat = Heartbeat(supervisor._monitor, 3, 0, tmp_path)
+        heartbeat = Heartbeat(supervisor._monitor, 3, 0)
         try:
             wait_until(lambda: supervisor._began)
             ray.kill(supervisor._monitor, no_restart=False)
@@ -47,7 +48,7 @@ def test_monitor_that_dies_loses_no_request(ray_local, tmp_path):
             heartbeat.close()
 
     with pytest.raises(TerminatedError, match="a checkpoint is saved"):
-        supervisor.watch(fit, attempt=3)
+        supervisor.watch(fit, 3, RunWriter(tmp_path, 0, log_samples=False))
     ray.kill(supervisor._monitor)
 
 
@@ -61,7 +62,7 @@ def test_lost_lease_ends_the_run_without_waiting_for_the_workers(ray_local, tmp_
         end.wait(60)
 
     with pytest.raises(RunStoppedError, match="taken over"):
-        supervisor.watch(fit, attempt=0)
+        supervisor.watch(fit, 0, RunWriter(tmp_path, 0, log_samples=False))
     end.set()
     ray.kill(supervisor._monitor)
 

@@ -1,5 +1,6 @@
 """Two nodes with addresses of their own: host names that do not lead to them, and folders that one of them lacks."""
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,10 +13,12 @@ from local_runs import assert_same_run, train_flags
 from namespaces import (
     ADDRESSES,
     can_make_namespaces,
+    copy_inside,
     inside,
     namespaces,
     replace_second,
     run_inside,
+    s3_inside,
     start_nodes,
     unplug,
 )
@@ -100,3 +103,34 @@ def test_node_without_power_is_noticed_and_replaced(dataset_v3, small_base, tmp_
             replace_second(names[1], address)
             assert exit_code(process, run_dir) == 0, output(run_dir)
     assert_same_run(run_dir, clean)
+
+
+def test_nodes_that_share_nothing_but_object_storage_train_as_one_machine(dataset_v3, small_base, tmp_path):
+    """The base and the run folder are on the driver's node only, the workers on the other one; the dataset and the checkpoints are on S3."""
+    common = ["--torch_threads=1", "--save_freq=2", "--eval_freq=2", "--eval_samples=4", "--log_samples=true"]
+    alone = command(dataset_v3, small_base, tmp_path / "alone/run") + common
+    done = subprocess.run(alone, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    own = tmp_path / "own"
+    base, run = own / "base", own / "run"
+    shutil.copytree(small_base, base)
+    words = command(Path("DATASET"), base, run) + common
+    words = [word.replace("DATASET", "s3://robots/data") for word in words] + ["--storage_path=s3://robots/runs"]
+    with (
+        tempfile.TemporaryDirectory(prefix="vla", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        namespaces() as names,
+        s3_inside(names[0], "robots") as env,
+    ):
+        env |= {"XDG_CACHE_HOME": str(own / "cache")}
+        copy_inside(names[0], f"{dataset_v3}/", "s3://robots/data/", **env)
+        address = start_nodes(names, Path(folder), hide_on_second=own, trainers=(0, 2), **env)
+        done = run_inside(names[0], words, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        copy_inside(names[0], "s3://robots/runs/run/checkpoints/", f"{own}/fetched/checkpoints/", **env)
+    for name in ("metrics.jsonl", "samples.jsonl", "validation.jsonl", "summary.json"):
+        shutil.copy(run / name, own / "fetched" / name)
+    assert_same_run(own / "fetched", tmp_path / "alone/run")
+    summary = read_summary(run)
+    assert summary is not None
+    assert summary.spilled_bytes == 0
+    assert not (run / "checkpoints").exists()

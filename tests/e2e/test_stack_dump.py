@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from waiting import wait_until
@@ -14,7 +13,7 @@ from vlatune.train.failures import dump_and_kill, process_state
 
 PROGRAM = """
 import ctypes, sys, threading, time
-from vlatune.train.failures import dump_stacks_to
+from vlatune.train.failures import dump_stacks_on_signal
 
 is_running = threading.Event()
 
@@ -26,8 +25,7 @@ def other_thread():
     is_running.set()
     threading.Event().wait()
 
-file = open(sys.argv[1], "w")
-dump_stacks_to(file)
+file = open(dump_stacks_on_signal(), "w")
 threading.Thread(target=other_thread, daemon=True).start()
 is_running.wait()
 main_function()
@@ -50,55 +48,52 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def program(body: str, file: Path) -> Iterator[subprocess.Popen[str]]:
+def program(body: str) -> Iterator[subprocess.Popen[str]]:
     """Start a program and wait until it has reached `body`."""
-    with started(sys.executable, "-c", PROGRAM.format(body=body), str(file)) as process:
+    with started(sys.executable, "-c", PROGRAM.format(body=body)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
 
 
 @pytest.mark.parametrize("how", BODIES)
-def test_the_stacks_of_all_threads_are_returned_and_the_process_is_killed(how, tmp_path):
-    file = tmp_path / "stacks.txt"
-    with program(BODIES[how], file) as process:
-        text = dump_and_kill(process.pid, file, wait_s=WAIT_S)
+def test_the_stacks_of_all_threads_are_returned_and_the_process_is_killed(how):
+    with program(BODIES[how]) as process:
+        text = dump_and_kill(process.pid, wait_s=WAIT_S)
         assert process.wait(WAIT_S) == -signal.SIGKILL
     assert text.startswith("running\n")
     assert "main_function" in text
     assert "other_thread" in text
 
 
-def test_the_stacks_of_a_stopped_process_are_returned(tmp_path):
-    file = tmp_path / "stacks.txt"
-    with program(BODIES["busy"], file) as process:
+def test_the_stacks_of_a_stopped_process_are_returned():
+    with program(BODIES["busy"]) as process:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: process_state(process.pid) == "stopped by a signal", WAIT_S)
-        text = dump_and_kill(process.pid, file, wait_s=WAIT_S)
+        text = dump_and_kill(process.pid, wait_s=WAIT_S)
         assert process.wait(WAIT_S) == -signal.SIGKILL
     assert text.startswith("stopped by a signal\n")
     assert "main_function" in text
 
 
-def test_stacks_that_are_written_in_pieces_are_complete(tmp_path):
-    file = tmp_path / "stacks.txt"
+def test_stacks_that_are_written_in_pieces_are_complete():
     slow = "file.write('one\\n'), file.flush(), time.sleep(0.1), file.write('two\\n'), file.flush()"
     body = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: ({slow}))\n    print('set', flush=True)"
     body += "\n    while True: time.sleep(0.01)"  # Python's handler waits for the main thread, whichever thread got the signal
-    with program(body, file) as process:
+    with program(body) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "set\n"
-        assert dump_and_kill(process.pid, file, wait_s=WAIT_S) == "running\none\ntwo\n"
+        assert dump_and_kill(process.pid, wait_s=WAIT_S) == "running\none\ntwo\n"
         assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
-def test_a_process_without_a_handler_is_killed(tmp_path):
+def test_a_process_without_a_handler_is_killed():
     with started("sleep", "1000") as process:
-        assert dump_and_kill(process.pid, tmp_path / "none.txt", wait_s=0.1).endswith("did not write its stacks")
+        assert dump_and_kill(process.pid, wait_s=0.1).endswith("did not write its stacks")
         assert process.wait(WAIT_S) < 0
 
 
-def test_a_process_that_has_ended_is_reported_as_gone(tmp_path):
+def test_a_process_that_has_ended_is_reported_as_gone():
     with started("true") as process:
         process.wait(WAIT_S)
-        assert dump_and_kill(process.pid, tmp_path / "none.txt") == "gone"
+        assert dump_and_kill(process.pid) == "gone"

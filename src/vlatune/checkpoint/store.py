@@ -32,6 +32,7 @@ from vlatune.checkpoint.local_store import (
 from vlatune.storage.files import sync
 from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
+from vlatune.storage.url_folder import cache_folder, upload_file
 
 WriteFile = Callable[[Path], object]
 BEST = "best"
@@ -51,7 +52,11 @@ def open_store(run_dir: Path, storage_path: str | None) -> Store:
     except (ValueError, RuntimeError) as error:  # unknown scheme, missing driver, or a password
         reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")
         raise type(error)(f"--storage_path: {reason}") from None
-    return LocalStore(Path(root.path)) if root.is_local else RemoteStore(root, run_dir / CHECKPOINTS)
+    if root.is_local:
+        return LocalStore(Path(root.path))
+    # A worker on another node does not have the run's folder, and must not create one.
+    staging = run_dir if run_dir.is_dir() else cache_folder() / "staging" / run_dir.resolve().name
+    return RemoteStore(root, staging / CHECKPOINTS)
 
 
 def absolute_storage(storage_path: str | None) -> str | None:
@@ -170,10 +175,6 @@ def best_first(store: Store, steps: Iterable[int]) -> list[int]:
     return []
 
 
-MIN_UPLOAD_BYTES_PER_S = 1_000_000
-"""Uploads slower than this are treated as stalled."""
-UPLOAD_GRACE_S = 30.0
-"""Time allowed per object in addition to its transfer."""
 PROBE = ".vlatune-probe"
 
 
@@ -202,9 +203,9 @@ class RemoteStore(Store):
         names.remove(MANIFEST)
         for name in names:
             on_phase("uploading")
-            self._upload(temporary / name, f"{folder_name(optimizer_step)}/{name}")
+            upload_file(temporary / name, self.root, f"{folder_name(optimizer_step)}/{name}")
         on_phase("uploaded")
-        self._upload(temporary / MANIFEST, f"{folder_name(optimizer_step)}/{MANIFEST}")
+        upload_file(temporary / MANIFEST, self.root, f"{folder_name(optimizer_step)}/{MANIFEST}")
         shutil.rmtree(temporary)
 
     def remove(self, optimizer_step: int, on_phase: OnPhase) -> None:
@@ -230,13 +231,6 @@ class RemoteStore(Store):
             raise ValueError(
                 f"checkpoints cannot be written to '{self.root.url}' ({error}); check --storage_path and the credentials"
             ) from None
-
-    def _upload(self, path: Path, name: str) -> None:
-        fs, full = self.root.filesystem(), self.root.join(name)
-        allowed_s = UPLOAD_GRACE_S + path.stat().st_size / MIN_UPLOAD_BYTES_PER_S
-        # Asynchronous filesystems accept a timeout per call; stalled uploads have no other limit.
-        limit = {"timeout": allowed_s} if fs.async_impl else {}
-        self._call(lambda: fs.put_file(str(path), full, **limit), full)
 
     def _remove_folder(self, folder: str) -> None:
         fs = self.root.filesystem()

@@ -113,7 +113,7 @@ class DatasetConfig:
 @dataclass(frozen=True)
 class PolicyConfig:
     path: str | None = None
-    """Folder or hub repository of the base model (LeRobot pretrained_model layout)."""
+    """Folder, URL or hub repository of the base model (LeRobot pretrained_model layout)."""
     type: str = DEFAULT_TYPE
     """Policy type; listed below."""
     revision: str | None = None

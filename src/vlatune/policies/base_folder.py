@@ -6,7 +6,7 @@ The hash samples each tensor instead of reading all bytes. Does not import torch
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,9 @@ from vlatune.policies.processors import CONFIG, PREPROCESSOR, PROCESSORS, Schema
 from vlatune.registry import get_policy_info
 from vlatune.storage.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, parse_json, read_file
 from vlatune.storage.hub import fetch
-from vlatune.storage.paths import require_base
+from vlatune.storage.paths import is_local, local_path, require_base
+from vlatune.storage.root import Root
+from vlatune.storage.url_folder import fetch_folder
 
 REPOSITORY_FILES = ("*.json", "*.safetensors", "tokenizer*")
 TOKENIZER = "tokenizer.json"
@@ -25,9 +27,14 @@ if TYPE_CHECKING:
     from vlatune.policies.base import Fit
 
 
-def resolve_folder(path: str, revision: str | None) -> Path:
-    """Return a local folder, or download `owner/name` to the hub's cache."""
-    folder = Path(path).expanduser()
+def resolve_folder(path: str, revision: str | None, on_chunk: Callable[[], object] = lambda: None) -> Path:
+    """Return a local folder, or download a URL to our cache, or `owner/name` to the hub's."""
+    if not is_local(path):
+        try:
+            return fetch_folder(Root(path, has_checksums=False), REPOSITORY_FILES, on_chunk)
+        except (ValueError, RuntimeError) as error:
+            raise type(error)(f"--policy.path: {str(error).removeprefix('dataset ')}") from None
+    folder = local_path(path)
     if folder.is_dir():
         return folder.resolve()
     require_base(path)

@@ -34,8 +34,8 @@ EVALUATION_FILE, REPORT_FILE = "eval.json", "report.html"
 EVAL_PAGE_FILE = "eval.html"
 """Page of an evaluation outside of the run folder."""
 LOGS = "logs"
-DRIVER_LOCK, WRITER_LOCK = ".lock", ".writer.lock"
-"""Lock files of the driver and of rank 0."""
+DRIVER_LOCK = ".lock"
+"""Lock file of the driver."""
 Number = int | float | None
 
 
@@ -188,7 +188,6 @@ RUN_ENTRIES = (
     LOGS,
     CHECKPOINTS,
     DRIVER_LOCK,
-    WRITER_LOCK,
 )
 """Everything a run writes into its folder."""
 OWN_FOLDERS = ("base", "dataset")

@@ -37,6 +37,7 @@ LIMITS = {
     "tokenizer_growth": 256,  # length ratio of normalised to original prompt
     "token_chars": 1_000,  # one added token: <loc0000> has 9
     "added_tokens": 100_000,  # Gemma has 6,400
+    "listed_files": 10_000,  # of a base model below a URL
     "run_records": 5_000_000,  # lines of metrics.jsonl
     "run_array_bytes": 512 << 20,  # one array in eval_samples.npz, uncompressed
 }

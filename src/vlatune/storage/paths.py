@@ -53,8 +53,10 @@ def is_repository(path: str) -> bool:
 
 
 def require_base(path: str) -> None:
-    """Raise if a --policy.path is neither a policy folder nor the name of a Hub repository."""
-    folder = Path(path).expanduser()
+    """Raise if a --policy.path is neither a policy folder nor the name of a Hub repository; URLs are not checked."""
+    if not is_local(path):
+        return
+    folder = local_path(path)
     if folder.is_dir():
         if not (folder / CONFIG_FILE).exists():
             raise ValueError(
@@ -62,7 +64,7 @@ def require_base(path: str) -> None:
             )
     elif not is_repository(path):
         raise ValueError(
-            f"--policy.path={path}: there is no such folder, and it is not a hub repository (owner/name){similar(folder)}"
+            f"--policy.path={path}: there is no such folder, and it is neither a hub repository (owner/name) nor a URL{similar(folder)}"
         )
 
 

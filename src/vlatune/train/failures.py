@@ -1,7 +1,7 @@
 """Find the root cause of Ray errors, and dump stacks of hanging processes. No Ray.
 
-A process that can dump its stacks registers a file and a signal. faulthandler writes from the
-signal handler, which needs neither the GIL nor a running thread, so it works even in C code.
+A process that can dump its stacks registers a file in memory and a signal. faulthandler writes from
+the signal handler, which needs neither the GIL nor a running thread, so it works even in C code.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -104,6 +103,7 @@ def _died(failure: BaseException) -> bool:
 
 
 DUMP_SIGNAL = signal.SIGUSR1
+STACKS = "vlatune-stacks"
 DEAD = "dead"
 STATES = {
     psutil.STATUS_STOPPED: "stopped by a signal",
@@ -116,14 +116,28 @@ QUIET_S = 0.5
 """Stacks are complete if the file has not grown for this long."""
 
 
-def dump_stacks_to(file: IO[str]) -> None:
-    """Make DUMP_SIGNAL write the stacks of all threads to this open file."""
+def dump_stacks_on_signal() -> int:
+    """Make DUMP_SIGNAL write the stacks of all threads to a file in memory; return its descriptor."""
+    file = os.memfd_create(STACKS)
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+    return file
 
 
 def stop_dumping_stacks() -> None:
-    """Unregister DUMP_SIGNAL; call before closing the file."""
+    """Unregister DUMP_SIGNAL and close the file."""
     faulthandler.unregister(DUMP_SIGNAL)
+    if file := _stacks_of(os.getpid()):
+        os.close(int(file.name))
+
+
+def _stacks_of(pid: int) -> Path | None:
+    """Return the path that leads to the open file of a process."""
+    with contextlib.suppress(OSError):  # the process ended
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed
+                if str(file.readlink()).startswith(f"/memfd:{STACKS} "):
+                    return file
+    return None
 
 
 def process_state(pid: int) -> str:
@@ -134,7 +148,7 @@ def process_state(pid: int) -> str:
         return "gone"
 
 
-def dump_and_kill(pid: int, file: Path, *, wait_s: float = 3.0) -> str:
+def dump_and_kill(pid: int, *, wait_s: float = 3.0) -> str:
     """Kill a process; return a description of its state and stacks.
 
     SIGCONT is sent after DUMP_SIGNAL, so that a stopped process dumps its stacks before continuing.
@@ -142,24 +156,22 @@ def dump_and_kill(pid: int, file: Path, *, wait_s: float = 3.0) -> str:
     state = process_state(pid)
     if state in ("gone", DEAD):
         return state
-    before = _size(file)
+    text, file = "", _stacks_of(pid)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, DUMP_SIGNAL)
-        os.kill(pid, signal.SIGCONT)
-        _wait_for_more(file, before, wait_s)
+        if file is not None:
+            with contextlib.suppress(OSError):  # the process ended
+                os.kill(pid, DUMP_SIGNAL)
+                os.kill(pid, signal.SIGCONT)
+                _wait_for_more(file, wait_s)
+                text = file.read_text(errors="replace")
         os.kill(pid, signal.SIGKILL)
-    text = file.read_text(errors="replace")[before:] if file.exists() else ""
     return f"{state}\n{text or 'it did not write its stacks'}"
 
 
-def _wait_for_more(file: Path, before: int, wait_s: float) -> None:
+def _wait_for_more(file: Path, wait_s: float) -> None:
     """Wait until the file has grown and then stops growing."""
-    size, until_s = before, time.monotonic() + wait_s
+    size, until_s = file.stat().st_size, time.monotonic() + wait_s
     while time.monotonic() < until_s:
         time.sleep(POLL_S)
-        if (now := _size(file)) != size:
+        if (now := file.stat().st_size) != size:
             size, until_s = now, time.monotonic() + QUIET_S
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from vlatune.config.settings import RunConfig
 from vlatune.feed.memory import Budget
 from vlatune.run_setup import Setup
+from vlatune.train.base_source import BaseSource
+from vlatune.train.records import Recorded
 
 DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment of workers with --deterministic=true; cuBLAS reads it at initialisation."""
@@ -50,3 +52,5 @@ class WorkerJob:
     torch_threads: int
     store_bytes: int
     """Size of the object store that the budget is part of."""
+    recorded: Recorded
+    base: BaseSource

@@ -44,7 +44,9 @@ def s3(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def store(s3: Proxy, tmp_path: Path) -> RemoteStore:
-    found = open_store(tmp_path / tmp_path.name, f"s3://{BUCKET}/runs")
+    run_dir = tmp_path / tmp_path.name
+    run_dir.mkdir()
+    found = open_store(run_dir, f"s3://{BUCKET}/runs")
     assert isinstance(found, RemoteStore)
     return found
 
@@ -115,7 +117,7 @@ def test_an_upload_that_broke_off_is_ignored_and_cleaned(store, s3):
 
 @pytest.mark.parametrize("kind", ["503", "500", "reset", "hang"])
 def test_a_fault_that_passes_is_not_noticed(store, s3, kind, monkeypatch):
-    monkeypatch.setattr("vlatune.checkpoint.store.UPLOAD_GRACE_S", 1.0)
+    monkeypatch.setattr("vlatune.storage.url_folder.UPLOAD_GRACE_S", 1.0)
     writer = BackgroundWriter(store, Keep(last=1))
     s3.faults.append(Fault(kind, times=1, method="PUT", part=FILE))
     writer.save(5, files(), score=NO_SCORE)
@@ -127,7 +129,7 @@ def test_a_fault_that_passes_is_not_noticed(store, s3, kind, monkeypatch):
 @pytest.mark.parametrize("kind", ["503", "403", "hang", "deaf"])
 @pytest.mark.parametrize("part", [FILE, MANIFEST])
 def test_a_fault_that_stays_ends_the_run_and_the_last_good_one_loads(store, s3, kind, part, monkeypatch):
-    monkeypatch.setattr("vlatune.checkpoint.store.UPLOAD_GRACE_S", 0.2)
+    monkeypatch.setattr("vlatune.storage.url_folder.UPLOAD_GRACE_S", 0.2)
     writer = BackgroundWriter(store, Keep(last=1))
     writer.save(5, files(), score=NO_SCORE)
     writer.wait()

@@ -37,15 +37,13 @@ def test_loopback_interface_of_this_machine_is_found():
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_thread_settings_of_the_driver_reach_workers_of_any_cluster(monkeypatch, tmp_path, is_local):
+def test_thread_settings_of_the_driver_reach_workers_of_any_cluster(monkeypatch, is_local):
     """Workers of a local cluster inherit them from the process that started it."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "secret")
     job: Any = SimpleNamespace(config=RunConfig())
-    trainer = make_trainer(
-        job, None, resources={"CPU": 1}, is_local=is_local, name="attempt", storage_path=str(tmp_path)
-    )
+    trainer = make_trainer(job, None, resources={"CPU": 1}, is_local=is_local, name="attempt")
     sent = trainer.run_config.worker_runtime_env.get("env_vars", {})
     assert "HF_TOKEN" not in sent
     wanted = {"OMP_WAIT_POLICY": "PASSIVE", "NCCL_DEBUG": "WARN"}

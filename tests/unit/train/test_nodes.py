@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlatune.storage.root import Root
+from vlatune.train.base_source import BaseSource, hash_base
 from vlatune.train.driver.ray_nodes import NodeNeeds, NodeReply, check_node, find_skew
 
 
@@ -23,7 +24,7 @@ def needs(dataset_v3, small_base, tmp_path) -> NodeNeeds:
     return NodeNeeds(
         versions={"vlatune": version("vlatune"), "torch": version("torch")},
         datasets=((Root(str(dataset_v3)), hash_of(dataset_v3 / "meta/info.json")),),
-        base=(str(small_base), hash_of(small_base / "config.json")),
+        base=BaseSource(str(small_base), hash_base(small_base), url=None),
         run_dir=str(tmp_path / "run"),
         storage_path=None,
         marker=str(tmp_path / "run/marker"),
@@ -35,8 +36,11 @@ def test_node_like_the_driver_has_no_problem(needs, tmp_path):
     reply = check_node(needs)
     assert reply.problems == ()
     assert before_s <= reply.began_s <= reply.ended_s <= time.time()
-    storage = replace(needs, storage_path=str(tmp_path / "store"), storage_folder=str(tmp_path))  # not created yet
-    assert check_node(storage).problems == ()
+    assert check_node(replace(needs, storage_path=str(tmp_path / "store"))).problems == ()  # not created yet
+    assert check_node(replace(needs, storage_path="memory://store", marker=None)).problems == ()
+    assert needs.base is not None
+    fetched = replace(needs.base, folder="/no/base", url="memory://store/base")
+    assert check_node(replace(needs, base=fetched)).problems == ()
 
 
 def changed(needs: NodeNeeds, what: str) -> NodeNeeds:
@@ -47,10 +51,10 @@ def changed(needs: NodeNeeds, what: str) -> NodeNeeds:
         "no-such-package": replace(needs, versions={"no-such-package": "1.0"}),
         "/no/dataset": replace(needs, datasets=((Root("/no/dataset"), ""),)),
         root.url: replace(needs, datasets=((root, "other"),)),
-        "/no/base": replace(needs, base=("/no/base", "")),
-        needs.base[0]: replace(needs, base=(needs.base[0], "other")),
-        needs.run_dir: replace(needs, marker=needs.marker + "-gone"),
-        "/no/storage": replace(needs, storage_path="/no/storage"),
+        "/no/base": replace(needs, base=replace(needs.base, folder="/no/base")),
+        needs.base.folder: replace(needs, base=replace(needs.base, content="other")),
+        needs.run_dir: replace(needs, marker="/gone"),
+        "/no/storage": replace(needs, storage_path="/no/storage", marker="/no/storage/marker"),
     }[what]
 
 
@@ -63,7 +67,7 @@ def test_problem_is_named_with_a_remedy(needs, what):
 
 def test_other_contents_and_another_run_folder_are_named(needs):
     assert needs.base is not None
-    for what in (needs.datasets[0][0].url, needs.base[0], needs.run_dir):
+    for what in (needs.datasets[0][0].url, needs.base.folder, needs.run_dir):
         ((text, remedy),) = check_node(changed(needs, what)).problems
         assert what in text
         assert remedy

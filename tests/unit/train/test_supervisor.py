@@ -1,14 +1,17 @@
 """Detection of hanging workers, heartbeats and signals. Supervised runs are in tests/e2e."""
 
+import asyncio
 import os
 import signal
 import threading
-import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from waiting import wait_until
 
 from vlatune.ray_internals import is_blocked
+from vlatune.train import heartbeat
 from vlatune.train.driver.ray_supervisor import (
     STARTUP_FACTOR,
     Termination,
@@ -17,7 +20,8 @@ from vlatune.train.driver.ray_supervisor import (
     find_hung,
     handle_signals,
 )
-from vlatune.train.heartbeat import HeartbeatMonitor, RankState, Request
+from vlatune.train.heartbeat import NO_REQUEST, HeartbeatMonitor, RankState, Reply, Request
+from vlatune.train.records import Parcel
 
 
 def state(rank: int, *, idle_s: float, events: int = 5) -> RankState:
@@ -47,34 +51,44 @@ def test_culprit_is_not_running_or_has_the_least_progress():
     assert find_culprit(states[:2], running).rank == 0  # idle for longer
 
 
+def poll(monitor: HeartbeatMonitor, attempt: int, *more: Any) -> tuple[list[RankState], Parcel]:
+    return asyncio.run(monitor.poll(attempt, *more, wait_s=0))
+
+
+def beat(monitor: HeartbeatMonitor, *words: Any) -> Reply:
+    return asyncio.run(monitor.beat(*words))
+
+
 def test_monitor_measures_the_time_since_the_last_progress(monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now_s))
     monitor = HeartbeatMonitor()
-    assert monitor.poll(1) == []
-    assert monitor.beat(1, 0, 4711, "a", 0, "start") == (0, Request.NOTHING)
-    monitor.poll(1, (1, Request.STOP))
+    assert poll(monitor, 1)[0] == []
+    assert beat(monitor, 1, 0, 4711, "a", 0, "start").requested == (0, Request.NOTHING)
+    poll(monitor, 1, (1, Request.STOP))
     now_s = 103.0
-    assert monitor.beat(1, 0, 4711, "a", 0, "start") == (1, Request.STOP)
-    assert monitor.poll(1) == [RankState(0, 4711, "a", 0, "start", idle_s=3.0, silent_s=0.0)]
-    monitor.beat(1, 0, 4711, "a", 1, "batch")
-    assert monitor.poll(1) == [RankState(0, 4711, "a", 1, "batch", idle_s=0.0)]
+    assert beat(monitor, 1, 0, 4711, "a", 0, "start").requested == (1, Request.STOP)
+    assert poll(monitor, 1)[0] == [RankState(0, 4711, "a", 0, "start", idle_s=3.0, silent_s=0.0)]
+    beat(monitor, 1, 0, 4711, "a", 1, "batch")
+    assert poll(monitor, 1)[0] == [RankState(0, 4711, "a", 1, "batch", idle_s=0.0)]
     now_s = 105.0
-    assert monitor.poll(1) == [RankState(0, 4711, "a", 1, "batch", idle_s=2.0, silent_s=2.0)]
+    assert poll(monitor, 1)[0] == [RankState(0, 4711, "a", 1, "batch", idle_s=2.0, silent_s=2.0)]
 
 
 def test_monitor_forgets_earlier_attempts():
-    monitor = HeartbeatMonitor()
-    monitor.poll(0)
-    monitor.beat(0, 0, 1, "a", 7, "batch")
-    monitor.poll(0, (1, Request.STOP))
-    assert monitor.poll(1) == []
-    assert monitor.beat(0, 0, 1, "a", 8, "batch") == (0, Request.NOTHING)  # of the previous attempt
-    monitor.beat(1, 0, 2, "a", 1, "batch")
+    monitor, lines = HeartbeatMonitor(), [("metrics.jsonl", {"optimizer_step": 1})]
+    poll(monitor, 0)
+    beat(monitor, 0, 0, 1, "a", 7, "batch", (0, lines))
+    assert poll(monitor, 0, (1, Request.STOP))[1] == (0, tuple(lines))
+    assert poll(monitor, 1) == ([], (0, ()))
+    assert beat(monitor, 0, 0, 1, "a", 8, "batch", (0, lines)) == Reply(NO_REQUEST)  # of the previous attempt
+    beat(monitor, 1, 0, 2, "a", 1, "batch")
     monitor.leave(0, 0)
-    assert [one.pid for one in monitor.poll(1)] == [2]
+    states, parcel = poll(monitor, 1)
+    assert [one.pid for one in states] == [2]
+    assert parcel == (0, ())
     monitor.leave(1, 0)
-    assert monitor.poll(1) == []
+    assert poll(monitor, 1)[0] == []
 
 
 def test_thread_that_is_blocked_in_ray_is_detected():

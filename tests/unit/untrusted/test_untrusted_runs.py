@@ -84,7 +84,6 @@ IN_RESUME = {
     "summary.json is a FIFO": (fifo("summary.json"), "is a FIFO"),
     "half a config.json": (truncate("config.json", 0.5), "config.json"),
     ".lock is a link out": (link_out(".lock"), "outside of"),
-    ".writer.lock is a link out": (link_out(".writer.lock"), "outside of"),
     "logs is a link out": (link_out("logs"), "outside of"),
     "logs/traceback.txt is a link out": (link_out("logs/traceback.txt"), "outside of"),
     "checkpoints is a link out": (link_out("checkpoints"), "is a link"),

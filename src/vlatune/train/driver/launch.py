@@ -27,6 +27,7 @@ from vlatune.run.trackers import tracked
 from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
 from vlatune.storage.files import write_json, write_text
 from vlatune.storage.lease import Lease
+from vlatune.train.base_source import BaseSource, find_source, publish_base
 from vlatune.train.cache_choice import USED, open_stores, with_cache
 from vlatune.train.data_preview import describe_data, mixture_lines, read_first_batch
 from vlatune.train.driver.progress import Progress
@@ -85,7 +86,7 @@ def train(config: RunConfig) -> None:
             finally:  # failed runs get a report, too
                 _say(f"report: {write_report(folder)}")
     summary = read_summary(folder)
-    assert summary is not None  # written by rank 0 before the workers end
+    assert summary is not None  # rank 0 waits until it is written
     _say(f"finished: {summary.optimizer_steps} steps, loss {summary.final_loss:.4f}; {summary.verdict}")
 
 
@@ -96,24 +97,28 @@ def _train_until_done(
     from vlatune.train.driver.ray_supervisor import Termination, handle_signals
 
     _introduce(config, start, folder, cluster.sizing)
+    base = find_source(config, start.setup.policy.folder)
     if not cluster.is_local:
         raise_failed(check_nodes(config, start.setup, worker_resources(cluster.sizing)))
+        publish_base(base)
     termination = Termination()
     termination.lease = lease
     with handle_signals(termination), closing(Progress(folder, config)) as progress:  # also between attempts
-        _run_attempts(config, folder, start, cluster, termination, progress)
+        _run_attempts(config, folder, start, base, cluster, termination, progress)
 
 
 def _run_attempts(
     config: RunConfig,
     folder: Path,
     start: ResumePoint,
+    base: BaseSource,
     cluster: Cluster,
     termination: "Termination",
     progress: Progress,
 ) -> None:
     """Run worker groups until one finishes."""
     from vlatune.train.driver.ray_supervisor import Supervisor
+    from vlatune.train.records import RunWriter
     from vlatune.train.worker_job import WorkerJob
 
     supervisor = Supervisor(config, folder, cluster, termination, say=_say)
@@ -121,17 +126,20 @@ def _run_attempts(
     while True:
         try:
             progress.begin(from_step=start.step or 0, restarts=attempt)
-            job = WorkerJob(
-                config=config,
-                setup=start.setup,
-                budget=cluster.sizing.budget,
-                torch_threads=cluster.sizing.torch_threads,
-                store_bytes=cluster.sizing.store_bytes,
-                run_dir=str(folder.resolve()),
-                checkpoints=start.plan(config, termination.lease.id if termination.lease else None),
-                restarts=attempt,
-            )
-            supervisor.run(job)
+            with closing(RunWriter(folder, start.step or 0, log_samples=config.log_samples)) as writer:
+                job = WorkerJob(
+                    config=config,
+                    setup=start.setup,
+                    budget=cluster.sizing.budget,
+                    torch_threads=cluster.sizing.torch_threads,
+                    store_bytes=cluster.sizing.store_bytes,
+                    run_dir=str(folder.resolve()),
+                    checkpoints=start.plan(config, termination.lease.id if termination.lease else None),
+                    restarts=attempt,
+                    recorded=writer.recorded,
+                    base=base,
+                )
+                supervisor.run(job, writer)
             return
         except Exception as error:
             log = new_log(folder, "failure")

@@ -1,7 +1,6 @@
 """Terminal output while a run trains: a progress bar, or log lines without a terminal.
 
-It follows the files that rank 0 writes to the run folder, so it shows what is recorded and adds no
-work for the workers. Errors in it never stop a run.
+It follows the files of the run folder, so it shows what is recorded and adds no work for the workers. Errors in it never stop a run.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """[ray] Check every node of a cluster before workers start, with one small task per node.
 
 Readers run on every node, so each needs the dataset. Nodes that can run a training worker also need
-the base model, the checkpoints and the run folder.
+the checkpoints, and the base model or a place to get it from.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,11 +24,12 @@ from vlatune.config.settings import RunConfig
 from vlatune.findings import Finding
 from vlatune.run_setup import Inputs
 from vlatune.storage.root import Root
+from vlatune.train.base_source import REMEDY, BaseSource, find_source, has_base
 from vlatune.train.fingerprint import PACKAGES
 
 ANSWER_S = 120.0
 MAX_SKEW_S = 60.0
-INFO_FILE, BASE_FILE = "meta/info.json", "config.json"
+INFO_FILE = "meta/info.json"
 SHARE = "put it on a disk that all nodes share"
 
 
@@ -39,14 +40,13 @@ class NodeNeeds:
     versions: Mapping[str, str]
     datasets: tuple[tuple[Root, str], ...]
     """Root and hash of meta/info.json of every dataset."""
-    base: tuple[str, str] | None
-    """Folder and hash of the config of the base model; None on nodes without a training worker."""
+    base: BaseSource | None
+    """The base model; None on nodes without a training worker."""
     run_dir: str = ""
     storage_path: str | None = None
-    storage_folder: str = ""
-    """Folder of the checkpoints in a local `storage_path`, or its nearest parent on the driver."""
-    marker: str = ""
-    """Temporary file in the run folder or its nearest parent, which training nodes must see."""
+    marker: str | None = None
+    """Temporary file of the driver in the folder of the checkpoints or its nearest parent, which
+    training nodes must see; None if checkpoints are in an object store."""
 
 
 @dataclass(frozen=True)
@@ -81,30 +81,22 @@ def _problems(needs: NodeNeeds) -> Iterator[tuple[str, str]]:
         )
     if needs.base is None:
         return
-    folder, expected = needs.base
-    remedy = f"{SHARE}, or copy it to the same path on every node"
-    yield from _compare(
-        f"base model '{folder}'", lambda: _hash((Path(folder) / BASE_FILE).read_bytes()), expected, remedy
-    )
-    if not Path(needs.marker).exists():
-        yield (
-            f"run folder '{needs.run_dir}' is not the driver's",
-            "choose an --output_dir on a disk that all nodes share",
-        )
-    elif needs.storage_path is not None:
-        yield from _check_storage(needs.run_dir, needs.storage_path, needs.storage_folder)
-
-
-def _check_storage(run_dir: str, storage_path: str, folder: str) -> Iterator[tuple[str, str]]:
-    place = f"storage '{storage_path}'"
+    if needs.base.url is None and not has_base(needs.base):
+        yield f"base model '{needs.base.folder}' is missing or differs from the driver's", REMEDY
+    store = open_store(Path(needs.run_dir), needs.storage_path)
+    place = f"checkpoints in '{store.root.url}'"
+    if needs.marker is not None:
+        marker = Path(needs.marker)
+        if not marker.exists() or not os.access(marker.parent, os.W_OK):
+            yield (
+                f"{place} cannot be written, or the folder is not the driver's",
+                "give a --storage_path that all nodes reach (s3://...), or one on a disk that all nodes share",
+            )
+        return
     try:
-        store = open_store(Path(run_dir), storage_path)
         store.steps()
     except Exception as error:  # any error means that a worker could not use it
         yield f"{place} cannot be read ({_first_line(error)})", "check --storage_path and the node's credentials"
-        return
-    if isinstance(store, LocalStore) and not os.access(folder, os.W_OK):
-        yield f"{place} is not writable or not the driver's", "choose a --storage_path on a disk that all nodes share"
 
 
 def _compare(what: str, read: Callable[[], str], expected: str, remedy: str) -> Iterator[tuple[str, str]]:
@@ -141,15 +133,14 @@ def find_skew(reply: NodeReply, sent_s: float, received_s: float) -> float:
 def check_nodes(config: RunConfig, inputs: Inputs, worker: Mapping[str, float]) -> list[Finding]:
     """Check all nodes of the connected cluster; `worker` are the resources of a training worker."""
     nodes = [node for node in ray.nodes() if node["Alive"] and (node["Resources"].keys() & {"CPU", "GPU"})]
-    base = Path(inputs.policy.folder)
-    with _marker(config.run_dir) as marker:
+    store = open_store(config.run_dir, config.storage_path)
+    with _marker(store.staging) if isinstance(store, LocalStore) else nullcontext() as marker:
         training = NodeNeeds(
             versions={name: version(name) for name in PACKAGES},
             datasets=tuple((meta.root, _hash(meta.root.read_bytes(INFO_FILE))) for meta in inputs.metas),
-            base=(str(base.resolve()), _hash((base / BASE_FILE).read_bytes())),
+            base=find_source(config, inputs.policy.folder),
             run_dir=str(config.run_dir.resolve()),
             storage_path=absolute_storage(config.storage_path),
-            storage_folder=str(_existing(open_store(config.run_dir, config.storage_path).staging)),
             marker=marker,
         )
         reading, sent_s = replace(training, base=None), time.time()
@@ -188,12 +179,8 @@ def _fits(resources: Mapping[str, float], worker: Mapping[str, float]) -> bool:
 
 
 @contextmanager
-def _marker(run_dir: Path) -> Iterator[str]:
-    """Write a temporary file to the run folder, or to its nearest parent that exists."""
-    with tempfile.NamedTemporaryFile(prefix=".vlatune-node-check-", dir=_existing(run_dir)) as file:
+def _marker(folder: Path) -> Iterator[str]:
+    """Write a temporary file to a folder, or to its nearest parent that exists."""
+    existing = next(one for one in (folder.resolve(), *folder.resolve().parents) if one.is_dir())
+    with tempfile.NamedTemporaryFile(prefix=".vlatune-node-check-", dir=existing) as file:
         yield file.name
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder or its nearest parent that exists."""
-    return next(one for one in (folder.resolve(), *folder.resolve().parents) if one.is_dir())

@@ -24,7 +24,7 @@ from vlatune.config.settings import RunConfig
 from vlatune.errors import TerminatedError
 from vlatune.feed.sizing import Node
 from vlatune.ray_internals import CALL_THREAD, job_groups, remove_group
-from vlatune.run.run_folder import LOGS, new_log
+from vlatune.run.run_folder import new_log
 from vlatune.run.summary import read_summary
 from vlatune.storage.files import write_text
 from vlatune.storage.lease import Lease
@@ -32,12 +32,12 @@ from vlatune.train.driver.ray_cluster import Cluster, read_nodes, worker_resourc
 from vlatune.train.driver.ray_health import answers, find_silent_nodes, wait_for_resources
 from vlatune.train.driver.ray_trainer import make_trainer
 from vlatune.train.failures import dump_and_kill, root_cause
-from vlatune.train.heartbeat import NO_REQUEST, HeartbeatMonitor, RankState, Request, stacks_file
+from vlatune.train.heartbeat import NO_REQUEST, HeartbeatMonitor, RankState, Request
+from vlatune.train.records import RunWriter
 from vlatune.train.worker_job import WorkerJob
 
 POLL_S = 0.2
 """Short, because Python handles signals between polls."""
-MONITOR_POLL_S = 1.0
 STARTUP_FACTOR = 3
 """Factor on `hang_timeout_s` before a worker's first micro-batch, while it loads the model."""
 GROUP_END_S = 60.0
@@ -93,8 +93,11 @@ class Supervisor:
         self.states: Sequence[RankState] = ()
         """Latest state of the workers of this attempt; empty before they start."""
 
-    def run(self, job: WorkerJob) -> None:
-        """Run the workers when there are resources; raise their error, or the reason why they were killed."""
+    def run(self, job: WorkerJob, writer: RunWriter) -> None:
+        """Run the workers when there are resources, and write their records.
+
+        Raises their error, or the reason why they were killed.
+        """
         resources = worker_resources(self._cluster.sizing)
         self._wait_for_resources(resources)
         trainer = make_trainer(
@@ -103,9 +106,8 @@ class Supervisor:
             resources=resources,
             is_local=self._cluster.is_local,
             name=f"attempt-{os.getpid()}-{job.restarts}",
-            storage_path=str((self._folder / LOGS / "ray_train").resolve()),
         )
-        self.watch(trainer.fit, job.restarts)
+        self.watch(trainer.fit, job.restarts, writer)
 
     def _wait_for_resources(self, worker: Mapping[str, float]) -> None:
         head, sizing = self._cluster.head, self._cluster.sizing
@@ -125,16 +127,12 @@ class Supervisor:
 
         wait_for_resources(head, sizing, worker, read, check, self._say)
 
-    def watch(self, fit: Callable[[], object], attempt: int) -> None:
+    def watch(self, fit: Callable[[], object], attempt: int, writer: RunWriter) -> None:
         """Call `fit` on a thread and supervise the workers that it starts."""
         self._attempt, self._requested, self._began, self.states = attempt, NO_REQUEST, False, ()
         with handle_signals(self._termination):  # a restarted cluster has set Ray's handler again
             outcome = _run_on_thread(fit)
-            killed = self._poll_until_done(outcome)
-        for file in (self._folder / LOGS).glob("stacks-*.txt"):  # empty files of killed workers
-            with contextlib.suppress(FileNotFoundError):  # removed by its worker
-                if file.stat().st_size == 0:
-                    file.unlink()
+            killed = self._poll_until_done(outcome, writer)
         error = killed or outcome.exception()
         if self._termination.is_set() and read_summary(self._folder) is None:
             saved = "a checkpoint is saved; run the same command again to resume"
@@ -144,10 +142,10 @@ class Supervisor:
         if error is not None:
             raise error
 
-    def _poll_until_done(self, outcome: Future[None]) -> RuntimeError | None:
+    def _poll_until_done(self, outcome: Future[None], writer: RunWriter) -> RuntimeError | None:
         """Wait until `fit` has ended; return the reason if the workers were killed."""
-        polled_s, stop_by_s, reply = 0.0, float("inf"), None
-        while not wait([outcome], POLL_S).done:
+        stop_by_s, reply = float("inf"), None
+        while not outcome.done():
             now_s = time.monotonic()
             if self._termination.is_urgent:
                 raise KeyboardInterrupt
@@ -164,19 +162,20 @@ class Supervisor:
                 self._cluster.kill()
                 wait([outcome], CLUSTER_END_S)
                 return RuntimeError(f"Ray's {part} died")
-            if reply is None and now_s - polled_s >= MONITOR_POLL_S:
-                reply, polled_s = self._monitor.poll.remote(self._attempt, self._requested), now_s
-            if reply is None or not ray.wait([reply], timeout=0)[0]:
+            reply = reply or self._monitor.poll.remote(self._attempt, self._requested, writer.received)
+            if not ray.wait([reply], timeout=POLL_S)[0]:
                 continue
             try:
-                self.states = ray.get(reply)
+                self.states, parcel = ray.get(reply)
+                writer.write(parcel)
             except RayError:  # the monitor died and is restarted
                 self.states = ()
+                wait([outcome], POLL_S)
             reply = None
             self._began = self._began or bool(self.states)
             if self._termination.is_set() and stop_by_s == float("inf"):
                 self._request_stop()
-                stop_by_s, polled_s = now_s + self._config.grace_s, 0.0
+                stop_by_s = now_s + self._config.grace_s
             self._save_before_nodes_are_removed()
             if lost := self._find_lost_node():
                 return self._kill_rest_of_group(outcome, lost)
@@ -240,9 +239,8 @@ class Supervisor:
     def _dump_and_kill(self, state: RankState) -> str:
         node = NodeAffinitySchedulingStrategy(state.node_id, soft=False)
         task = ray.remote(dump_and_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=node)
-        file = stacks_file(self._folder.resolve(), self._attempt, state.rank)
         try:
-            return ray.get(task.remote(state.pid, file), timeout=GROUP_END_S)
+            return ray.get(task.remote(state.pid), timeout=GROUP_END_S)
         except RayError as error:
             return f"unreachable ({type(error).__name__})"
 

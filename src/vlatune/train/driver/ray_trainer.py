@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 import ray
+from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.exceptions import GetTimeoutError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.backend import Backend, BackendConfig
@@ -47,7 +49,6 @@ def make_trainer(
     resources: dict[str, float],
     is_local: bool,
     name: str,
-    storage_path: str,
 ) -> Any:
     """Return a trainer that runs the workers of `job` once, in a process group."""
     for setting, value in TRAIN_SETTINGS.items():
@@ -62,7 +63,9 @@ def make_trainer(
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(
             name=name,
-            storage_path=storage_path,
+            # Ray Train stores nothing for us, and must not need a disk that all nodes share.
+            storage_path="vlatune",
+            storage_filesystem=PyFileSystem(FSSpecHandler(MemoryFileSystem())),
             failure_config=FailureConfig(max_failures=0),
             worker_runtime_env={"env_vars": forwarded} if forwarded else None,
         ),

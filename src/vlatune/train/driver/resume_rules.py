@@ -24,7 +24,6 @@ from vlatune.run.run_folder import (
     DRIVER_LOCK,
     LOGS,
     OWN_FOLDERS,
-    WRITER_LOCK,
     flat_settings,
     is_left_over,
     read_settings,
@@ -262,4 +261,4 @@ def _has_checkpoints_elsewhere(config: RunConfig) -> bool:
 
 def _is_ours(name: str) -> bool:
     """True for leftovers of an aborted start, and for files of the demo."""
-    return name in (DRIVER_LOCK, WRITER_LOCK, LEASE_FILE, LOCK_FILE, LOGS, *OWN_FOLDERS) or is_left_over(name)
+    return name in (DRIVER_LOCK, LEASE_FILE, LOCK_FILE, LOGS, *OWN_FOLDERS) or is_left_over(name)

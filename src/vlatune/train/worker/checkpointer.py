@@ -158,9 +158,9 @@ class Checkpointer:
             self._writer.join()
 
     def _on_phase(self, phase: str) -> None:
+        self._report_phase(phase)  # first, as it may wait for the driver
         if phase in BEFORE_WRITES:
             self._check_lease()
-        self._report_phase(phase)
 
     def _check_lease(self) -> None:
         if self._plan.lease_id and self._plan.storage_path:

@@ -1,6 +1,6 @@
 """The worker: build, resume, train, report.
 
-Runs in every process of a worker group; rank 0 writes the run folder. The loop only synchronises
+Runs in every process of a worker group; rank 0 sends records to the driver. The loop only synchronises
 with the device at log steps, validations and checkpoints. What Ray provides is passed in as a
 `Runtime`.
 """
@@ -8,7 +8,7 @@ with the device at log steps, validations and checkpoints. What Ray provides is 
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
@@ -49,9 +49,11 @@ from vlatune.train.worker_job import WorkerJob
 
 
 class DriverLink(Protocol):
-    """Reports progress to the driver and returns its requests."""
+    """Reports progress and records to the driver and returns its requests."""
 
     def progress(self, event: str) -> None: ...
+    def send(self, file: str, record: dict[str, Any]) -> None: ...
+    def wait_until_written(self) -> None: ...
     def take_request(self) -> Request: ...
 
 
@@ -77,6 +79,8 @@ class Runtime:
     spill: Spill | None
     """Meter of the object store; on rank 0."""
     read_held_out: ReadHeldOut
+    base_folder: str
+    """Folder of the base model on this node."""
 
 
 class Worker:
@@ -100,7 +104,11 @@ class Worker:
         ahead = 1 + queued_batches(setup.data_plan.batch_size * row_bytes)
         self.batches = Prefetcher(source, runtime.transfer, depth=ahead)
         module = setup.adapter.load_module(
-            setup.policy, setup.binding, ModuleOptions.of(self.config.policy), self.device, stats=setup.stats
+            replace(setup.policy, folder=runtime.base_folder),
+            setup.binding,
+            ModuleOptions.of(self.config.policy),
+            self.device,
+            stats=setup.stats,
         )
         module.train()
         self.module, trainable = module, trained_tensors(module)
@@ -119,7 +127,7 @@ class Worker:
             learning=Learning(trainable, self.optimizer, averages, self.losses.sums_2G),
             rank=self.share.rank,
             device=self.device,
-            on_phase=lambda phase: self.driver.progress(f"save: {phase}"),
+            on_phase=self._on_save,
         )
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
         self.updater = Updater(
@@ -130,14 +138,15 @@ class Worker:
             losses=self.losses,
         )
         self.watch = NonFiniteWatch()
-        self.logger = MetricsLogger(job, self.first_step, flags, runtime.spill) if runtime.spill else None
+        self.logger: MetricsLogger | None = None
+        if runtime.spill:
+            self.logger = MetricsLogger(job, self.first_step, flags, runtime.spill, self.driver.send)
         self.last_step = self.config.steps
         self.validator: Validator | None = None
         if validates(self.config) and len(setup.held_out):
             options = validation_options(self.config, self.device)
             self.validator = Validator(setup, self.share, options, self.config.eval_freq, runtime.read_held_out)
-            recorded = self.logger.validation_errors() if self.logger else {}
-            self.validator.errors = self.consensus.gather(recorded)[0]  # of the steps up to the checkpoint
+            self.validator.errors = dict(job.recorded.validation_errors)
         self.taken: list[np.ndarray] = []
         self.samples: list[np.ndarray] = []
         self.cached_rows = (0.0, 0)
@@ -176,6 +185,7 @@ class Worker:
         self.checkpointer.finish()
         if self.logger and done == self.last_step:
             self.logger.finish(totals, done, self.first_batch_s, np.sum(by_rank, axis=0))
+            self.driver.wait_until_written()
 
     def _close(self) -> None:
         self.feed.close()
@@ -185,8 +195,6 @@ class Worker:
             self.kept.close()
         if self.validator:
             self.validator.close()
-        if self.logger:
-            self.logger.close()
         self.while_running.close()
 
     def _count(self, done: int, result: StepResult) -> None:
@@ -282,6 +290,12 @@ class Worker:
         error = self.validator.errors.get(done) if self.validator else None
         self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather, val_error=error)
         self.meter.saved(time.perf_counter() - begin)
+
+    def _on_save(self, phase: str) -> None:
+        """Report a phase of a save, on its thread."""
+        if phase == "synced":  # a resumed run needs the records up to its checkpoint
+            self.driver.wait_until_written()
+        self.driver.progress(f"save: {phase}")
 
     def _mean_over_workers(self, values: Tensor) -> list[float]:
         if self.share.num_workers > 1:
