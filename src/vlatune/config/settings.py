@@ -283,6 +283,8 @@ class DoctorConfig(RunConfig):
     """Print one JSON object instead of text."""
     html: str | None = None
     """File for the HTML page with the first batch (default: runs/<job_name>-doctor/doctor.html)."""
+    usd_per_hour: float | None = setting(None, minimum=0)
+    """Price of one GPU for the estimated cost of the run (default: a typical price of each GPU)."""
 
     @property
     def page(self) -> Path:
