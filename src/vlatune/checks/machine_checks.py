@@ -66,7 +66,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
     if case.module is not None:
         footprint = device_memory.measure(case.module, columns, str(next(case.module.parameters()).device))
     else:
-        options = replace(ModuleOptions.of(config.policy), compile=False)
+        options = ModuleOptions.of(config.policy)
         case.planned = case.adapter.plan_module(case.policy, case.binding, options)
         footprint = device_memory.plan_footprint(case.adapter, case.setup, options, columns, case.planned)
     if footprint is None:
@@ -104,7 +104,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
         return
     checkpointed = None
     if "gradient_checkpointing" in get_policy_info(config.policy.type).settings:
-        options = replace(ModuleOptions.of(config.policy), compile=False, gradient_checkpointing=True)
+        options = replace(ModuleOptions.of(config.policy), gradient_checkpointing=True)
         checkpointed = device_memory.plan_footprint(case.adapter, case.setup, options, columns)
     most_bytes = device_bytes if cuda else GPU_SIZES[-1] * GB
     flags = device_memory.flags_that_fit(config, footprint, checkpointed, most_bytes)
@@ -290,6 +290,13 @@ def check_cluster(case: Case) -> Iterator[Finding]:
         found, _, remedy = problem.partition("; ")
         yield Finding("fail", "cluster", found, remedy=remedy)
         return
+    if case.config.policy.compile == "true" and not os.environ.get("RAY_ADDRESS"):
+        from vlatune.train.worker.device import compiler_problem
+
+        if problem := compiler_problem("cuda" if gpus else "cpu"):
+            found, _, remedy = problem.partition("; ")
+            yield Finding("fail", "cluster", found, remedy=remedy, flags=("--policy.compile=false",))
+            return
     if os.environ.get("RAY_ADDRESS") and case.setup is not None:
         from vlatune.train.driver.ray_nodes import check_nodes
 

@@ -80,11 +80,14 @@ class StepWork:
     """Number of trained parameters."""
     num_workers: int = 1
     ema: bool = False
+    tensors: int = 1
+    """Number of trained tensors; a GPU updates them together, a CPU one by one."""
 
-    def update(self) -> list[Kernel]:
-        """Return the kernels that follow the last micro-step; they act on all parameters together."""
+    def update(self, device: Device) -> list[Kernel]:
+        """Return the kernels that follow the last micro-step."""
+        parts = 1 if device.is_asynchronous else self.tensors
         each = [STEP_BYTES, *([EMA_BYTES] if self.ema else []), *([ACCUM_BYTES] * (self.micro_steps - 1))]
-        return [Kernel(0.0, size * self.trained) for size in each]
+        return [Kernel(0.0, size * self.trained / parts) for size in each for _ in range(parts)]
 
 
 def kernels_s(kernels: Sequence[Kernel], device: Device) -> float:
@@ -104,7 +107,7 @@ def exchange_s(work: StepWork, device: Device) -> float:
 def step_s(work: StepWork, device: Device) -> float:
     """Return the seconds of an optimizer step."""
     micro_s = work.micro_steps * kernels_s(work.micro_step, device)
-    return micro_s + kernels_s(work.update(), device) + exchange_s(work, device)
+    return micro_s + kernels_s(work.update(device), device) + exchange_s(work, device)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ with the device at log steps, validations and checkpoints. What Ray provides is 
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from vlatune.run.meters import STAGES, StepMeter
 from vlatune.train.heartbeat import Request
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.collectives import Consensus, mean_and_each
-from vlatune.train.worker.device import deterministic_kernels, set_performance_flags
+from vlatune.train.worker.device import deterministic_kernels, set_performance_flags, uses_compiler
 from vlatune.train.worker.kept_prefix import KeptPrefix
 from vlatune.train.worker.metrics_logger import MetricsLogger, Spill
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
@@ -88,7 +88,8 @@ class Worker:
         self.while_running = ExitStack()
         if self.config.deterministic:
             self.while_running.enter_context(deterministic_kernels())
-        flags = set_performance_flags(self.device, job.torch_threads)
+        compiles = uses_compiler(self.config.policy.compile, self.device, deterministic=self.config.deterministic)
+        flags = set_performance_flags(self.device, job.torch_threads) | {"compile": compiles}
         seed_all(self.config.seed)
         setup, optimizer = job.setup, self.config.optimizer
         source, row_bytes, self.kept = iter(self.feed), job.budget.row_bytes, None
@@ -99,9 +100,8 @@ class Worker:
         # Create the prefetcher first: reading starts while the model is loaded.
         ahead = 1 + queued_batches(setup.data_plan.batch_size * row_bytes)
         self.batches = Prefetcher(source, runtime.transfer, depth=ahead)
-        module = setup.adapter.load_module(
-            setup.policy, setup.binding, ModuleOptions.of(self.config.policy), self.device, stats=setup.stats
-        )
+        options = replace(ModuleOptions.of(self.config.policy), compile=compiles)
+        module = setup.adapter.load_module(setup.policy, setup.binding, options, self.device, stats=setup.stats)
         module.train()
         self.module, trainable = module, trained_tensors(module)
         trained = {name: one for name, one in trainable.items() if isinstance(one, nn.Parameter)}
