@@ -32,7 +32,7 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, b
         flags |= {name.lower(): os.environ.get(name, "") for name in DETERMINISTIC_ENVIRONMENT}
     if device.type == "cpu":
         flags["keeps_freed_memory"] = _keep_freed_memory()
-    use_fast_kernels(device, deterministic=flags["deterministic"])
+    use_fast_kernels(device, deterministic=torch.are_deterministic_algorithms_enabled())
     if device.type == "cuda":
         flags["cudnn_deterministic"] = torch.backends.cudnn.deterministic
         flags["cudnn_benchmark"] = torch.backends.cudnn.benchmark
