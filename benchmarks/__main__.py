@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import FeedBench, ReaderBench, ResumeBench, StepBench, TableBench, TrainBench
+from benchmarks.options import CostBench, FeedBench, ReaderBench, ResumeBench, StepBench, TableBench, TrainBench
 from vlatune.cli import Command, Program, main
 
 
@@ -20,6 +20,7 @@ COMMANDS = {
         ("reader", ReaderBench, "reading a dataset, compared with the decoder's limit and with other readers"),
         ("feed", FeedBench, "feeding a consumer: rate, waiting time and spilled bytes"),
         ("step", StepBench, "time and host syncs of a training step, compared with LeRobot's"),
+        ("cost", CostBench, "doctor's estimate of a step, compared with measured steps on this CPU"),
         ("resume", ResumeBench, "cost of a checkpoint and of a killed process"),
         ("train", TrainBench, "training end to end, compared with `lerobot-train`"),
         ("table", TableBench, "the template, pull request #705, `lerobot-train` and vlatune in one table"),

@@ -230,3 +230,9 @@ class TableBench(BenchOptions):
     """Timeout of a run in seconds."""
     seed: int = 1000
     """Seed of sample order and held-out episodes."""
+
+
+@dataclass(frozen=True)
+class CostBench(BenchOptions):
+    rounds: int = 7
+    """Measured steps per configuration; the median counts."""

@@ -59,6 +59,8 @@ class Case:
     """Temporary folder."""
     applied: set[str] = field(default_factory=set)
     """Flags that were applied to the config."""
+    usd_per_hour: float | None = None
+    """Price of a GPU (default: typical prices)."""
     base_path: str = ""
     metas: "tuple[DatasetMeta, ...]" = ()
     folder: Path = field(init=False)
@@ -72,6 +74,8 @@ class Case:
     batch: FirstBatch | None = None
     module: Any = None
     """The torch module if it was loaded."""
+    planned: Any = None
+    """The module on the meta device, if it was not loaded and the policy supports that."""
     step_s: float | None = None
     """Seconds of a micro-step on the first batch, if one was run."""
     sample_s: float | None = None

@@ -91,7 +91,7 @@ def measure(module: Any, columns: Columns, device: str) -> Footprint:
     module.train()
     saved = []
     for rows in (1, 2):
-        batch = {key: _rows(values, rows).to(device) for key, values in tensors.items()}
+        batch = {key: rows_of(values, rows).to(device) for key, values in tensors.items()}
         with counted_bytes() as count:
             module(batch)
         saved.append(count())
@@ -105,9 +105,13 @@ def measure(module: Any, columns: Columns, device: str) -> Footprint:
     )
 
 
-def _rows(values: Any, rows: int) -> Any:
-    """Return the first rows; repeats a batch of one."""
-    return values[:rows] if len(values) >= rows else values[:1].repeat(rows, *(1,) * (values.ndim - 1))
+def rows_of(values: Any, rows: int) -> Any:
+    """Return the first rows; repeats them if there are fewer."""
+    return (
+        values.repeat(-(-rows // len(values)), *(1,) * (values.ndim - 1))[:rows]
+        if len(values) < rows
+        else values[:rows]
+    )
 
 
 @contextmanager
@@ -152,10 +156,13 @@ def _address(tensor: Any) -> int:
 
 
 def plan_footprint(
-    adapter: PolicyAdapter[Any], setup: Setup, options: ModuleOptions, columns: Columns
+    adapter: PolicyAdapter[Any], setup: Setup, options: ModuleOptions, columns: Columns, planned: Any = None
 ) -> Footprint | None:
-    """Measure on the meta device if supported, else with loaded weights; None if too large."""
-    module = adapter.plan_module(setup.policy, setup.binding, options)
+    """Measure on the meta device if supported, else with loaded weights; None if too large.
+
+    `planned` is the module on the meta device, if it was made before.
+    """
+    module = planned or adapter.plan_module(setup.policy, setup.binding, options)
     if module is not None:
         return measure(module, columns, "meta")
     if weight_bytes(setup.policy.folder) > PLANNED_BYTES:

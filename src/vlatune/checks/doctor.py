@@ -32,6 +32,8 @@ MAX_SAMPLES, MAX_DIMS = 6, 8
 """Maximum number of samples on the page, and of action dims per sample."""
 MAX_TEXT, MAX_PROMPT = 600, 1200
 NAME_COLUMN = 14
+TABLES = {"cost": "Time and price on a GPU, estimated", "cache": "Stored instead of computed again"}
+"""Checks with a table in their figures, and its title on the page."""
 TONES = {"pass": "good", "warn": "warn", "fail": "bad", "skipped": "muted"}
 
 type OnCheck = Callable[[int, int, str], None]
@@ -71,6 +73,7 @@ def all_checks() -> tuple[Check, ...]:
         Check("reading", machine_checks.check_reading, ("first batch",)),
         Check("cache", machine_checks.check_cache, ("reading",)),
         Check("duration", machine_checks.check_duration, ("reading",)),
+        Check("cost", machine_checks.check_cost, ("first batch",)),
         Check("storage", machine_checks.check_storage, ("settings",)),
         Check("cluster", machine_checks.check_cluster, ("samples",)),
     )
@@ -132,7 +135,7 @@ def run_doctor(
         return Examination(wrong, Case(config, Path()), config), None
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a run; must be set before torch is imported
     with tempfile.TemporaryDirectory(prefix="vlatune-doctor-") as scratch:
-        found = examine(config, Path(scratch), on_check=on_check, on_finding=on_finding)
+        found = examine(config, Path(scratch), options.usd_per_hour, on_check=on_check, on_finding=on_finding)
         try:
             make_output_folder(options.page.parent)
             write_text(options.page, doctor_page(found))
@@ -146,12 +149,13 @@ def run_doctor(
 def examine(
     config: RunConfig,
     scratch: Path,
+    usd_per_hour: float | None = None,
     *,
     on_check: OnCheck = lambda done, total, name: None,
     on_finding: Callable[[Finding], None] = lambda one: None,
 ) -> Examination:
     """Run all checks; `scratch` is a folder for files that a run would create, such as a tiny base."""
-    case, findings, checks = Case(config=config, scratch=scratch), [], all_checks()
+    case, findings, checks = Case(config, scratch, usd_per_hour=usd_per_hour), [], all_checks()
     failed: dict[str, str] = {}
 
     def show_files(number: int, name: str, done: int, total: int) -> None:
@@ -198,7 +202,9 @@ def finding_text(one: Finding, *, width: int) -> str:
 def outcome_text(found: Examination, page: Path | None, *, width: int) -> str:
     """Return the lines after the findings: skipped checks, verdict, and command."""
     lines = [finding_text(one, width=width) for one in _skipped(found.findings)]
-    lines += ["", *map(printable, _stores(found.findings)), "", found.verdict]
+    for check in TABLES:
+        lines += ["", *map(printable, _table(found.findings, check))]
+    lines += ["", found.verdict]
     if found.has_flags:
         lines += ["command with all these flags:", f"  {found.command}"]
     if page is not None:
@@ -229,7 +235,7 @@ def doctor_page(found: Examination) -> str:
         _first_batch(found.case, batch)
         if batch
         else section("The first batch", tag("p", f"Not shown: {why}.", class_="missing")),
-        section("Stored instead of computed again", tag("pre", "\n".join(_stores(found.findings)))),
+        *(section(title, tag("pre", "\n".join(_table(found.findings, check)))) for check, title in TABLES.items()),
     ]
     return make_page(f"{found.given.job_name} · vlatune doctor", join(body))
 
@@ -322,6 +328,6 @@ def _action_plots(case: Case, batch: FirstBatch, row: int) -> Iterator[Html]:
             yield draw(chart)
 
 
-def _stores(findings: Iterable[Finding]) -> Sequence[str]:
-    """Return the table of what the run would store instead of computing it again."""
-    return next((one.figures.get("table", ()) for one in findings if one.check == "cache"), ())
+def _table(findings: Iterable[Finding], check: str) -> Sequence[str]:
+    """Return the lines of a check's table."""
+    return next((one.figures.get("table", ()) for one in findings if one.check == check), ())

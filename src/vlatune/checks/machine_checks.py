@@ -14,7 +14,7 @@ import numpy as np
 from vlatune.batch import num_rows
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import open_store
-from vlatune.checks import device_memory
+from vlatune.checks import device_memory, run_cost
 from vlatune.checks.case import Case
 from vlatune.checks.device_memory import GB, GPU_SIZES
 from vlatune.data.reader import read_unit
@@ -66,8 +66,9 @@ def check_memory(case: Case) -> Iterator[Finding]:
     if case.module is not None:
         footprint = device_memory.measure(case.module, columns, str(next(case.module.parameters()).device))
     else:
-        options = replace(ModuleOptions.of(config.policy), compile=False)
-        footprint = device_memory.plan_footprint(case.adapter, case.setup, options, columns)
+        options = ModuleOptions.of(config.policy)
+        case.planned = case.adapter.plan_module(case.policy, case.binding, options)
+        footprint = device_memory.plan_footprint(case.adapter, case.setup, options, columns, case.planned)
     if footprint is None:
         yield Finding("skipped", "memory", "the weights are too large to load, and the policy has no `plan_module`")
         return
@@ -103,7 +104,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
         return
     checkpointed = None
     if "gradient_checkpointing" in get_policy_info(config.policy.type).settings:
-        options = replace(ModuleOptions.of(config.policy), compile=False, gradient_checkpointing=True)
+        options = replace(ModuleOptions.of(config.policy), gradient_checkpointing=True)
         checkpointed = device_memory.plan_footprint(case.adapter, case.setup, options, columns)
     most_bytes = device_bytes if cuda else GPU_SIZES[-1] * GB
     flags = device_memory.flags_that_fit(config, footprint, checkpointed, most_bytes)
@@ -169,6 +170,33 @@ def check_duration(case: Case) -> Iterator[Finding]:
     total = f"about {format_seconds(config.steps * step_s)} for {plural(config.steps, 'optimizer step')}"
     text = f"{total} of {_short(step_s)} ({basis}), without start-up, validation and checkpoints"
     yield Finding("pass", "duration", text, figures={"seconds": config.steps * step_s, "step_s": step_s})
+
+
+def check_cost(case: Case) -> Iterator[Finding]:
+    """Estimate time and price of the run on common GPUs."""
+    from vlatune.train.worker.transfer import collate
+
+    assert case.batch is not None
+    module = case.planned if case.module is None else run_cost.on_meta(case.module)
+    if module is None:
+        yield Finding("skipped", "cost", "the weights are too large to load, and the policy has no `plan_module`")
+        return
+    config, ema = case.config, case.config.optimizer.ema_decay > 0
+    begin, tensors = time.perf_counter(), collate(case.batch.inputs).to_tensors().tensors
+    kernels = run_cost.count_kernels(module, tensors, config.batch_size)
+    trained = sum(one.numel() for one in module.parameters() if one.requires_grad)
+    work = run_cost.StepWork(kernels, config.grad_accum, trained, config.num_workers, ema)
+    shared = {"ema": ema, "num_workers": config.num_workers, "grad_accum": config.grad_accum}
+    needed = case.footprint and case.footprint.needed(config.batch_size, **shared) / device_memory.USABLE
+    found = [run_cost.estimate(config, work, one, case.usd_per_hour, needed) for one in run_cost.DEVICES]
+    figures = run_cost.cost_figures(found, work)
+    counted = f"{plural(len(kernels), 'kernel')}, {figures['flops']:.3g} FLOP, {format_bytes(figures['bytes'])} moved"
+    best = min((one for one in found if one.fits is not False), key=lambda one: one.usd, default=None)
+    least = (
+        f"; cheapest: {best.device}, about {format_seconds(3600 * best.hours)} and {best.usd:.2f} USD" if best else ""
+    )
+    text = f"{counted} per micro-step, counted in {format_seconds(time.perf_counter() - begin)}{least} (estimate, see below)"
+    yield Finding("pass", "cost", text, figures=figures | {"table": run_cost.cost_table(found, config)})
 
 
 def _short(seconds: float) -> str:
@@ -262,6 +290,13 @@ def check_cluster(case: Case) -> Iterator[Finding]:
         found, _, remedy = problem.partition("; ")
         yield Finding("fail", "cluster", found, remedy=remedy)
         return
+    if case.config.policy.compile == "true" and not os.environ.get("RAY_ADDRESS"):
+        from vlatune.train.worker.device import compiler_problem
+
+        if problem := compiler_problem("cuda" if gpus else "cpu"):
+            found, _, remedy = problem.partition("; ")
+            yield Finding("fail", "cluster", found, remedy=remedy, flags=("--policy.compile=false",))
+            return
     if os.environ.get("RAY_ADDRESS") and case.setup is not None:
         from vlatune.train.driver.ray_nodes import check_nodes
 

@@ -115,7 +115,7 @@ def check_weights(case: Case) -> Iterator[Finding]:
         yield Finding("skipped", "weights", f"{text}; the files have every tensor in its shape")
         return
     torch.set_num_threads(plan_sizing(case).torch_threads)  # as in the run; more threads would contend
-    options = replace(ModuleOptions.of(case.config.policy), compile=False)
+    options = ModuleOptions.of(case.config.policy)
     try:
         case.module = case.adapter.load_module(case.policy, case.binding, options, device, stats=case.setup.stats)
     except ValueError as error:

@@ -65,7 +65,6 @@ OTHER_NAME = {
     "peft.lora_alpha": ("policy.lora_alpha", None),
     "policy.pretrained_path": ("policy.path", REQUIRED),
     "policy.pretrained_revision": ("policy.revision", REQUIRED),
-    "policy.compile_model": ("policy.compile", REQUIRED),
     **{f"policy.optimizer_{name}": (f"optimizer.{name}", REQUIRED) for name in ("lr", "betas", "eps")},
     **{f"policy.optimizer_{name}": (f"optimizer.{name}", REQUIRED) for name in ("weight_decay", "grad_clip_norm")},
     "policy.scheduler_warmup_steps": ("scheduler.num_warmup_steps", REQUIRED),
@@ -80,6 +79,11 @@ DIFFUSERS = Row(
     reason="supported diffusers schedules are cosine, constant_with_warmup and constant",
 )
 OTHER_VALUES = {
+    "policy.compile_model": Row(
+        flag="policy.compile",
+        values={"True": "true", "true": "true", "False": "auto", "false": "auto"},
+        reason="must be true or false",
+    ),
     "optimizer.type": Row(
         flag="optimizer.type",
         values={"adamw": "adamw", "adam": "adam"},

@@ -126,8 +126,8 @@ class PolicyConfig:
     """Noise samples per observation; images and instruction are encoded only once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower steps."""
-    compile: bool = False
-    """Compile the layers with torch.compile: slower start, faster steps."""
+    compile: Literal["auto", "true", "false"] = "auto"
+    """Compile the layers with torch.compile: slower start, faster steps (auto: on CUDA with a compiler)."""
     lora_rank: int = setting(16, minimum=1)
     """Rank of the adapters with --policy.train=lora."""
     lora_alpha: float = setting(16.0, above=0)
@@ -285,6 +285,8 @@ class DoctorConfig(RunConfig):
     """Print one JSON object instead of text."""
     html: str | None = None
     """File for the HTML page with the first batch (default: runs/<job_name>-doctor/doctor.html)."""
+    usd_per_hour: float | None = setting(None, minimum=0)
+    """Price of one GPU for the estimated cost of the run (default: a typical price of each GPU)."""
 
     @property
     def page(self) -> Path:

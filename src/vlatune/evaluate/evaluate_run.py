@@ -32,6 +32,7 @@ from vlatune.evaluate.rollouts import (
 )
 from vlatune.evaluate.subject import Subject, is_policy_folder, open_subject
 from vlatune.policies.base import trained_tensors
+from vlatune.policies.modeling import use_fast_kernels
 from vlatune.report.html import write_eval_page, write_report
 from vlatune.run.kept_samples import EVAL_SAMPLES_FILE, ROLLOUTS_FILE, EvalSample, save_samples
 from vlatune.run.run_folder import EVAL_PAGE_FILE, EVALUATION_FILE, REPORT_FILE
@@ -187,11 +188,11 @@ def _samples_to_show(setup: Inputs, group: Group, count: int) -> list[EvalSample
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device named by a flag; by default CUDA if available, else the CPU."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the device named by a flag, by default CUDA if available; sets its flags as training does."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        torch.zeros(1, device=name).tolist()
+        torch.zeros(1, device=device).tolist()
     except (RuntimeError, AssertionError):  # AssertionError: torch was built without CUDA
         raise ValueError(f"--device={name}: torch cannot use it here; give cpu, cuda or cuda:1") from None
-    return torch.device(name)
+    use_fast_kernels(device)
+    return device

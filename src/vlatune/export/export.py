@@ -200,7 +200,7 @@ def write_weights(plan: Plan, temporary: Path) -> str:
     from vlatune.checkpoint.state import load_result, write_adapter
 
     policy = plan.config.policy
-    options = replace(ModuleOptions.of(policy), compile=False, gradient_checkpointing=False)
+    options = replace(ModuleOptions.of(policy), gradient_checkpointing=False)
     module: Any = plan.adapter.load_module(plan.spec, plan.binding, options)
     used = load_result(plan.checkpoint, trained_tensors(module), plan.options.weights)
     if plan.options.adapter:

@@ -164,8 +164,9 @@ class ModuleOptions:
 
     @classmethod
     def of(cls, config: object) -> ModuleOptions:
-        """Build from a `PolicyConfig`."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+        """Build from a `PolicyConfig`; only a training worker compiles (`train/worker/device.py`)."""
+        names = [field.name for field in fields(cls) if field.name != "compile"]
+        return cls(**{name: getattr(config, name) for name in names})
 
 
 class PolicyOutput(NamedTuple):

@@ -307,6 +307,21 @@ class FlowModule(nn.Module):
         return functional.pad(batch[STATE], (0, self.policy.config.max_state_dim - batch[STATE].shape[1]))
 
 
+def use_fast_kernels(device: torch.device, *, deterministic: bool = False) -> None:
+    """Use TF32 and the fastest convolutions on CUDA, in training and in evaluation."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+        torch.backends.cudnn.allow_tf32 = True
+        # Images have one size, but benchmarking may choose different kernels each time.
+        torch.backends.cudnn.benchmark = not deterministic
+
+
+def compile_tower(layers: nn.ModuleList, options: ModuleOptions) -> None:
+    """Compile the layers of a vision tower in place, if the run compiles."""
+    for layer in layers if options.compile else ():
+        layer.compile()
+
+
 def checkpoint_tower(tower: Any) -> None:
     """Recompute the layers of a vision tower in the backward pass."""
     # Nothing here is random, and saving the RNG state would sync with the device.

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vlatune.train.worker.device import deterministic_kernels, set_performance_flags
+from vlatune.evaluate.evaluate_run import choose_device
+from vlatune.train.worker.device import compiler_problem, deterministic_kernels, set_performance_flags, uses_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +51,26 @@ def test_the_users_cublas_workspace_is_kept(monkeypatch):
     with deterministic_kernels():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.gpu
+def test_evaluation_uses_the_kernels_of_training():
+    torch.set_float32_matmul_precision("highest")
+    assert choose_device(None).type == "cuda"
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_layers_are_compiled_where_a_compiler_exists(monkeypatch, tmp_path):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    (tmp_path / "g++").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert uses_compiler("true", cpu, deterministic=False)
+    assert not uses_compiler("auto", cpu, deterministic=False)
+    assert not uses_compiler("auto", cuda, deterministic=True)
+    assert not uses_compiler("false", cuda, deterministic=False)
+    (tmp_path / "g++").unlink()
+    assert compiler_problem("cpu")
+    assert not uses_compiler("auto", cuda, deterministic=False)  # no gcc either
+    with pytest.raises(ValueError, match=r"--policy.compile=true: .*install.*--policy.compile=false"):
+        uses_compiler("true", cpu, deterministic=False)

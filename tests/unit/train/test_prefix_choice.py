@@ -56,7 +56,7 @@ def test_the_same_inputs_find_their_rows(config: RunConfig, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"train": "heads"}, {"dtype": "bfloat16"}, {"compile": True}], ids=lambda one: next(iter(one))
+    "settings", [{"train": "heads"}, {"dtype": "bfloat16"}, {"compile": "true"}], ids=lambda one: next(iter(one))
 )
 def test_other_settings_never_find_them(config: RunConfig, settings: dict):
     assert identities(replace(config, policy=replace(config.policy, **settings))) != identities(config)

@@ -35,6 +35,7 @@ from vlatune.policies.modeling import (
     Prefix,
     Rope,
     checkpoint_tower,
+    compile_tower,
     encode_time,
     gated_mlp,
     merge_adapters,
@@ -191,6 +192,7 @@ def load_pi05(
         set_trainable(policy, options.train)
     if options.gradient_checkpointing and trains_tower(options.train):
         checkpoint_tower(policy.model.paligemma_with_expert.paligemma.model.vision_tower)
+    compile_tower(policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers, options)
     made = module(policy, spec, binding, options)
     return made.to("meta") if is_planned else made
 

@@ -37,6 +37,7 @@ from vlatune.policies.modeling import (
     LayerModule,
     Prefix,
     Rope,
+    compile_tower,
     encode_time,
     gated_mlp,
     merge_adapters,
@@ -186,7 +187,9 @@ def load_smolvla(
     spec: SmolVLASpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
 ) -> SmolVLAModule:
     """Load a pretrained_model folder on `device`; only `options.train` is trainable."""
-    return SmolVLAModule(load_policy(spec, options, device), spec, binding, options)
+    policy = load_policy(spec, options, device)
+    compile_tower(policy.model.vlm_with_expert.get_vlm_model().vision_model.encoder.layers, options)
+    return SmolVLAModule(policy, spec, binding, options)
 
 
 # Images and actions

@@ -1,7 +1,9 @@
 """Device settings: performance flags, deterministic kernels, and transfer of batches."""
 
 import ctypes
+import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +12,15 @@ import torch
 import torch.utils.deterministic
 
 from vlatune.batch import Columns
+from vlatune.policies.modeling import use_fast_kernels
 from vlatune.train.worker.transfer import Accelerator, HostTransfer, Prefetcher, StreamTransfer, Transfer
 from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """glibc's `mallopt` parameters: free bytes above which memory is returned to the system, and size
 above which an allocation is mapped separately."""
+OLDEST_CAPABILITY = (7, 0)
+"""Compute capability of the oldest GPU that triton supports."""
 
 
 def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, bool | int | str]:
@@ -27,15 +32,36 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, b
         flags |= {name.lower(): os.environ.get(name, "") for name in DETERMINISTIC_ENVIRONMENT}
     if device.type == "cpu":
         flags["keeps_freed_memory"] = _keep_freed_memory()
+    use_fast_kernels(device, deterministic=torch.are_deterministic_algorithms_enabled())
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32
-        torch.backends.cudnn.allow_tf32 = True
-        # Images have one size, but benchmarking may choose different kernels each time.
-        torch.backends.cudnn.benchmark = not flags["deterministic"]
         flags["cudnn_deterministic"] = torch.backends.cudnn.deterministic
         flags["cudnn_benchmark"] = torch.backends.cudnn.benchmark
         flags["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
     return flags | {"float32_matmul_precision": torch.get_float32_matmul_precision()}
+
+
+def uses_compiler(wanted: str, device: torch.device, *, deterministic: bool) -> bool:
+    """Decide whether the worker compiles its layers (--policy.compile); raise if it must and cannot."""
+    if wanted == "false" or (wanted == "auto" and (device.type != "cuda" or deterministic)):
+        return False
+    problem = compiler_problem(device.type)
+    if problem and wanted == "true":
+        raise ValueError(f"--policy.compile=true: {problem}, or use --policy.compile=false")
+    return problem is None
+
+
+def compiler_problem(device_type: str) -> str | None:
+    """Return why torch.compile cannot work on this machine and what to do; None if it can."""
+    named = os.environ.get("CXX" if device_type == "cpu" else "CC")
+    compilers = (named,) if named else ("g++", "clang++") if device_type == "cpu" else ("gcc", "cc", "clang")
+    if not any(map(shutil.which, compilers)):
+        return f"torch.compile needs a C compiler ({' or '.join(compilers)}), and none is in PATH; install one"
+    if device_type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "torch.compile needs triton on CUDA; install it with `pip install triton`"
+        if torch.version.cuda and torch.cuda.get_device_capability() < OLDEST_CAPABILITY:
+            return f"triton needs a GPU of compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}; use a newer GPU"
+    return None
 
 
 def _keep_freed_memory() -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from vlatune.run.meters import STAGES, StepMeter
 from vlatune.train.heartbeat import Request
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.collectives import Consensus, mean_and_each
-from vlatune.train.worker.device import deterministic_kernels, set_performance_flags
+from vlatune.train.worker.device import deterministic_kernels, set_performance_flags, uses_compiler
 from vlatune.train.worker.kept_prefix import FrozenPart, KeptPrefix
 from vlatune.train.worker.metrics_logger import MetricsLogger, Spill
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
@@ -92,7 +92,8 @@ class Worker:
         self.while_running = ExitStack()
         if self.config.deterministic:
             self.while_running.enter_context(deterministic_kernels())
-        flags = set_performance_flags(self.device, job.torch_threads)
+        compiles = uses_compiler(self.config.policy.compile, self.device, deterministic=self.config.deterministic)
+        flags = set_performance_flags(self.device, job.torch_threads) | {"compile": compiles}
         seed_all(self.config.seed)
         setup, optimizer = job.setup, self.config.optimizer
         source, row_bytes, self.kept = iter(self.feed), job.budget.row_bytes, None
@@ -103,13 +104,9 @@ class Worker:
         # Create the prefetcher first: reading starts while the model is loaded.
         ahead = 1 + queued_batches(setup.data_plan.batch_size * row_bytes)
         self.batches = Prefetcher(source, runtime.transfer, depth=ahead)
-        module = setup.adapter.load_module(
-            replace(setup.policy, folder=runtime.base_folder),
-            setup.binding,
-            ModuleOptions.of(self.config.policy),
-            self.device,
-            stats=setup.stats,
-        )
+        options = replace(ModuleOptions.of(self.config.policy), compile=compiles)
+        spec = replace(setup.policy, folder=runtime.base_folder)
+        module = setup.adapter.load_module(spec, setup.binding, options, self.device, stats=setup.stats)
         module.train()
         self.module, trainable = module, trained_tensors(module)
         self.frozen = FrozenPart(module, self.device)
