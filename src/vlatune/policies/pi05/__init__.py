@@ -95,6 +95,7 @@ POLICY = PolicyInfo(
     },
     options=Pi05Options,
     settings=("dtype", "flow_samples", "gradient_checkpointing", "compile", "lora_rank", "lora_alpha", "keep_prefix"),
+    shards=True,
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from vlatune.batch import Columns
 from vlatune.checkpoint.state import seed_all
@@ -43,6 +44,7 @@ from vlatune.train.worker.optimizer import (
     make_parallel,
     set_learning_rate,
 )
+from vlatune.train.worker.sharding import shard_module
 from vlatune.train.worker.transfer import Prefetcher, Transfer
 from vlatune.train.worker.validation import ReadHeldOut, Validator, validation_options
 from vlatune.train.worker_job import WorkerJob
@@ -103,6 +105,8 @@ class Worker:
             setup.policy, setup.binding, ModuleOptions.of(self.config.policy), self.device, stats=setup.stats
         )
         module.train()
+        if self.config.fsdp:
+            shard_module(module, self.device, self.share.num_workers)
         self.module, trainable = module, trained_tensors(module)
         trained = {name: one for name, one in trainable.items() if isinstance(one, nn.Parameter)}
         groups = make_groups(trained, optimizer.lr, setup.adapter.rate_factors(setup.policy, optimizer.lr))
@@ -122,7 +126,7 @@ class Worker:
         )
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
         self.updater = Updater(
-            make_parallel(module) if self.share.num_workers > 1 else module,
+            make_parallel(module) if self.share.num_workers > 1 and not self.config.fsdp else module,
             list(trained.values()),
             self.optimizer,
             clip_norm=optimizer.grad_clip_norm,
@@ -236,6 +240,8 @@ class Worker:
             found = validator.validate(
                 done, self.module, self.consensus.gather, on_batch=lambda _: self.driver.progress("validation")
             )
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()  # the next forward must not use weights that were gathered before a change
         self.meter.validated(time.perf_counter() - begin)
         if self.logger:
             self.logger.log_validation(done, found.loss, found.action_error)
