@@ -18,10 +18,15 @@ from torch.distributed.tensor import DTensor
 from vlatune import cli
 from vlatune.checkpoint.state import EMA, OPTIMIZER, TRAINABLE
 from vlatune.checkpoint.store import list_checkpoints
+from vlatune.checks.device_memory import plan_footprint
 from vlatune.config.settings import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.data.meta.dataset_meta import load_meta
+from vlatune.data.transforms import apply_all
+from vlatune.evaluate.held_out import read_held_out
+from vlatune.policies.base import ModuleOptions
 from vlatune.registry import get_adapter
 from vlatune.run.sinks import read_jsonl
+from vlatune.run_setup import make_setup
 from vlatune.train.driver.resume_rules import find_resume_point
 from vlatune.train.driver.tiny_base import fit_datasets
 from vlatune.train.worker.loop import Worker
@@ -142,12 +147,19 @@ def held_bytes(tensor: Tensor) -> int:
 
 
 def test_a_worker_holds_its_part_of_every_tensor(config, tmp_path):
-    """Of frozen weights, too; padding to equal parts adds little."""
+    """Of frozen weights, too; padding to equal parts adds little. `vlatune doctor` estimates it, with gradients."""
     given = of(config, tmp_path / "run", steps=2, eval_freq=2, policy=replace(config.policy, train="lora"))
     run_pair(given, after=count_bytes)
+    setup = make_setup(given)
+    columns = apply_all(setup.eval_transforms(0), read_held_out(setup, 2))
+    footprint = plan_footprint(setup.adapter, setup, ModuleOptions.of(given.policy), columns)
+    assert footprint
+    estimate = footprint.state_bytes(ema=True, num_workers=2, fsdp=True) - footprint.gathered - footprint.trained // 2
     for rank in range(2):
-        for held, total in json.loads((tmp_path / "run" / f"bytes-{rank}.json").read_text()).values():
+        found = json.loads((tmp_path / "run" / f"bytes-{rank}.json").read_text())
+        for held, total in found.values():
             assert 0.49 < held / total < 0.55
+        assert sum(held for held, _ in found.values()) == pytest.approx(estimate, rel=0.05)
 
 
 @pytest.mark.parametrize(

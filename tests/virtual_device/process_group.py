@@ -57,6 +57,12 @@ class DeviceGroup(dist.ProcessGroup):  # pyright: ignore
 
         return self._run([*inputs, *outputs[0]], outputs[0], gather)
 
+    def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> Done:
+        return self._run([output, given], [output], lambda host: self._gloo._allgather_base(*host))
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any) -> Done:
+        return self._run([output, given], [output], lambda host: self._gloo._reduce_scatter_base(*host, options))
+
     def _run(self, tensors: list[Tensor], results: list[Tensor], exchange: Any) -> Done:
         if any(one.device.type != NAME for one in tensors):
             raise ValueError("the process group has tensors of the virtual device only")
