@@ -45,6 +45,10 @@ class DeviceGroup(dist.ProcessGroup):  # pyright: ignore
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]  # pyright: ignore
+
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Done:
         return self._run(tensors, tensors, lambda host: self._gloo.allreduce(host, options))
 
