@@ -45,10 +45,6 @@ class DeviceGroup(dist.ProcessGroup):  # pyright: ignore
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]  # pyright: ignore
-
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Done:
         return self._run(tensors, tensors, lambda host: self._gloo.allreduce(host, options))
 
@@ -60,12 +56,6 @@ class DeviceGroup(dist.ProcessGroup):  # pyright: ignore
             return self._gloo.allgather([host[1:]], host[:1])
 
         return self._run([*inputs, *outputs[0]], outputs[0], gather)
-
-    def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> Done:
-        return self._run([output, given], [output], lambda host: self._gloo._allgather_base(*host))
-
-    def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any) -> Done:
-        return self._run([output, given], [output], lambda host: self._gloo._reduce_scatter_base(*host, options))
 
     def _run(self, tensors: list[Tensor], results: list[Tensor], exchange: Any) -> Done:
         if any(one.device.type != NAME for one in tensors):

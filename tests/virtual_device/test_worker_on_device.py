@@ -111,10 +111,9 @@ def test_a_kept_prefix_is_written_and_read_on_the_device(virtual_library, config
     assert_equal_runs(warm, cpu, rel=ROUNDING if dtype == "float32" else 2.0**-8)
 
 
-@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, tmp_path, fsdp):
+def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, tmp_path):
     alone = replace(config, batch_size=4, eval_freq=0, save_freq=0, steps=3)
-    pair = replace(alone, batch_size=2, num_workers=2, fsdp=fsdp)
+    pair = replace(alone, batch_size=2, num_workers=2)
     cpu = request(alone, "cpu", "cpu alone")
     ranks = [request(pair, f"virtual:{rank}", "pair", rank=rank, rendezvous=str(tmp_path / "place")) for rank in (0, 1)]
     words = [sys.executable, "-m", "virtual_device.run", str(virtual_library)]
