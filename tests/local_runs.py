@@ -45,7 +45,7 @@ from vlatune.train.worker.loop import DriverLink, Runtime, Worker
 from vlatune.train.worker_job import WorkerJob
 
 CPU = torch.device("cpu")
-WORKERS, TIMEOUT_S = 2, 300
+TIMEOUT_S = 300
 
 
 class OrderedBatches:
@@ -312,8 +312,16 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["local_runs", "vlatune.policies.pi05.weights", "vlatune.policies.pi05.model"])
 
 
-def run_pair(config: RunConfig, faults: Sequence[Fault] = (), torch_threads: int = 1) -> int:
-    """Run two workers in processes, with restarts as by the driver; return the number of restarts."""
+def run_pair(
+    config: RunConfig,
+    faults: Sequence[Fault] = (),
+    torch_threads: int = 1,
+    after: Callable[[Worker], None] | None = None,
+) -> int:
+    """Run the workers in processes, with restarts as by the driver; return the number of restarts.
+
+    `after` is called with each worker that has ended, in its process.
+    """
     start = _start(config)
     open_run(config)
     for restarts in range(len(faults) + 2):
@@ -321,7 +329,8 @@ def run_pair(config: RunConfig, faults: Sequence[Fault] = (), torch_threads: int
             start = find_resume_point(config, start.setup, say=lambda _: None)
         job = make_job(config, start, torch_threads, restarts)
         pair = [
-            _server.Process(target=_run_rank, args=(job, tuple(faults), rank), daemon=True) for rank in range(WORKERS)
+            _server.Process(target=_run_rank, args=(job, tuple(faults), rank, after), daemon=True)
+            for rank in range(config.num_workers)
         ]
         for process in pair:
             process.start()
@@ -337,14 +346,17 @@ def run_pair(config: RunConfig, faults: Sequence[Fault] = (), torch_threads: int
     raise RuntimeError(f"{config.run_dir}: not finished after {len(faults) + 2} starts")
 
 
-def _run_rank(job: WorkerJob, faults: Sequence[Fault], rank: int) -> None:
+def _run_rank(job: WorkerJob, faults: Sequence[Fault], rank: int, after: Callable[[Worker], None] | None) -> None:
     gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rendezvous = f"file://{job.run_dir}/.rendezvous-{job.restarts}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORKERS)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=job.config.num_workers)
     driver = FaultyDriver(NoDriver(), fault_of(faults, job.restarts, rank))
     driver.watch_torch()
-    make_worker(job, Share(rank, WORKERS), driver).run()
+    worker = make_worker(job, Share(rank, job.config.num_workers), driver)
+    worker.run()
+    if after:
+        after(worker)
     os._exit(0)
 
 

@@ -59,6 +59,8 @@ class PolicyInfo:
     settings: tuple[str, ...] = ()
     """Which of --policy.dtype, flow_samples, gradient_checkpointing, compile, lora_rank, lora_alpha,
     keep_prefix and keep_prefix_dtype apply."""
+    shards: bool = False
+    """Whether --fsdp can shard it: the module is a `policies.modeling.FlowModule`."""
     hub_base: str | None = None
     """A hub repository to start from, for messages."""
     max_dims: int = 10_000

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from vlatune.bounded_queue import BoundedQueue
 from vlatune.checkpoint.local_store import OnPhase, Score, no_phase
-from vlatune.checkpoint.state import Tensors
+from vlatune.checkpoint.state import Tensors, complete
 from vlatune.checkpoint.store import Store, WriteFile, prune, write_checkpoint
 from vlatune.errors import RunStoppedError
 
@@ -88,6 +88,13 @@ def plan_file(tensors: Tensors) -> Layout:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return Layout(len(text).to_bytes(8, "little") + text, names, end)
+
+
+def join_copy(files: Mapping[str, Tensors]) -> None:
+    """Take part in the gathering of sharded tensors that `Snapshot.copy` does on rank 0, one at a time."""
+    for tensors in files.values():
+        for name in plan_file(tensors).names:
+            complete(tensors[name].detach())
 
 
 @dataclass
@@ -186,7 +193,7 @@ class Snapshot:
     def _copy_file(self, tensors: Tensors, layout: Layout) -> None:
         chunk: Chunk | None = None
         for name in layout.names:
-            data = tensors[name].detach().contiguous().flatten().view(torch.uint8)
+            data = complete(tensors[name].detach()).contiguous().flatten().view(torch.uint8)
             while len(data):
                 chunk = chunk or self._staging.take_free()
                 fits = min(len(data), len(chunk.memory) - chunk.used)

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vlatune.checkpoint.state_file import REMEDY
 from vlatune.config.settings import PolicyConfig
@@ -33,6 +34,19 @@ EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 Tensors = Mapping[str, Tensor]
+
+
+def complete(tensor: Tensor) -> Tensor:
+    """Return a tensor with all values; all workers call it together for a sharded one (--fsdp)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _part_of(value: Tensor, like: Tensor) -> Tensor:
+    """Return what this worker holds of a stored tensor: all of it, unless `like` is sharded."""
+    if not isinstance(like, DTensor) or value.ndim == 0:
+        return value
+    # Without a source rank, nothing is sent: every worker has read the tensor.
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def tensors_to_save(
@@ -80,7 +94,10 @@ def load_optimizer(folder: Path, trainable: Tensors, optimizer: torch.optim.Opti
         for position, name in enumerate(names):
             found = {key.rpartition("|")[2]: stored.get_tensor(key) for key in keys_of.get(name, [])}
             _check_moments(folder / OPTIMIZER, name, found, trainable[name])
-            per_parameter[position] = {key: value.to(trainable[name].device, copy=True) for key, value in found.items()}
+            like = trainable[name]
+            per_parameter[position] = {
+                key: _part_of(value, like).to(like.device, copy=True) for key, value in found.items()
+            }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 
@@ -125,7 +142,7 @@ def _copy(file: Path, into: Tensors) -> None:
             for name, tensor in into.items():
                 value = stored.get_tensor(name)
                 _require_finite(file, name, value)
-                tensor.copy_(value)
+                tensor.copy_(_part_of(value, tensor))
 
 
 def _check_same(file: Path, shapes: Mapping[str, tuple[int, ...]], into: Tensors) -> None:

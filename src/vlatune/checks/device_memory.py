@@ -2,6 +2,7 @@
 
     weights + gradients + two AdamW moments (+ EMA)    from the parameters; trained ones are float32
     + gradients again                                  several workers with --grad_accum: in DDP's buckets
+    --fsdp: all of these divided by the workers, + what is gathered at one time
     + the forward pass                                 counted: a constant and bytes per sample
     + prefetched batches                               from the first batch
     + CUDA and NCCL overhead
@@ -13,7 +14,7 @@ CPU with loaded weights. See docs/hardware.md.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,31 +51,38 @@ class Footprint:
     saved_per_sample: int
     row_bytes: int
     """Bytes of a sample on the device."""
+    gathered: int = 0
+    """Most bytes that FSDP2 gathers at one time; 0 if the policy cannot be sharded."""
 
-    def state_bytes(self, *, ema: bool) -> int:
-        return self.weights + (4 if ema else 3) * self.trained
+    def state_bytes(self, *, ema: bool, num_workers: int = 1, fsdp: bool = False) -> int:
+        total = self.weights + (4 if ema else 3) * self.trained
+        return -(-total // num_workers) + self.gathered if fsdp else total
 
     def needed(
-        self, batch_size: int, *, ema: bool, cuda: bool = True, num_workers: int = 1, grad_accum: int = 1
+        self,
+        batch_size: int,
+        *,
+        ema: bool,
+        cuda: bool = True,
+        num_workers: int = 1,
+        grad_accum: int = 1,
+        fsdp: bool = False,
     ) -> int:
         # The current batch, all that are ready, and the one being copied.
         batch_bytes = batch_size * self.row_bytes
         rows = (3 + queued_batches(max(1, batch_bytes))) * batch_bytes
         saved = self.saved + batch_size * self.saved_per_sample
         # Micro-steps without an exchange accumulate outside of the buckets.
-        buckets = self.trained if num_workers > 1 and grad_accum > 1 else 0
+        buckets = self.trained if num_workers > 1 and grad_accum > 1 and not fsdp else 0
         overhead = (CUDA_BYTES + (NCCL_BYTES if num_workers > 1 else 0)) if cuda else 0
-        return self.state_bytes(ema=ema) + saved + rows + buckets + overhead
+        state = self.state_bytes(ema=ema, num_workers=num_workers, fsdp=fsdp)
+        # Every worker loads the complete weights before it keeps its part of them.
+        return max(state + saved + rows + buckets, self.weights) + overhead
 
-    def largest_batch(
-        self, device_bytes: float, *, ema: bool, cuda: bool = True, num_workers: int = 1, grad_accum: int = 1
-    ) -> int:
-        """Return the largest batch size that fits; 0 if none does."""
-
-        def needed(batch_size: int) -> int:
-            return self.needed(batch_size, ema=ema, cuda=cuda, num_workers=num_workers, grad_accum=grad_accum)
-
-        return bisect_right(range(1, MAX_BATCH + 1), USABLE * device_bytes, key=needed)
+    def largest_batch(self, device_bytes: float, **shared: Any) -> int:
+        """Return the largest batch size that fits; 0 if none does. `shared` are options of `needed`."""
+        sizes = range(1, MAX_BATCH + 1)
+        return bisect_right(sizes, USABLE * device_bytes, key=lambda size: self.needed(size, **shared))
 
     def checkpoint_bytes(self, *, ema: bool) -> int:
         """Return the bytes of trained weights, AdamW moments, and EMA weights if enabled."""
@@ -83,6 +91,7 @@ class Footprint:
 
 def measure(module: Any, columns: Columns, device: str) -> Footprint:
     """Measure a module with forward passes over one and two rows."""
+    from vlatune.policies.modeling import FlowModule
     from vlatune.train.worker.transfer import collate
 
     parameters = list(module.parameters())
@@ -102,7 +111,27 @@ def measure(module: Any, columns: Columns, device: str) -> Footprint:
         saved=max(0, saved[0] - each),
         saved_per_sample=each,
         row_bytes=sum(values[:1].nbytes for values in tensors.values()),
+        gathered=_gathered_bytes(module) if isinstance(module, FlowModule) else 0,
     )
+
+
+def _gathered_bytes(module: Any) -> int:
+    """Return the most bytes of gathered weights, their gradients, and buffers of the exchange.
+
+    What is outside of layers stays gathered until its gradients are exchanged at the end of a step. A
+    layer needs memory while the next one is gathered into a buffer.
+    """
+    layers = [*module.tower_layers(), *(one.layer for one in module.layers())]
+    inside = {id(one) for layer in layers for one in layer.parameters()}
+    outside = [one for one in module.parameters() if id(one) not in inside]
+    largest = max((list(layer.parameters()) for layer in layers), key=_weight_and_gradient_bytes)
+    weights, gradients = _weight_and_gradient_bytes(outside)
+    layer_weights, layer_gradients = _weight_and_gradient_bytes(largest)
+    return weights + max(2 * gradients, 3 * layer_weights + 2 * layer_gradients)
+
+
+def _weight_and_gradient_bytes(parameters: Sequence[Any]) -> tuple[int, int]:
+    return sum(one.nbytes for one in parameters), sum(4 * one.numel() for one in parameters if one.requires_grad)
 
 
 def rows_of(values: Any, rows: int) -> Any:
@@ -182,12 +211,16 @@ def flags_that_fit(
 
     `checkpointed` is the footprint with gradient checkpointing, if the policy has that.
     """
-    ema = config.optimizer.ema_decay > 0
-    for flags, footprint in (((), own), (("--policy.gradient_checkpointing=true",), checkpointed)):
+    shared = {"ema": config.optimizer.ema_decay > 0, "num_workers": config.num_workers}
+    kept, saving = ((), own, config.fsdp), (("--policy.gradient_checkpointing=true",), checkpointed, config.fsdp)
+    sharded = [(("--fsdp=true", *flags), one, True) for flags, one, _ in (kept, saving)]
+    excluded = config.fsdp or config.policy.compile or config.policy.keep_prefix == "true"
+    can_shard = config.num_workers > 1 and own.gathered > 0 and not excluded
+    for flags, footprint, fsdp in (kept, saving, *(sharded if can_shard else ())):
         if footprint is None:
             continue
         # A smaller batch accumulates.
-        most = footprint.largest_batch(device_bytes, ema=ema, num_workers=config.num_workers, grad_accum=2)
+        most = footprint.largest_batch(device_bytes, **shared, grad_accum=2, fsdp=fsdp)
         fits = [size for size in range(min(most, config.batch_size), 0, -1) if config.batch_size % size == 0]
         if fits:
             accum = config.grad_accum * config.batch_size // fits[0]

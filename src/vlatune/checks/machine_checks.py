@@ -78,13 +78,14 @@ def check_memory(case: Case) -> Iterator[Finding]:
         device_bytes, device = int(torch.cuda.mem_get_info()[1]), "the GPU"
     else:
         device_bytes, device = int(CPU_SHARE * usable_ram_bytes() / config.num_workers), "a worker without a GPU"
-    shared = {"ema": ema, "num_workers": config.num_workers, "grad_accum": config.grad_accum}
+    sharing = {"ema": ema, "num_workers": config.num_workers, "fsdp": config.fsdp}
+    shared = sharing | {"grad_accum": config.grad_accum}
     needed = footprint.needed(config.batch_size, cuda=cuda, **shared)
-    state = footprint.state_bytes(ema=ema) + footprint.saved
+    state = footprint.state_bytes(**sharing) + footprint.saved
     figures = {
         "needed_bytes": needed,
         "device_bytes": device_bytes,
-        "state_bytes": footprint.state_bytes(ema=ema),
+        "state_bytes": footprint.state_bytes(**sharing),
         "bytes_per_sample": footprint.saved_per_sample,
         "largest_batch": footprint.largest_batch(device_bytes, cuda=cuda, **shared),
         "fits": {size: footprint.largest_batch(size * GB, **shared) for size in GPU_SIZES},
@@ -109,6 +110,8 @@ def check_memory(case: Case) -> Iterator[Finding]:
     most_bytes = device_bytes if cuda else GPU_SIZES[-1] * GB
     flags = device_memory.flags_that_fit(config, footprint, checkpointed, most_bytes)
     remedy = f"keep the global batch on {format_bytes(most_bytes)} with" if flags else "train less (--policy.train)"
+    if not flags and footprint.gathered and not config.fsdp:
+        remedy += ", or shard over several GPUs (--num_workers=2 --fsdp=true)"
     yield Finding("fail" if cuda else "warn", "memory", text, remedy=remedy, flags=flags, figures=figures)
 
 

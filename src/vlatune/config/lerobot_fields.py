@@ -127,7 +127,7 @@ REJECTED = {
     "job.target": (None, "HF Jobs are not supported; set RAY_ADDRESS to run on a cluster"),
     "trackio.enable": (False, "Trackio is not supported; use --wandb.enable=true"),
     "ema.update_after_step": (0, "the moving average starts with the first step"),
-    "parallelism.": (1, "sharding is not supported: every worker holds all weights; use --num_workers"),
+    "parallelism.": (1, "use --num_workers with --fsdp=true, which shards over all workers"),
     "accelerator.gradient_accumulation.steps": (
         1,
         "LeRobot counts micro-batches as steps; remove it, use --grad_accum, and divide the steps by it",

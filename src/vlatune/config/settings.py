@@ -218,6 +218,8 @@ class RunConfig:
     """Micro-steps (gradient accumulation) per optimizer step."""
     num_workers: int = setting(1, minimum=1)
     """Number of training workers, one per GPU if there are GPUs."""
+    fsdp: bool = False
+    """Shard weights, gradients and optimizer states over the workers (FSDP2): less memory each."""
     torch_threads: int | None = setting(None, minimum=1)
     """Number of torch threads per worker (default: by cores and cost of reading)."""
     seed: int = setting(1000, minimum=0)

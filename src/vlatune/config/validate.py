@@ -17,7 +17,7 @@ from vlatune.config.settings import (
     validates,
 )
 from vlatune.console import has_secret
-from vlatune.registry import PolicyInfo, get_policy_info
+from vlatune.registry import PolicyInfo, get_policy_info, policy_types
 
 MAX_TRANSFORMS = 100
 """Maximum number of image transforms in --dataset.image_transforms.tfs."""
@@ -38,6 +38,8 @@ def validate(config: RunConfig) -> None:
     _check_roots(dataset)
     _check_image_transforms(dataset.image_transforms)
     _check_policy(policy, get_policy_info(policy.type), has_base=policy.path is not None or makes_base(config))
+    if config.fsdp:
+        _check_sharding(config, get_policy_info(policy.type))
     if policy.keep_prefix == "true" and dataset.image_transforms.enable:
         text = "--policy.keep_prefix=true: the prefix of an augmented image cannot be kept"
         raise ValueError(f"{text}; remove it or --dataset.image_transforms.enable=true")
@@ -82,6 +84,18 @@ def _check_policy(policy: PolicyConfig, info: PolicyInfo, *, has_base: bool) -> 
         if field.name not in (*COMMON, *info.settings) and value != field.default:
             name = f"{info.title} (--policy.type={info.type})"
             raise ValueError(f"--policy.{field.name}={value}: {name} has no such setting; remove it")
+
+
+def _check_sharding(config: RunConfig, info: PolicyInfo) -> None:
+    if not info.shards:
+        able = [one.title for one in map(get_policy_info, policy_types()) if one.shards]
+        name = f"{info.title} (--policy.type={info.type})"
+        raise ValueError(f"--fsdp=true: {name} cannot be sharded, only {', '.join(able)}; remove the flag")
+    if config.num_workers == 1:
+        raise ValueError("--fsdp=true: one worker holds all weights; add --num_workers=2, or remove the flag")
+    for flag, given in (("compile", config.policy.compile), ("keep_prefix", config.policy.keep_prefix == "true")):
+        if given:
+            raise ValueError(f"--fsdp=true: does not work together with --policy.{flag}=true; remove one of them")
 
 
 def _check_image_transforms(given: ImageTransformsConfig) -> None:

@@ -5,12 +5,14 @@ padded action dims.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -154,20 +156,35 @@ def multiply_large_patches(policy: nn.Module) -> None:
 class LayerModule(nn.Module):
     """One of LeRobot's layers with another forward: `compute(layer, ...)`.
 
-    A module, so that hooks on it work, such as those of FSDP2.
+    FSDP2 shards LeRobot's layer, which has the weights, and gathers them around its `compute`.
     """
 
     def __init__(self, layer: nn.Module, compute: Callable[..., Any], options: ModuleOptions | None = None) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer: Any = layer
         self._compute = torch.compile(compute) if options is not None and options.compile else compute
         self._checkpointed = options is not None and options.gradient_checkpointing
+        self.layer.compute = self._run
 
     def forward(self, *inputs: Any) -> Any:
+        return self.layer.compute(*inputs)
+
+    def _run(self, *inputs: Any) -> Any:
         if not (self._checkpointed and torch.is_grad_enabled()):
             return self._compute(self.layer, *inputs)
         # Nothing here is random, and saving the RNG state would sync with the device.
         return checkpoint(self._compute, self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Hold the complete weights of modules that FSDP2 shards; others are unchanged."""
+    sharded = [one for one in modules if isinstance(one, FSDPModule)]
+    for one in sharded:
+        one.unshard()
+    yield
+    for one in sharded:
+        one.reshard()
 
 
 def add_adapters(policy: nn.Module, *, on: str, but: str, rank: int, alpha: float) -> None:
@@ -221,13 +238,14 @@ def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
 class FlowModule(nn.Module):
     """A flow-matching policy of LeRobot with a vision-language prefix and an action expert.
 
-    Subclasses create `prefix_layers` and `last_prefix_layer`.
+    Subclasses create `prefix_layers`, `last_prefix_layer` and `expert_layers`.
     """
 
     policy: Any
     time_scale: Tensor
     prefix_layers: nn.ModuleList
     last_prefix_layer: LayerModule
+    expert_layers: nn.ModuleList
     head_dim: int
 
     def __init__(self, policy: Any, spec: PolicySpec, binding: Binding, options: ModuleOptions, dtype: str) -> None:
@@ -242,6 +260,14 @@ class FlowModule(nn.Module):
         self.train_prefix = options.train not in ("heads", "expert")
         time_scale = make_time_scale(policy.config, policy.model.action_in_proj)
         self.register_buffer("time_scale", time_scale, persistent=False)
+
+    def tower_layers(self) -> Sequence[nn.Module]:
+        """Return the layers of the vision tower."""
+        raise NotImplementedError
+
+    def layers(self) -> list[LayerModule]:
+        """Return the layers of language model and expert, in the order of a forward pass."""
+        return [*self.prefix_layers, self.last_prefix_layer, *self.expert_layers]  # pyright: ignore[reportReturnType]
 
     def embed_prompt(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the embedded prompt tokens, (B, L, D)."""

@@ -98,6 +98,8 @@ def choose_prefix(config: RunConfig, setup: Setup, fingerprints: Mapping[str, st
         return PrefixChoice(None, "off")
     if config.dataset.image_transforms.enable:
         return PrefixChoice(None, "off: images are augmented")
+    if config.fsdp:
+        return PrefixChoice(None, "off: --fsdp gathers the frozen part in every step")
     try:
         layout, figures = run_figures(config, setup, on_gpu=on_gpu)
     except ValueError:

@@ -1,5 +1,7 @@
 """Estimates of device memory: sums of their parts, the largest batch, and the smallest change that fits."""
 
+from dataclasses import replace
+
 import pytest
 
 from vlatune.checks.device_memory import (
@@ -32,6 +34,24 @@ def test_accumulation_on_several_workers_holds_the_gradients_twice():
     assert exchanged - alone == NCCL_BYTES
     assert FULL.needed(2, ema=False, num_workers=2, grad_accum=2) - exchanged == FULL.trained
     assert FULL.needed(2, ema=False, num_workers=1, grad_accum=2) == alone
+
+
+def test_sharded_workers_hold_their_part_and_what_is_gathered():
+    options = {"ema": False, "num_workers": 2, "fsdp": True}
+    footprint = replace(CHECKPOINTED, gathered=6 * GB)
+    held = (13 + 3 * 13) * GB // 2 + 6 * GB
+    assert footprint.state_bytes(**options) == held
+    assert footprint.needed(5, **options, grad_accum=2) == held + GB + CUDA_BYTES + NCCL_BYTES
+    loaded = 13 * GB + CUDA_BYTES + NCCL_BYTES  # before a worker drops what others hold
+    assert footprint.needed(5, **options | {"num_workers": 64}) == loaded
+
+
+def test_several_workers_may_shard_what_does_not_fit():
+    footprint, config = replace(FULL, gathered=6 * GB), RunConfig(batch_size=32, num_workers=2)
+    shards = flags_that_fit(config, footprint, replace(CHECKPOINTED, gathered=6 * GB), 40 * GB)
+    assert shards == ("--fsdp=true", "--policy.gradient_checkpointing=true", "--batch_size=16", "--grad_accum=2")
+    assert flags_that_fit(config, FULL, CHECKPOINTED, 40 * GB) == ()
+    assert flags_that_fit(replace(config, num_workers=1), footprint, footprint, 40 * GB) == ()
 
 
 @pytest.mark.parametrize("footprint", [HEADS, FULL, CHECKPOINTED])

@@ -87,6 +87,21 @@ def test_validations_since_the_best_are_counted(small_setup):
     assert validator.best_steps() == [5, 2, 3, 4, 1]
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_all_workers_evaluate_equally_many_batches(small_setup, workers):
+    """As sharded layers need: a worker with fewer batches would let the others wait forever."""
+    chosen: list[set[int]] = []
+
+    def record(_, batches):
+        chosen.append(set(batches))
+        return iter(())
+
+    for rank in range(workers):
+        Validator(small_setup, Share(rank, workers), EvalConfig(max_samples=3, batch_size=1), 10, record).close()
+    assert len({len(one) for one in chosen}) == 1
+    assert set.union(*chosen) == {0, 1, 2}
+
+
 def test_an_accelerator_evaluates_no_more_samples_at_once_than_it_trains_with():
     options = EvalConfig()
     small, large = (RunConfig(batch_size=size) for size in (2, 2 * options.batch_size))

@@ -47,6 +47,7 @@ POLICY = PolicyInfo(
     },
     options=Pi0Options,
     settings=PI05.settings,
+    shards=PI05.shards,
     hub_base=HUB_BASE,
     max_dims=PI05.max_dims,
     has_prompt=True,

@@ -97,6 +97,7 @@ POLICY = PolicyInfo(
     },
     options=Pi05Options,
     settings=SETTINGS,
+    shards=True,
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,

@@ -16,7 +16,7 @@ There is one key/value head, so query heads are folded into tokens instead of re
 mask is (B, 1, 1, S), or (B, 1, H * N, S) with PI0's state token, which does not attend to actions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +78,9 @@ class Pi05Module(FlowModule):
         self.expert_layers = nn.ModuleList(
             LayerModule(layer, expert_layer, options) for layer in joint.gemma_expert.model.layers
         )
+
+    def tower_layers(self) -> Sequence[nn.Module]:
+        return self.policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers
 
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean loss over noise samples, time steps and the robot's action dims."""

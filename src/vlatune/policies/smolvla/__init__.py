@@ -65,6 +65,7 @@ POLICY = PolicyInfo(
     },
     options=SmolVLAOptions,
     settings=SETTINGS,
+    shards=True,
     hub_base=HUB_BASE,
     max_dims=32,
     has_prompt=True,

@@ -20,7 +20,7 @@ heads, E head size.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from vlatune.policies.modeling import (
     compile_tower,
     encode_time,
     gated_mlp,
+    gathered,
     merge_adapters,
     noisy_and_target,
     num_valid,
@@ -78,6 +79,9 @@ class SmolVLAModule(FlowModule):
             for number, layer in enumerate(joint.lm_expert.layers)
         )
 
+    def tower_layers(self) -> Sequence[nn.Module]:
+        return self._vlm.vision_model.encoder.layers
+
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean over valid time steps, the robot's action dims and noise samples.
 
@@ -115,6 +119,11 @@ class SmolVLAModule(FlowModule):
 
     def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
         return (*super().observation(batch), self.padded_state(batch))
+
+    def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
+        # LeRobot's sampling uses weights of layers without calling the layers.
+        with gathered(one.layer for one in self.layers()):
+            return super().predict(batch, noise_BTP)
 
     def as_lerobot(self) -> SmolVLAPolicy:
         """Return LeRobot's policy for saving; merges adapters, so training must not continue.

@@ -49,7 +49,7 @@ MAY_CHANGE += ("dataset.revision", "dataset.storage_options", "policy.path", "po
 # Where and when the same numbers are computed.
 MAY_CHANGE += ("dataset.cache", "dataset.cache_bytes", "policy.gradient_checkpointing", "ray")
 # The split of the global batch, whose size is compared.
-MAY_CHANGE += ("batch_size", "grad_accum", "num_workers")
+MAY_CHANGE += ("batch_size", "grad_accum", "num_workers", "fsdp")
 # The end of the run, and when it is stopped.
 MAY_CHANGE += ("steps", "early_stop", "hang_timeout_s", "grace_s", "max_restarts", "max_spilled_bytes")
 # What is logged, evaluated and saved.

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file as save_arrays
 from torch import Tensor
 
 from vlatune.checkpoint.local_store import OnPhase, Score, no_phase
-from vlatune.checkpoint.snapshot import BackgroundWriter, Keep, Snapshot, Staging, TorchHost
+from vlatune.checkpoint.snapshot import BackgroundWriter, Keep, Snapshot, Staging, TorchHost, join_copy
 from vlatune.checkpoint.state import (
     LOSS_SUMS,
     LOSSES,
@@ -133,9 +133,11 @@ class Checkpointer:
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
         table = None if self._learning.loss_sums is None else self._learning.loss_sums.cpu().numpy().copy()  # as above
         everyone = gather((*sums, get_rng(self._device), table))
-        if self._writer:
+        tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
+        if not self._writer:
+            join_copy(tensors)
+        else:
             self._writer.wait()  # the buffer holds one save at a time
-            tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
             snapshot = self._staging.begin(tensors)
             state = self._state(done, tuple(one[0] for one in everyone), loss_count)
             mean_loss = sum(one[1] for one in everyone) / len(everyone) / max(1, self._loss_count)

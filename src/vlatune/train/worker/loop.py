@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from vlatune.batch import Columns
 from vlatune.checkpoint.state import seed_all
@@ -43,6 +44,7 @@ from vlatune.train.worker.optimizer import (
     make_parallel,
     set_learning_rate,
 )
+from vlatune.train.worker.sharding import shard_module
 from vlatune.train.worker.transfer import Prefetcher, Transfer
 from vlatune.train.worker.validation import ReadHeldOut, Validator, validation_options
 from vlatune.train.worker_job import WorkerJob
@@ -108,6 +110,8 @@ class Worker:
         spec = replace(setup.policy, folder=runtime.base_folder)
         module = setup.adapter.load_module(spec, setup.binding, options, self.device, stats=setup.stats)
         module.train()
+        if self.config.fsdp:
+            shard_module(module, self.device, self.share.num_workers)
         self.module, trainable = module, trained_tensors(module)
         self.frozen = FrozenPart(module, self.device)
         trained = {name: one for name, one in trainable.items() if isinstance(one, nn.Parameter)}
@@ -128,7 +132,7 @@ class Worker:
         )
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
         self.updater = Updater(
-            make_parallel(module) if self.share.num_workers > 1 else module,
+            make_parallel(module) if self.share.num_workers > 1 and not self.config.fsdp else module,
             list(trained.values()),
             self.optimizer,
             clip_norm=optimizer.grad_clip_norm,
@@ -241,6 +245,8 @@ class Worker:
             found = validator.validate(
                 done, self.module, self.consensus.gather, on_batch=lambda _: self.driver.progress("validation")
             )
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()  # the next forward must not use weights that were gathered before a change
         self.meter.validated(time.perf_counter() - begin)
         if self.logger:
             self.logger.log_validation(done, found.loss, found.action_error, found.int8_loss)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vlatune.batch import LOSS_GROUPS
+from vlatune.checkpoint.state import complete
 from vlatune.config.settings import OptimizerConfig, SchedulerConfig
 from vlatune.data.loss_groups import LossGroups
 from vlatune.policies.base import PolicyOutput
@@ -236,7 +237,8 @@ class Updater:
 
     def apply(self) -> Tensor:
         """Clip, step and free the gradients; return their norm before clipping."""
-        grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        grad_norm = complete(nn.utils.get_total_norm([one.grad for one in self._parameters if one.grad is not None]))
+        nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
         self.guard.watch(grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -57,7 +57,10 @@ class Validation:
 class Validator:
     def __init__(self, setup: Setup, share: Share, options: EvalConfig, every: int, read_held_out: ReadHeldOut) -> None:
         self._batches = cut_batches(setup, choose_held_out(setup, options.max_samples), options.batch_size)
-        mine = {number: one.frames for number, one in self._batches.items() if number % share.num_workers == share.rank}
+        # All workers compute equally many, as sharded layers need; some batches are computed twice.
+        total = len(self._batches)
+        numbers = range(share.rank, -(-total // share.num_workers) * share.num_workers, share.num_workers)
+        mine = {number % total: self._batches[number % total].frames for number in numbers}
         self._setup, self._options, self._every = setup, options, every
         self._ahead: ReadAhead | None = ReadAhead(
             read_held_out(setup, mine), depth=max(1, len(mine)), name="held-out rows"
