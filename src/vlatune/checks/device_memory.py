@@ -214,7 +214,7 @@ def flags_that_fit(
     shared = {"ema": config.optimizer.ema_decay > 0, "num_workers": config.num_workers}
     kept, saving = ((), own, config.fsdp), (("--policy.gradient_checkpointing=true",), checkpointed, config.fsdp)
     sharded = [(("--fsdp=true", *flags), one, True) for flags, one, _ in (kept, saving)]
-    excluded = config.fsdp or config.policy.compile or config.policy.keep_prefix == "true"
+    excluded = config.fsdp or config.policy.compile == "true" or config.policy.keep_prefix == "true"
     can_shard = config.num_workers > 1 and own.gathered > 0 and not excluded
     for flags, footprint, fsdp in (kept, saving, *(sharded if can_shard else ())):
         if footprint is None:

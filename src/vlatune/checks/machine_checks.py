@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
         device_bytes, device = int(torch.cuda.mem_get_info()[1]), "the GPU"
     else:
         device_bytes, device = int(CPU_SHARE * usable_ram_bytes() / config.num_workers), "a worker without a GPU"
-    sharing = {"ema": ema, "num_workers": config.num_workers, "fsdp": config.fsdp}
+    sharing: dict[str, Any] = {"ema": ema, "num_workers": config.num_workers, "fsdp": config.fsdp}
     shared = sharing | {"grad_accum": config.grad_accum}
     needed = footprint.needed(config.batch_size, cuda=cuda, **shared)
     state = footprint.state_bytes(**sharing) + footprint.saved

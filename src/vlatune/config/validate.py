@@ -93,8 +93,8 @@ def _check_sharding(config: RunConfig, info: PolicyInfo) -> None:
         raise ValueError(f"--fsdp=true: {name} cannot be sharded, only {', '.join(able)}; remove the flag")
     if config.num_workers == 1:
         raise ValueError("--fsdp=true: one worker holds all weights; add --num_workers=2, or remove the flag")
-    for flag, given in (("compile", config.policy.compile), ("keep_prefix", config.policy.keep_prefix == "true")):
-        if given:
+    for flag in ("compile", "keep_prefix"):
+        if getattr(config.policy, flag) == "true":
             raise ValueError(f"--fsdp=true: does not work together with --policy.{flag}=true; remove one of them")
 
 
