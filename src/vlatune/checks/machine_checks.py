@@ -80,7 +80,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
     else:
         device_bytes, device = int(CPU_SHARE * usable_ram_bytes() / config.num_workers), "a worker without a GPU"
     sharing: dict[str, Any] = {"ema": ema, "num_workers": config.num_workers, "fsdp": config.fsdp}
-    shared = sharing | {"grad_accum": config.grad_accum}
+    shared: dict[str, Any] = sharing | {"grad_accum": config.grad_accum}
     needed = footprint.needed(config.batch_size, cuda=cuda, **shared)
     state = footprint.state_bytes(**sharing) + footprint.saved
     figures = {
