@@ -140,8 +140,9 @@ def test_the_frozen_part_leaves_the_device_once_all_is_kept(virtual_library, con
     for line in validation:
         assert 0 < abs(line["val_loss_int8"] / line["val_loss"] - 1) < 1e-2
     held = [report["held_bytes"] for report in reports]
-    assert max(held[1][1:]) + 0.8 * frozen < min(held[0][1:4])  # also after each validation
-    assert held[2][1] + 0.8 * frozen < held[2][-1]
+    # Batches that are read ahead differ in number, and count as well.
+    assert max(held[1][1:]) + 0.5 * frozen < min(held[0][1:4])  # also after each validation
+    assert held[2][1] + 0.5 * frozen < held[2][-1]
 
 
 def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, tmp_path):

@@ -189,10 +189,10 @@ def _samples_to_show(setup: Inputs, group: Group, count: int) -> list[EvalSample
 
 def choose_device(name: str | None) -> torch.device:
     """Return the device named by a flag, by default CUDA if available; sets its flags as training does."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device).tolist()
-    except (RuntimeError, AssertionError):  # AssertionError: torch was built without CUDA
+    except (RuntimeError, AssertionError):
         raise ValueError(f"--device={name}: torch cannot use it here; give cpu, cuda or cuda:1") from None
     use_fast_kernels(device)
     return device

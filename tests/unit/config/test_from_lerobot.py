@@ -382,7 +382,7 @@ def test_a_train_config_of_lerobot_0_7_gives_the_same_run(newer_config):
     [
         (("ema", "decay"), None, "ema.enable=true: only a constant decay"),
         (("ema", "update_after_step"), 10, "ema.update_after_step=10: the moving average starts with the first step"),
-        (("parallelism", "dp_shard"), 8, "parallelism.dp_shard=8: sharding is not supported"),
+        (("parallelism", "dp_shard"), 8, "parallelism.dp_shard=8: use --num_workers with --fsdp=true"),
         (("parallelism", "cfg_parallel"), 2, "parallelism.cfg_parallel=2"),
         (("accelerator", "mixed_precision"), "fp16", "accelerator.mixed_precision=fp16: supported are bf16 and no"),
         (("accelerator", "gradient_accumulation", "steps"), 2, "LeRobot counts micro-batches as steps"),

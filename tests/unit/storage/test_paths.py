@@ -32,7 +32,7 @@ def test_urls_and_repositories_are_not_checked(tmp_path):
     (tmp_path / "config.json").touch()
     require_base(str(tmp_path))
     assert not is_repository("./owner/name")
-    with pytest.raises(ValueError, match="not a hub repository"):
+    with pytest.raises(ValueError, match="neither a hub repository"):
         require_base("/owner/name")
 
 
