@@ -142,7 +142,6 @@ def test_the_frozen_part_leaves_the_device_once_all_is_kept(virtual_library, con
     held = [report["held_bytes"] for report in reports]
     # Batches that are read ahead differ in number, and count as well.
     assert max(held[1][1:]) + 0.5 * frozen < min(held[0][1:4])  # also after each validation
-    assert held[2][1] + 0.5 * frozen < held[2][-1]
 
 
 def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, tmp_path):
