@@ -31,7 +31,7 @@ JOB = "VLATUNE_TEST_JOB"
 """Environment variable of all processes of a job."""
 KEPT_BY_RAY = "AutoscalingCoordinator"
 """Detached actor that Ray Train creates once in a cluster, for all jobs."""
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 
 def processes_with(name: str, value: str) -> list[psutil.Process]:
