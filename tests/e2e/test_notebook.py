@@ -1,4 +1,4 @@
-"""The notebook runs headless and shows images, a chart and the evaluation of its model."""
+"""The notebook runs headless, imports nothing from the working directory, and shows images, charts and an evaluation."""
 
 import re
 
@@ -18,6 +18,8 @@ NOTEBOOK = ROOT / "notebooks" / "fine_tune.ipynb"
 def test_the_notebook_runs_and_its_model_learns(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", "/tmp")  # Ray's sockets are below it, and their names are limited
+    for module in ("av", "numpy", "pyarrow", "ray", "torch", "vlatune"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{module}')\n")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     set_parameters(notebook, folder=str(tmp_path / "all files"))
     NotebookClient(
@@ -26,7 +28,8 @@ def test_the_notebook_runs_and_its_model_learns(monkeypatch, tmp_path):
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     data = [output.data for output in shown if output.output_type == "display_data"]
     assert any("image/png" in one for one in data)
-    assert any("<svg" in one.get("text/html", "") for one in data)
+    assert any("&lt;svg" in one.get("text/html", "") for one in data)
+    assert not (tmp_path / "imported").exists()
     texts = [one.text for one in shown if one.output_type == "stream"]
     assert [one.text for one in shown if one.get("name") == "stderr"] == []
     (table,) = (one for one in texts if "mean_action_error" in one)
