@@ -5,10 +5,11 @@ padded action dims.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from vlatune.batch import (
 )
 from vlatune.data.transforms import NORMALISE_EPS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec, Stats
+from vlatune.policies.loading import fill, find_tensors, put, read_tensors, train_only
 from vlatune.policies.normalisation import STATS_OF_MODE
 
 ADAPTER = "default"
@@ -241,6 +243,12 @@ class FlowModule(nn.Module):
     Subclasses create `prefix_layers`, `last_prefix_layer` and `expert_layers`.
     """
 
+    trained: ClassVar[Mapping[str, str]]
+    """Patterns of the parameters that each fine-tuning mode trains."""
+    adapted: ClassVar[str]
+    """Pattern of the linear layers that get LoRA, if their output is used."""
+    rounded: ClassVar[str] = "(?!)"
+    """Pattern of frozen parameters that an export reads from the base again, if they are bfloat16."""
     policy: Any
     time_scale: Tensor
     prefix_layers: nn.ModuleList
@@ -248,22 +256,91 @@ class FlowModule(nn.Module):
     expert_layers: nn.ModuleList
     head_dim: int
 
-    def __init__(self, policy: Any, spec: PolicySpec, binding: Binding, options: ModuleOptions, dtype: str) -> None:
+    def __init__(self, policy: Any, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
         self.policy = policy
-        self.base = Path(spec.folder)
+        self.spec = spec
         delivered = {target for _, target in binding.cameras}
         self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
         self.action_dim = binding.action_dim
         self.flow_samples = options.flow_samples
+        dtype = getattr(policy.config, "dtype", options.dtype)
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.train_prefix = options.train not in ("heads", "expert")
         time_scale = make_time_scale(policy.config, policy.model.action_in_proj)
         self.register_buffer("time_scale", time_scale, persistent=False)
 
-    def tower_layers(self) -> Sequence[nn.Module]:
-        """Return the layers of the vision tower."""
+    @classmethod
+    def load(cls, spec: Any, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu") -> Self:
+        """Load a pretrained_model folder on `device`, one tensor at a time; only `options.train` is trainable.
+
+        On the meta device no weight is read, but dtypes and `requires_grad` are final.
+        """
+        policy: Any = cls.build_policy(spec, options.dtype)
+        device = torch.device(device)
+        tensors = None if device.type == "meta" else find_tensors(Path(spec.folder), policy, spec.type)
+        vars(policy.config).update(spec.overrides)  # none of them changes a weight
+        cls.set_dtypes(policy, options)
+        multiply_large_patches(policy)
+        unused = cls.unused(policy, spec)
+        train_only(policy, cls.trained[options.train], unused=unused)
+        if tensors is not None:
+            fill(policy, tensors, device)
+        if options.train == "lora":
+            add_adapters(policy, on=cls.adapted, but=unused, rank=options.lora_rank, alpha=options.lora_alpha)
+            train_only(policy, cls.trained[options.train], unused=unused)
+        tower = cls.tower(policy)
+        if options.gradient_checkpointing and options.train == "full":
+            # Nothing here is random, and saving the RNG state would sync with the device.
+            tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        for layer in tower.encoder.layers if options.compile else ():
+            layer.compile()
+        module = cls(policy, spec, binding, options)
+        return module if tensors is not None else module.to("meta")
+
+    @staticmethod
+    def build_policy(spec: Any, dtype: str | None) -> Any:
+        """Build LeRobot's class with parameters on the meta device."""
         raise NotImplementedError
+
+    @staticmethod
+    def set_dtypes(policy: Any, options: ModuleOptions) -> None:
+        """Drop heads that no forward calls, and set the dtype of every parameter."""
+        raise NotImplementedError
+
+    @staticmethod
+    def unused(policy: Any, spec: Any) -> str:
+        """Return a pattern of the parameters that no mode trains, because they cannot affect the loss."""
+        raise NotImplementedError
+
+    @staticmethod
+    def tower(policy: Any) -> Any:
+        """Return the vision tower."""
+        raise NotImplementedError
+
+    def tower_layers(self) -> Sequence[nn.Module]:
+        return self.tower(self.policy).encoder.layers
+
+    def as_lerobot(self) -> Any:
+        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
+
+        Weights that no step uses are read from the base model again.
+        """
+        merge_adapters(self.policy)
+        folder, complete = (
+            Path(self.spec.folder),
+            self.build_policy(self.spec, getattr(self.policy.config, "dtype", None)),
+        )
+        tensors, ours = find_tensors(folder, complete, self.spec.type), dict(self.policy.named_parameters())
+        dropped = [name for name, _ in complete.named_parameters() if name not in ours]
+        for head in (name.removesuffix(".weight") for name in dropped):
+            owner, _, leaf = head.rpartition(".")
+            setattr(self.policy.get_submodule(owner), leaf, complete.get_submodule(head).requires_grad_(False))
+        again = [name for name, one in ours.items() if one.dtype == torch.bfloat16 and re.match(self.rounded, name)]
+        device = self.policy.model.action_in_proj.weight.device
+        for name, tensor in read_tensors(tensors, [*dropped, *again]):
+            put(self.policy, name, tensor.to(device=device, dtype=complete.get_parameter(name).dtype, copy=True))
+        return self.policy
 
     def layers(self) -> list[LayerModule]:
         """Return the layers of language model and expert, in the order of a forward pass."""
@@ -340,18 +417,6 @@ def use_fast_kernels(device: torch.device, *, deterministic: bool = False) -> No
         torch.backends.cudnn.allow_tf32 = True
         # Images have one size, but benchmarking may choose different kernels each time.
         torch.backends.cudnn.benchmark = not deterministic
-
-
-def compile_tower(layers: nn.ModuleList, options: ModuleOptions) -> None:
-    """Compile the layers of a vision tower in place, if the run compiles."""
-    for layer in layers if options.compile else ():
-        layer.compile()
-
-
-def checkpoint_tower(tower: Any) -> None:
-    """Recompute the layers of a vision tower in the backward pass."""
-    # Nothing here is random, and saving the RNG state would sync with the device.
-    tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def make_time_scale(config: Any, action_in: nn.Linear) -> Tensor:

@@ -16,8 +16,7 @@ There is one key/value head, so query heads are folded into tokens instead of re
 mask is (B, 1, 1, S), or (B, 1, H * N, S) with PI0's state token, which does not attend to actions.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,25 +33,15 @@ from vlatune.policies.modeling import (
     LayerModule,
     Prefix,
     Rope,
-    checkpoint_tower,
-    compile_tower,
     encode_time,
     gated_mlp,
-    merge_adapters,
     noisy_and_target,
     project,
     repeat_each,
     to_pixels,
 )
 from vlatune.policies.pi05.size import NUM_HEADS
-from vlatune.policies.pi05.weights import (
-    PiPolicy,
-    add_adapters,
-    load_policy,
-    restore_unused,
-    set_trainable,
-    trains_tower,
-)
+from vlatune.policies.pi05.weights import ADAPTED, TOWER, TRAINED, PiPolicy, build_policy, set_dtypes, unused
 
 
 class Suffix(NamedTuple):
@@ -68,8 +57,11 @@ class Suffix(NamedTuple):
 class Pi05Module(FlowModule):
     """A `PI05Policy` that takes batches as `batch.py` describes them."""
 
+    trained, adapted, rounded = TRAINED, ADAPTED, TOWER
+    build_policy, set_dtypes, unused = staticmethod(build_policy), staticmethod(set_dtypes), staticmethod(unused)
+
     def __init__(self, policy: PiPolicy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
-        super().__init__(policy, spec, binding, options, policy.config.dtype)
+        super().__init__(policy, spec, binding, options)
         joint: Any = policy.model.paligemma_with_expert
         *prefix, last = joint.paligemma.model.language_model.layers
         self.head_dim = last.self_attn.head_dim
@@ -79,8 +71,9 @@ class Pi05Module(FlowModule):
             LayerModule(layer, expert_layer, options) for layer in joint.gemma_expert.model.layers
         )
 
-    def tower_layers(self) -> Sequence[nn.Module]:
-        return self.policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers
+    @staticmethod
+    def tower(policy: Any) -> Any:
+        return policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model
 
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean loss over noise samples, time steps and the robot's action dims."""
@@ -97,12 +90,7 @@ class Pi05Module(FlowModule):
         return PolicyOutput(loss_B.mean(), losses_BTA.detach(), own_BA[:, None], loss_B)
 
     def as_lerobot(self) -> PiPolicy:
-        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
-
-        Weights that no step uses are read from the base model again.
-        """
-        merge_adapters(self.policy)
-        restore_unused(self.policy, self.base)
+        super().as_lerobot()
         # LeRobot's loader copies the head over the embedding if it comes later in the file. With the
         # embedding's dtype it comes first: safetensors sorts by dtype, then by name.
         paligemma = self.policy.model.paligemma_with_expert.paligemma
@@ -172,32 +160,6 @@ class Pi0Module(Pi05Module):
 
     def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
         return (*super().observation(batch), self.padded_state(batch))
-
-
-def load_pi05(
-    spec: PolicySpec,
-    binding: Binding,
-    options: ModuleOptions,
-    device: torch.device | str = "cpu",
-    *,
-    module: type[Pi05Module] = Pi05Module,
-) -> Pi05Module:
-    """Load a pretrained_model folder on `device`; only `options.train` is trainable.
-
-    On the meta device, no weight is read.
-    """
-    folder, is_planned = Path(spec.folder), torch.device(device).type == "meta"
-    policy = load_policy(folder, train=options.train, dtype=options.dtype, device=device)
-    for name, value in spec.overrides.items():  # none of them changes a weight
-        setattr(policy.config, name, value)
-    if options.train == "lora":
-        add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
-        set_trainable(policy, options.train)
-    if options.gradient_checkpointing and trains_tower(options.train):
-        checkpoint_tower(policy.model.paligemma_with_expert.paligemma.model.vision_tower)
-    compile_tower(policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers, options)
-    made = module(policy, spec, binding, options)
-    return made.to("meta") if is_planned else made
 
 
 def _mask_blind(valid_BS: Tensor, index_N: Tensor, num_blind: int) -> Tensor:

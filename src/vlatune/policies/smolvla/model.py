@@ -20,7 +20,7 @@ heads, E head size.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,11 +37,9 @@ from vlatune.policies.modeling import (
     LayerModule,
     Prefix,
     Rope,
-    compile_tower,
     encode_time,
     gated_mlp,
     gathered,
-    merge_adapters,
     noisy_and_target,
     num_valid,
     project,
@@ -49,7 +47,7 @@ from vlatune.policies.modeling import (
     to_pixels,
 )
 from vlatune.policies.smolvla.size import SmolVLASize, SmolVLASpec
-from vlatune.policies.smolvla.weights import load_policy, restore_unused
+from vlatune.policies.smolvla.weights import ADAPTED, TRAINED, build_policy, set_dtypes, unused
 
 MAX_WAVELENGTH = 10_000
 SMALLEST_SHARE = 1e-6
@@ -59,11 +57,13 @@ SMALLEST_SHARE = 1e-6
 class SmolVLAModule(FlowModule):
     """A `SmolVLAPolicy` that takes batches as `batch.py` describes them."""
 
+    trained, adapted = TRAINED, ADAPTED
+    build_policy, set_dtypes, unused = staticmethod(build_policy), staticmethod(set_dtypes), staticmethod(unused)
     wavelengths: Tensor
     patch_positions: Tensor
 
     def __init__(self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> None:
-        super().__init__(policy, spec, binding, options, options.dtype or "float32")
+        super().__init__(policy, spec, binding, options)
         size, device = spec.size, policy.model.action_in_proj.weight.device
         self.size, self.head_dim = size, size.vlm.head_dim
         self.register_buffer("wavelengths", make_wavelengths(size.vlm.head_dim).to(device), persistent=False)
@@ -79,8 +79,9 @@ class SmolVLAModule(FlowModule):
             for number, layer in enumerate(joint.lm_expert.layers)
         )
 
-    def tower_layers(self) -> Sequence[nn.Module]:
-        return self._vlm.vision_model.encoder.layers
+    @staticmethod
+    def tower(policy: Any) -> Any:
+        return policy.model.vlm_with_expert.get_vlm_model().vision_model
 
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean over valid time steps, the robot's action dims and noise samples.
@@ -124,15 +125,6 @@ class SmolVLAModule(FlowModule):
         # LeRobot's sampling uses weights of layers without calling the layers.
         with gathered(one.layer for one in self.layers()):
             return super().predict(batch, noise_BTP)
-
-    def as_lerobot(self) -> SmolVLAPolicy:
-        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
-
-        Weights that no step uses are read from the base model again.
-        """
-        merge_adapters(self.policy)
-        restore_unused(self.policy, self.base, self.size)
-        return self.policy
 
     def embed_prompt(self, batch: Mapping[str, Tensor]) -> Tensor:
         words_BLD = self._vlm.text_model.embed_tokens(batch[TOKENS]).to(self.dtype)
@@ -190,15 +182,6 @@ class SmolVLAModule(FlowModule):
 
     def _attends_to_itself(self, expert_layer: int) -> bool:
         return self.size.has_self_attention(expert_layer * self.size.stride)
-
-
-def load_smolvla(
-    spec: SmolVLASpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
-) -> SmolVLAModule:
-    """Load a pretrained_model folder on `device`; only `options.train` is trainable."""
-    policy = load_policy(spec, options, device)
-    compile_tower(policy.model.vlm_with_expert.get_vlm_model().vision_model.encoder.layers, options)
-    return SmolVLAModule(policy, spec, binding, options)
 
 
 # Images and actions
