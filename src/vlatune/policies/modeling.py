@@ -50,6 +50,11 @@ class KeyValue(NamedTuple):
         """Repeat every observation `times` times, for its noise samples."""
         return KeyValue(repeat_each(self.keys, times), repeat_each(self.values, times))
 
+    def expanded(self, heads: int) -> "KeyValue":
+        """Repeat keys and values for each of the query heads that share them."""
+        times = heads // self.keys.shape[1]
+        return KeyValue(self.keys.repeat_interleave(times, dim=1), self.values.repeat_interleave(times, dim=1))
+
 
 def pack_layers(layers: Sequence[KeyValue]) -> Tensor:
     """Return the keys and values of all layers as one vector per token, (B, S, layers * 2 * heads * size)."""
@@ -96,6 +101,46 @@ def project(linear: Any, x: Tensor) -> Tensor:
 def gated_mlp(mlp: Any, x_BND: Tensor) -> Tensor:
     """Apply the gated MLP of Gemma and Llama."""
     return project(mlp.down_proj, mlp.act_fn(project(mlp.gate_proj, x_BND)) * project(mlp.up_proj, x_BND))
+
+
+MASK_ALIGNMENT = 16
+"""Rows of a mask start at multiples of this many elements, which fused kernels require."""
+
+
+def expands_heads(device: torch.device) -> bool:
+    """True if query heads are not folded into tokens: deterministic kernels compute the gradients of a head in sequence."""
+    return torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and device.type != "cpu"
+
+
+def make_mask(seen_BNS: Tensor, dtype: torch.dtype, groups: int = 1) -> Tensor:
+    """Return the mask for `attend` from what tokens attend to, (B, 1, S) if it is the same for all.
+
+    It is additive and aligned, otherwise `scaled_dot_product_attention` converts and copies it in
+    every layer. `groups` is the number of query heads per key/value head.
+    """
+    if seen_BNS.shape[1] > 1 and not expands_heads(seen_BNS.device):
+        seen_BNS = seen_BNS.repeat(1, groups, 1)
+    *rows, size = seen_BNS.shape
+    aligned = torch.zeros(*rows, -(-size // MASK_ALIGNMENT) * MASK_ALIGNMENT, dtype=dtype, device=seen_BNS.device)
+    return aligned[..., :size].masked_fill_(~seen_BNS, -math.inf)[:, None]
+
+
+def attend(queries_BHNE: Tensor, seen: KeyValue, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Return the heads' outputs, (B, N, H * E).
+
+    Keys are not repeated: noise samples of an observation, and query heads that share a key/value
+    head, are folded into tokens.
+    """
+    tokens, size = queries_BHNE.shape[2:]
+    if expands_heads(queries_BHNE.device):
+        seen = seen.expanded(queries_BHNE.shape[1])
+    batch, kv_heads = seen.keys.shape[:2]
+    samples, groups = len(queries_BHNE) // batch, queries_BHNE.shape[1] // kv_heads
+    apart = queries_BHNE.reshape(batch, samples, kv_heads, groups * tokens, size)
+    folded = apart.transpose(1, 2).reshape(batch, kv_heads, samples * groups * tokens, size)
+    out = functional.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=mask, scale=scale)
+    out = out.reshape(batch, kv_heads, samples, groups, tokens, size).permute(0, 2, 4, 1, 3, 5)
+    return out.reshape(batch * samples, tokens, kv_heads * groups * size)
 
 
 def num_valid(batch: Mapping[str, Tensor]) -> Tensor:
@@ -156,26 +201,26 @@ def multiply_large_patches(policy: nn.Module) -> None:
 
 
 class LayerModule(nn.Module):
-    """One of LeRobot's layers with another forward: `compute(layer, ...)`.
+    """One of LeRobot's layers with other forwards: `computes[way](layer, ...)`.
 
-    FSDP2 shards LeRobot's layer, which has the weights, and gathers them around its `compute`.
+    Uses that differ in shapes have functions of their own: torch.compile keeps few versions of each. FSDP2 shards LeRobot's layer, which has the weights, and gathers them around its `compute`.
     """
 
-    def __init__(self, layer: nn.Module, compute: Callable[..., Any], options: ModuleOptions | None = None) -> None:
+    def __init__(self, layer: nn.Module, *computes: Callable[..., Any], options: ModuleOptions | None = None) -> None:
         super().__init__()
         self.layer: Any = layer
-        self._compute = torch.compile(compute) if options is not None and options.compile else compute
+        self._computes = [torch.compile(one) for one in computes] if options and options.compile else computes
         self._checkpointed = options is not None and options.gradient_checkpointing
         self.layer.compute = self._run
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.layer.compute(*inputs)
+    def forward(self, *inputs: Any, way: int = 0) -> Any:
+        return self.layer.compute(self._computes[way], *inputs)
 
-    def _run(self, *inputs: Any) -> Any:
+    def _run(self, compute: Callable[..., Any], *inputs: Any) -> Any:
         if not (self._checkpointed and torch.is_grad_enabled()):
-            return self._compute(self.layer, *inputs)
+            return compute(self.layer, *inputs)
         # Nothing here is random, and saving the RNG state would sync with the device.
-        return checkpoint(self._compute, self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(compute, self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
@@ -235,6 +280,13 @@ def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
     """Return LeRobot's sinusoidal embedding of the flow time, bit-identical."""
     angle_BD = time_scale[None, :] * time_B[:, None]
     return torch.cat([torch.sin(angle_BD), torch.cos(angle_BD)], dim=1).to(time_B.dtype)
+
+
+def embed_actions(model: Any, noisy_BTP: Tensor, time_code_BD: Tensor) -> Tensor:
+    """Return a token per action, mixed with the flow time, in PI0 and SmolVLA."""
+    action_BTD = model.action_in_proj(noisy_BTP)
+    both = torch.cat([action_BTD, time_code_BD[:, None].expand_as(action_BTD)], dim=2)
+    return model.action_time_mlp_out(functional.silu(model.action_time_mlp_in(both)))
 
 
 class FlowModule(nn.Module):
@@ -386,9 +438,9 @@ class FlowModule(nn.Module):
         num_image_tokens = hidden_BND.shape[1] - batch[TOKENS].shape[1]
         valid_BN = valid_tokens(batch[TOKEN_MASK], batch.get(CAMERA_MASK), num_image_tokens)
         rope = self.make_rope(torch.cumsum(valid_BN, dim=1) - 1)
-        layers = []
+        layers, mask = [], make_mask(valid_BN[:, None], hidden_BND.dtype)
         for layer in self.prefix_layers:
-            hidden_BND, key_value = layer(hidden_BND, rope, valid_BN[:, None, None, :])
+            hidden_BND, key_value = layer(hidden_BND, rope, mask)
             layers.append(key_value)
         return Prefix([*layers, self.last_prefix_layer(hidden_BND, rope)], valid_BN)
 
