@@ -18,8 +18,8 @@ from benchmarks.options import StepBench
 from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, SLOT, STATE, TASK, Columns
 from vlatune.data.transforms import apply_all
 from vlatune.policies.base import Binding, Fit, NoiseSpec, PolicyAdapter, PolicySpec
-from vlatune.policies.model_size import write_size
-from vlatune.policies.pi05.size import Pi05Size, building_at, read_size
+from vlatune.policies.model_size import building_at, read_size_file, write_size
+from vlatune.policies.pi05.size import Pi05Size, read_size
 from vlatune.policies.pi05.tiny import init_for_scratch
 from vlatune.policies.pi05.weights import CLASSES, parse_config
 from vlatune.policies.smolvla import size as smolvla_size
@@ -153,8 +153,10 @@ def _rebuild_smolvla(folder: Path, scale: Scale, seed: int) -> None:
     """Replace a SmolVLA's weights by random ones of another size."""
     config: Any = PreTrainedConfig.from_pretrained(folder)
     config.num_vlm_layers = scale.depth
-    config.expert_width_multiplier = smolvla_size.CONFIG_DEFAULTS["expert_width_multiplier"]
-    size = scaled_smolvlm(scale, smolvla_size.read_size(folder, {}).vlm.vocab_size)
+    config.expert_width_multiplier = get_adapter(SMOLVLA).defaults["expert_width_multiplier"]
+    small = read_size_file(folder, smolvla_size.SmolVLMSize)
+    assert small is not None  # written by make_base
+    size = scaled_smolvlm(scale, small.vocab_size)
     smolvla_tiny.make_policy(config, size, seed).save_pretrained(folder)
     write_size(folder, size)
 

@@ -16,7 +16,8 @@ from vlatune.config.settings import ExportConfig
 from vlatune.evaluate.predictions import in_own_units
 from vlatune.export.export import export_run
 from vlatune.policies.base import Binding, PolicySpec
-from vlatune.policies.pi05.size import building_at, read_size
+from vlatune.policies.model_size import building_at
+from vlatune.policies.pi05.size import read_size
 
 
 def load_lerobot(folder: Path) -> Any:

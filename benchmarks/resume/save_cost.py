@@ -30,7 +30,7 @@ from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.data.order.sample_order import OrderSpec
 from vlatune.export.policy_files import make_policy_files
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.model import Pi05Module, load_pi05
+from vlatune.policies.pi05.model import Pi05Module
 from vlatune.policies.pi05.weights import build_policy
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
 from vlatune.train.worker.device import device_batches
@@ -64,8 +64,8 @@ class Learner:
     def __init__(self, base: Base, train: str, *, dtype: str = "bfloat16", seed: int = 0) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         options = ModuleOptions(train, dtype)
-        self.module: Pi05Module = load_pi05(base.spec, base.binding, options, self.device).train()
-        self.left_out = _left_out(base.folder, self.module)
+        self.module: Pi05Module = Pi05Module.load(base.spec, base.binding, options, self.device).train()
+        self.left_out = _left_out(base, self.module)
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         config = OptimizerConfig()
         self.optimizer = make_optimizer(self.trainable.values(), config)
@@ -75,12 +75,12 @@ class Learner:
         batches.close()
 
 
-def _left_out(folder: Path, module: Pi05Module) -> dict[str, Tensor]:
+def _left_out(base: Base, module: Pi05Module) -> dict[str, Tensor]:
     """Return the vocabulary heads, which the template saves and vlatune does not load."""
     there = module.policy.state_dict().keys()
     return {
         name: torch.zeros(parameter.shape, dtype=torch.bfloat16)
-        for name, parameter in build_policy(folder, None).named_parameters()
+        for name, parameter in build_policy(base.spec, None).named_parameters()
         if name not in there
     }
 

@@ -23,7 +23,8 @@ from torch.amp.grad_scaler import GradScaler
 from benchmarks.step.host_sync import HostSyncSpy
 from vlatune.batch import ACTION, IMAGE_PREFIX, STATE, TASK, Columns
 from vlatune.data.meta.dataset_meta import DatasetMeta
-from vlatune.policies.pi05.size import building_at, read_size
+from vlatune.policies.model_size import building_at
+from vlatune.policies.pi05.size import read_size
 from vlatune.policies.pi05.weights import CLASSES, parse_config, set_trainable
 
 type Batch = dict[str, Any]

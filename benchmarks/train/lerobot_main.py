@@ -10,6 +10,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from vlatune.policies.model_size import building_at
 from vlatune.policies.pi05 import size as pi_size
 from vlatune.policies.smolvla import size as smolvla_size
 
@@ -27,9 +28,9 @@ def building(base: Path) -> AbstractContextManager[None]:
     """Build LeRobot's classes at the base's size, unless they read it from config.json."""
     config = json.loads((base / "config.json").read_bytes())
     if config["type"] == "smolvla":
-        return smolvla_size.building_at(smolvla_size.read_size(base, config).vlm)
+        return building_at(smolvla_size.read_size(base, config).vlm)
     size = pi_size.read_size(base)
-    return nullcontext() if size is None else pi_size.building_at(size)
+    return nullcontext() if size is None else building_at(size)
 
 
 if __name__ == "__main__":  # DataLoader workers import this module, too

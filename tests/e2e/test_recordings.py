@@ -37,7 +37,8 @@ def load(folder: Path) -> tuple[Any, Any]:
     from lerobot.configs import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    from vlatune.policies.pi05.size import building_at, read_size
+    from vlatune.policies.model_size import building_at
+    from vlatune.policies.pi05.size import read_size
 
     config = PreTrainedConfig.from_pretrained(folder)
     size = read_size(folder)

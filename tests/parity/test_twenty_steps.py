@@ -9,8 +9,9 @@ from benchmarks.options import StepBench
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.config.settings import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.model import Pi05Module, load_pi05
-from vlatune.policies.pi05.size import building_at, read_size
+from vlatune.policies.model_size import building_at
+from vlatune.policies.pi05.model import Pi05Module
+from vlatune.policies.pi05.size import read_size
 from vlatune.train.worker.optimizer import Updater, learning_rate, make_optimizer, set_learning_rate
 
 STEPS, BATCH = 20, 4
@@ -68,7 +69,7 @@ def lerobot_losses(base: Base, train: str, batches: list[dict[str, torch.Tensor]
 
 def load(base: Base, train: str) -> Pi05Module:
     torch.manual_seed(0)  # adapters begin at random
-    return load_pi05(base.spec, base.binding, ModuleOptions(train, "float32")).train()
+    return Pi05Module.load(base.spec, base.binding, ModuleOptions(train, "float32")).train()
 
 
 def lerobot_policy(base: Base, train: str) -> PI05Policy:

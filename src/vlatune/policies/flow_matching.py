@@ -32,6 +32,7 @@ from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
     Binding,
+    Fit,
     ModuleOptions,
     NoiseSpec,
     PolicyAdapter,
@@ -41,9 +42,9 @@ from vlatune.policies.base import (
 )
 from vlatune.policies.base_folder import read_config, read_steps, with_defaults
 from vlatune.policies.binding import mixture_masks
-from vlatune.policies.model_size import SIZE_FILE
+from vlatune.policies.model_size import SIZE_FILE, ModelSize, loading_code, read_size_file
 from vlatune.policies.normalisation import make_normalisers, make_relative
-from vlatune.policies.processors import PREPROCESSOR
+from vlatune.policies.processors import PREPROCESSOR, make_fields
 from vlatune.policies.tokenizer import (
     NewlinePrompt,
     PromptTokenizer,
@@ -53,11 +54,23 @@ from vlatune.policies.tokenizer import (
     tokenizer_settings,
 )
 from vlatune.policies.weight_files import Shapes, check_shapes, count_flops, stored_tensors
+from vlatune.registry import get_policy_info
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+FLOW_FIELDS = make_fields(
+    size="chunk_size n_action_steps max_state_dim max_action_dim tokenizer_max_length",
+    count="empty_cameras",
+    number="min_period max_period optimizer_lr optimizer_eps optimizer_weight_decay optimizer_grad_clip_norm "
+    "scheduler_warmup_steps scheduler_decay_steps scheduler_decay_lr",
+    numbers="optimizer_betas",
+    flag="freeze_vision_encoder train_expert_only compile_model",
+    text="compile_mode",
+    plain_map="rtc_config",
+)
+"""Fields of config.json that all of these policies have."""
 USED_ONCE = r"embed_tokens|lm_head|position_embedding|layernorm\.dense"
 """Weights that no token multiplies."""
 
@@ -129,9 +142,11 @@ class FlowNoise:
 class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
     """The adapter of a policy with a vision-language prefix and an action expert."""
 
-    title: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]]
-    """LeRobot's defaults for fields missing from config.json."""
+    """LeRobot's defaults for fields missing from config.json, besides those of the policy's options."""
+    size_class: ClassVar[type[ModelSize]]
+    modeling: ClassVar[str]
+    """LeRobot's module that builds the model."""
     spec_class: ClassVar[type[Any]] = FlowSpec
     parts: ClassVar[tuple[str, str, str]]
     """Patterns of tensor names: vision tower, language model, action expert."""
@@ -146,13 +161,31 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
     def loader(self) -> Callable[[S, Binding, ModuleOptions, Any], torch.nn.Module]:
         """Return the function that loads the torch module on a device."""
 
+    @abstractmethod
+    def make_tiny(self, folder: Path, fit: Fit, place: Path) -> object:
+        """Write the tiny model, see `make_base`."""
+
     def make_prompt(self, binding: Binding) -> Transform:
         return NewlinePrompt()
+
+    def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
+        """Write the tiny model; the full-size one is never trained from scratch."""
+        assert small
+        self.make_tiny(folder, fit, place)
+
+    def loading_code(self, folder: Path) -> str:
+        size = read_size_file(folder, self.size_class)
+        return loading_code(size, self.modeling) if size else ""
+
+    def config_defaults(self) -> dict[str, Any]:
+        """Return LeRobot's defaults for all fields that are used."""
+        common = {"max_state_dim": 32, "max_action_dim": 32, "empty_cameras": 0, "input_features": {}}
+        return {**common, **get_policy_info(self.schema.type).option_defaults, **self.defaults}
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> S:
         """Read and validate the folder; of the weights only some shapes, loading compares all."""
         steps = read_steps(folder, self.schema)
-        config = with_defaults(read_config(folder, self.schema, overrides), self.defaults)
+        config = with_defaults(read_config(folder, self.schema, overrides), self.config_defaults())
         if overrides:
             check_action_steps(config, f"policy '{folder}'")
         fields, shapes = self.read_model(folder, config)
@@ -172,7 +205,7 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
             **fields,
         )
         found = {name: one for one in stored_tensors(folder) for name in self.stored_names(one.key)}
-        check_shapes(folder, shapes, found, self.title)
+        check_shapes(folder, shapes, found, get_policy_info(self.schema.type).title)
         return spec
 
     def make_transforms(self, spec: S, binding: Binding, stats: Stats, noise: NoiseSpec) -> tuple[Transform, ...]:
@@ -221,6 +254,9 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
         stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
         return self.loader()(spec, binding, options, device)
+
+    def plan_module(self, spec: S, binding: Binding, options: ModuleOptions) -> torch.nn.Module | None:
+        return self.loader()(spec, binding, options, "meta")
 
 
 def _is_frozen(options: ModuleOptions) -> bool:

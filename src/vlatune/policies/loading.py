@@ -6,7 +6,7 @@ the host holds only one tensor at a time.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import groupby
@@ -20,6 +20,7 @@ from torch import nn
 
 from vlatune.policies.processors import CONFIG
 from vlatune.policies.weight_files import StoredTensor, check_tensors, stored_tensors
+from vlatune.registry import get_policy_info
 from vlatune.storage.files import read_file
 
 
@@ -69,20 +70,16 @@ def parameters_on_meta() -> Iterator[None]:
         PreTrainedModel.initialize_weights = original_values
 
 
-def find_tensors(
-    folder: Path, policy: nn.Module, title: str, model_names: Callable[[str], tuple[str, ...]] = lambda key: (key,)
-) -> dict[str, StoredTensor]:
-    """Return the stored tensors by the model's names; raise unless names and shapes match.
-
-    `model_names` maps a stored name to the model's names, its own first.
-    """
-    found: dict[str, StoredTensor] = {}
+def find_tensors(folder: Path, policy: nn.Module, kind: str) -> dict[str, StoredTensor]:
+    """Return the stored tensors by the model's names; raise unless names and shapes match."""
+    info = get_policy_info(kind)
+    stored_names, found = info.adapter().stored_names, {}
     for stored in stored_tensors(folder):
-        names = model_names(stored.key)
+        names = stored_names(stored.key)
         for name in names:
             if name not in found or name == names[0]:  # a separate table precedes the tied one
                 found[name] = stored
-    check_tensors(folder, {name: tuple(one.shape) for name, one in policy.named_parameters()}, found, title)
+    check_tensors(folder, {name: tuple(one.shape) for name, one in policy.named_parameters()}, found, info.title)
     return found
 
 

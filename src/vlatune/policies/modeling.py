@@ -5,10 +5,11 @@ padded action dims.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from vlatune.batch import (
 )
 from vlatune.data.transforms import NORMALISE_EPS
 from vlatune.policies.base import Binding, ModuleOptions, PolicySpec, Stats
+from vlatune.policies.loading import fill, find_tensors, put, read_tensors, train_only
 from vlatune.policies.normalisation import STATS_OF_MODE
 
 ADAPTER = "default"
@@ -47,6 +49,11 @@ class KeyValue(NamedTuple):
     def repeated(self, times: int) -> "KeyValue":
         """Repeat every observation `times` times, for its noise samples."""
         return KeyValue(repeat_each(self.keys, times), repeat_each(self.values, times))
+
+    def expanded(self, heads: int) -> "KeyValue":
+        """Repeat keys and values for each of the query heads that share them."""
+        times = heads // self.keys.shape[1]
+        return KeyValue(self.keys.repeat_interleave(times, dim=1), self.values.repeat_interleave(times, dim=1))
 
 
 def pack_layers(layers: Sequence[KeyValue]) -> Tensor:
@@ -94,6 +101,46 @@ def project(linear: Any, x: Tensor) -> Tensor:
 def gated_mlp(mlp: Any, x_BND: Tensor) -> Tensor:
     """Apply the gated MLP of Gemma and Llama."""
     return project(mlp.down_proj, mlp.act_fn(project(mlp.gate_proj, x_BND)) * project(mlp.up_proj, x_BND))
+
+
+MASK_ALIGNMENT = 16
+"""Rows of a mask start at multiples of this many elements, which fused kernels require."""
+
+
+def expands_heads(device: torch.device) -> bool:
+    """True if query heads are not folded into tokens: deterministic kernels compute the gradients of a head in sequence."""
+    return torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and device.type != "cpu"
+
+
+def make_mask(seen_BNS: Tensor, dtype: torch.dtype, groups: int = 1) -> Tensor:
+    """Return the mask for `attend` from what tokens attend to, (B, 1, S) if it is the same for all.
+
+    It is additive and aligned, otherwise `scaled_dot_product_attention` converts and copies it in
+    every layer. `groups` is the number of query heads per key/value head.
+    """
+    if seen_BNS.shape[1] > 1 and not expands_heads(seen_BNS.device):
+        seen_BNS = seen_BNS.repeat(1, groups, 1)
+    *rows, size = seen_BNS.shape
+    aligned = torch.zeros(*rows, -(-size // MASK_ALIGNMENT) * MASK_ALIGNMENT, dtype=dtype, device=seen_BNS.device)
+    return aligned[..., :size].masked_fill_(~seen_BNS, -math.inf)[:, None]
+
+
+def attend(queries_BHNE: Tensor, seen: KeyValue, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Return the heads' outputs, (B, N, H * E).
+
+    Keys are not repeated: noise samples of an observation, and query heads that share a key/value
+    head, are folded into tokens.
+    """
+    tokens, size = queries_BHNE.shape[2:]
+    if expands_heads(queries_BHNE.device):
+        seen = seen.expanded(queries_BHNE.shape[1])
+    batch, kv_heads = seen.keys.shape[:2]
+    samples, groups = len(queries_BHNE) // batch, queries_BHNE.shape[1] // kv_heads
+    apart = queries_BHNE.reshape(batch, samples, kv_heads, groups * tokens, size)
+    folded = apart.transpose(1, 2).reshape(batch, kv_heads, samples * groups * tokens, size)
+    out = functional.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=mask, scale=scale)
+    out = out.reshape(batch, kv_heads, samples, groups, tokens, size).permute(0, 2, 4, 1, 3, 5)
+    return out.reshape(batch * samples, tokens, kv_heads * groups * size)
 
 
 def num_valid(batch: Mapping[str, Tensor]) -> Tensor:
@@ -154,26 +201,26 @@ def multiply_large_patches(policy: nn.Module) -> None:
 
 
 class LayerModule(nn.Module):
-    """One of LeRobot's layers with another forward: `compute(layer, ...)`.
+    """One of LeRobot's layers with other forwards: `computes[way](layer, ...)`.
 
-    FSDP2 shards LeRobot's layer, which has the weights, and gathers them around its `compute`.
+    Uses that differ in shapes have functions of their own: torch.compile keeps few versions of each. FSDP2 shards LeRobot's layer, which has the weights, and gathers them around its `compute`.
     """
 
-    def __init__(self, layer: nn.Module, compute: Callable[..., Any], options: ModuleOptions | None = None) -> None:
+    def __init__(self, layer: nn.Module, *computes: Callable[..., Any], options: ModuleOptions | None = None) -> None:
         super().__init__()
         self.layer: Any = layer
-        self._compute = torch.compile(compute) if options is not None and options.compile else compute
+        self._computes = [torch.compile(one) for one in computes] if options and options.compile else computes
         self._checkpointed = options is not None and options.gradient_checkpointing
         self.layer.compute = self._run
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.layer.compute(*inputs)
+    def forward(self, *inputs: Any, way: int = 0) -> Any:
+        return self.layer.compute(self._computes[way], *inputs)
 
-    def _run(self, *inputs: Any) -> Any:
+    def _run(self, compute: Callable[..., Any], *inputs: Any) -> Any:
         if not (self._checkpointed and torch.is_grad_enabled()):
-            return self._compute(self.layer, *inputs)
+            return compute(self.layer, *inputs)
         # Nothing here is random, and saving the RNG state would sync with the device.
-        return checkpoint(self._compute, self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(compute, self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
@@ -235,12 +282,25 @@ def encode_time(time_B: Tensor, time_scale: Tensor) -> Tensor:
     return torch.cat([torch.sin(angle_BD), torch.cos(angle_BD)], dim=1).to(time_B.dtype)
 
 
+def embed_actions(model: Any, noisy_BTP: Tensor, time_code_BD: Tensor) -> Tensor:
+    """Return a token per action, mixed with the flow time, in PI0 and SmolVLA."""
+    action_BTD = model.action_in_proj(noisy_BTP)
+    both = torch.cat([action_BTD, time_code_BD[:, None].expand_as(action_BTD)], dim=2)
+    return model.action_time_mlp_out(functional.silu(model.action_time_mlp_in(both)))
+
+
 class FlowModule(nn.Module):
     """A flow-matching policy of LeRobot with a vision-language prefix and an action expert.
 
     Subclasses create `prefix_layers`, `last_prefix_layer` and `expert_layers`.
     """
 
+    trained: ClassVar[Mapping[str, str]]
+    """Patterns of the parameters that each fine-tuning mode trains."""
+    adapted: ClassVar[str]
+    """Pattern of the linear layers that get LoRA, if their output is used."""
+    rounded: ClassVar[str] = "(?!)"
+    """Pattern of frozen parameters that an export reads from the base again, if they are bfloat16."""
     policy: Any
     time_scale: Tensor
     prefix_layers: nn.ModuleList
@@ -248,22 +308,91 @@ class FlowModule(nn.Module):
     expert_layers: nn.ModuleList
     head_dim: int
 
-    def __init__(self, policy: Any, spec: PolicySpec, binding: Binding, options: ModuleOptions, dtype: str) -> None:
+    def __init__(self, policy: Any, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
         super().__init__()
         self.policy = policy
-        self.base = Path(spec.folder)
+        self.spec = spec
         delivered = {target for _, target in binding.cameras}
         self.cameras = tuple(camera for camera in spec.cameras if camera in delivered)
         self.action_dim = binding.action_dim
         self.flow_samples = options.flow_samples
+        dtype = getattr(policy.config, "dtype", options.dtype)
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         self.train_prefix = options.train not in ("heads", "expert")
         time_scale = make_time_scale(policy.config, policy.model.action_in_proj)
         self.register_buffer("time_scale", time_scale, persistent=False)
 
-    def tower_layers(self) -> Sequence[nn.Module]:
-        """Return the layers of the vision tower."""
+    @classmethod
+    def load(cls, spec: Any, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu") -> Self:
+        """Load a pretrained_model folder on `device`, one tensor at a time; only `options.train` is trainable.
+
+        On the meta device no weight is read, but dtypes and `requires_grad` are final.
+        """
+        policy: Any = cls.build_policy(spec, options.dtype)
+        device = torch.device(device)
+        tensors = None if device.type == "meta" else find_tensors(Path(spec.folder), policy, spec.type)
+        vars(policy.config).update(spec.overrides)  # none of them changes a weight
+        cls.set_dtypes(policy, options)
+        multiply_large_patches(policy)
+        unused = cls.unused(policy, spec)
+        train_only(policy, cls.trained[options.train], unused=unused)
+        if tensors is not None:
+            fill(policy, tensors, device)
+        if options.train == "lora":
+            add_adapters(policy, on=cls.adapted, but=unused, rank=options.lora_rank, alpha=options.lora_alpha)
+            train_only(policy, cls.trained[options.train], unused=unused)
+        tower = cls.tower(policy)
+        if options.gradient_checkpointing and options.train == "full":
+            # Nothing here is random, and saving the RNG state would sync with the device.
+            tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        for layer in tower.encoder.layers if options.compile else ():
+            layer.compile()
+        module = cls(policy, spec, binding, options)
+        return module if tensors is not None else module.to("meta")
+
+    @staticmethod
+    def build_policy(spec: Any, dtype: str | None) -> Any:
+        """Build LeRobot's class with parameters on the meta device."""
         raise NotImplementedError
+
+    @staticmethod
+    def set_dtypes(policy: Any, options: ModuleOptions) -> None:
+        """Drop heads that no forward calls, and set the dtype of every parameter."""
+        raise NotImplementedError
+
+    @staticmethod
+    def unused(policy: Any, spec: Any) -> str:
+        """Return a pattern of the parameters that no mode trains, because they cannot affect the loss."""
+        raise NotImplementedError
+
+    @staticmethod
+    def tower(policy: Any) -> Any:
+        """Return the vision tower."""
+        raise NotImplementedError
+
+    def tower_layers(self) -> Sequence[nn.Module]:
+        return self.tower(self.policy).encoder.layers
+
+    def as_lerobot(self) -> Any:
+        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
+
+        Weights that no step uses are read from the base model again.
+        """
+        merge_adapters(self.policy)
+        folder, complete = (
+            Path(self.spec.folder),
+            self.build_policy(self.spec, getattr(self.policy.config, "dtype", None)),
+        )
+        tensors, ours = find_tensors(folder, complete, self.spec.type), dict(self.policy.named_parameters())
+        dropped = [name for name, _ in complete.named_parameters() if name not in ours]
+        for head in (name.removesuffix(".weight") for name in dropped):
+            owner, _, leaf = head.rpartition(".")
+            setattr(self.policy.get_submodule(owner), leaf, complete.get_submodule(head).requires_grad_(False))
+        again = [name for name, one in ours.items() if one.dtype == torch.bfloat16 and re.match(self.rounded, name)]
+        device = self.policy.model.action_in_proj.weight.device
+        for name, tensor in read_tensors(tensors, [*dropped, *again]):
+            put(self.policy, name, tensor.to(device=device, dtype=complete.get_parameter(name).dtype, copy=True))
+        return self.policy
 
     def layers(self) -> list[LayerModule]:
         """Return the layers of language model and expert, in the order of a forward pass."""
@@ -309,9 +438,9 @@ class FlowModule(nn.Module):
         num_image_tokens = hidden_BND.shape[1] - batch[TOKENS].shape[1]
         valid_BN = valid_tokens(batch[TOKEN_MASK], batch.get(CAMERA_MASK), num_image_tokens)
         rope = self.make_rope(torch.cumsum(valid_BN, dim=1) - 1)
-        layers = []
+        layers, mask = [], make_mask(valid_BN[:, None], hidden_BND.dtype)
         for layer in self.prefix_layers:
-            hidden_BND, key_value = layer(hidden_BND, rope, valid_BN[:, None, None, :])
+            hidden_BND, key_value = layer(hidden_BND, rope, mask)
             layers.append(key_value)
         return Prefix([*layers, self.last_prefix_layer(hidden_BND, rope)], valid_BN)
 
@@ -340,18 +469,6 @@ def use_fast_kernels(device: torch.device, *, deterministic: bool = False) -> No
         torch.backends.cudnn.allow_tf32 = True
         # Images have one size, but benchmarking may choose different kernels each time.
         torch.backends.cudnn.benchmark = not deterministic
-
-
-def compile_tower(layers: nn.ModuleList, options: ModuleOptions) -> None:
-    """Compile the layers of a vision tower in place, if the run compiles."""
-    for layer in layers if options.compile else ():
-        layer.compile()
-
-
-def checkpoint_tower(tower: Any) -> None:
-    """Recompute the layers of a vision tower in the backward pass."""
-    # Nothing here is random, and saving the RNG state would sync with the device.
-    tower.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def make_time_scale(config: Any, action_in: nn.Linear) -> Tensor:

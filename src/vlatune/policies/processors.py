@@ -76,6 +76,26 @@ is_plain_map = _map_of(
     lambda one: one is None or is_text(one) or is_number(one) or is_flag(one), "a mapping of names to plain values"
 )
 Fields = Mapping[str, Check]
+CHECKS = {
+    "flag": is_flag,
+    "switch": is_switch,
+    "text": is_text,
+    "texts": is_texts,
+    "number": is_number,
+    "numbers": is_numbers,
+    "count": is_count,
+    "size": is_size,
+    "step_count": is_step_count,
+    "sides": is_sides,
+    "plain_map": is_plain_map,
+}
+
+
+def make_fields(**names: str) -> Fields:
+    """Return the check of each field: `size="horizon n_groups"` checks both with `is_size`."""
+    return {name: CHECKS[check] for check, listed in names.items() for name in listed.split()}
+
+
 NORMALISER: Fields = {
     "eps": is_number,
     "features": is_features,
@@ -102,10 +122,12 @@ STEPS: Mapping[str, Fields] = {
 """Maps the registry names of LeRobot's shared steps to their settings, which may be null."""
 
 COMMON_CONFIG: Fields = {
-    **dict.fromkeys(("type", "device", "repo_id", "license", "pretrained_path", "pretrained_revision"), is_text),
-    "n_obs_steps": is_count,
-    **dict.fromkeys(("use_amp", "use_peft", "push_to_hub", "private"), is_flag),
-    "tags": is_texts,
+    **make_fields(
+        text="type device repo_id license pretrained_path pretrained_revision",
+        count="n_obs_steps",
+        flag="use_amp use_peft push_to_hub private",
+        texts="tags",
+    ),
     **dict.fromkeys(("input_features", "output_features"), is_features),
     "normalization_mapping": is_text_map,
 }

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.processor import TokenizerProcessorStep
+from lerobot.processor import (
+    TokenizerProcessorStep,
+    make_default_policy_processor_steps,
+    make_policy_processor_pipelines,
+)
 from lerobot.utils.constants import ACTION, OBS_STATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
@@ -23,6 +27,7 @@ from vlatune.policies.tokenizer import MAX_LENGTH
 from vlatune.storage.files import atomic_folder
 
 TOKENIZER_FOLDER = "tokenizer"
+DEPTH = 2  # SmolVLA has one layer with self-attention, one with cross-attention
 ATTENTION_GAIN = 1.25  # for queries and keys, so that attention is not uniform at the start
 NUM_WAVES = 3  # cosines per axis in a patch filter
 
@@ -48,21 +53,24 @@ def train_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def prompt_length(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], fit: Fit) -> int:
-    """Return the run's prompt length, or that of the longest prompt rounded up to 8."""
-    longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
-    return fit.overrides.get(MAX_LENGTH, round_up(longest, 8))
+def tiny_size[S: ModelSize](size_class: type[S], tokenizer: PreTrainedTokenizerFast, fit: Fit, **more: int) -> S:
+    """Return a size with one token per image, which sees every pixel and learns positions fast."""
+    shared = dict.fromkeys(("width", "vision_width"), 96) | dict.fromkeys(("mlp_dim", "vision_mlp_dim"), 192)
+    heads = {"head_dim": 32, "vision_heads": 4, "depth": DEPTH, "vision_depth": 1}
+    return size_class(**shared, **heads, patch_size=fit.image_size, vocab_size=round_up(len(tokenizer), 64), **more)
 
 
-def fitted(fit: Fit) -> dict[str, Any]:
+def fitted(fit: Fit, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str]) -> dict[str, Any]:
     """Return the fields of LeRobot's config that the datasets and the run determine."""
     images = {camera: PolicyFeature(FeatureType.VISUAL, (3, fit.image_size, fit.image_size)) for camera in fit.cameras}
     horizon = fit.overrides.get("chunk_size", fit.horizon)
+    longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
     return {
         "input_features": images | {OBS_STATE: PolicyFeature(FeatureType.STATE, (fit.state_dim,))},
         "output_features": {ACTION: PolicyFeature(FeatureType.ACTION, (fit.action_dim,))},
         "chunk_size": horizon,
         "n_action_steps": horizon,
+        "tokenizer_max_length": fit.overrides.get(MAX_LENGTH, round_up(longest, 8)),
         "device": "cpu",
         "push_to_hub": False,
     }
@@ -73,14 +81,13 @@ def write_base(
     policy: Any,
     size: ModelSize,
     tokenizer: PreTrainedTokenizerFast,
-    make_processors: Callable[[Any, TokenizerProcessorStep], Iterable[Any]],
+    make_processors: Callable[[Any, TokenizerProcessorStep, Any], Iterable[Any]],
     *,
-    padding: str,
     place: Path | None = None,
 ) -> Path:
     """Write the base model's folder atomically and return it.
 
-    `make_processors` takes its config and the tokenizer step. `place` is the final location, if
+    `make_processors` takes its config, the tokenizer step and LeRobot's default steps. `place` is the final location, if
     different: LeRobot's processor stores the absolute path of the tokenizer.
     """
     with atomic_folder(folder) as temporary:
@@ -91,10 +98,11 @@ def write_base(
             tokenizer_name=str(temporary / TOKENIZER_FOLDER),
             max_length=policy.config.tokenizer_max_length,
             padding_side="right",
-            padding=padding,
+            padding=getattr(policy.config, "pad_language_to", "max_length"),
         )
         tokenize.tokenizer_name = str((place or folder).resolve() / TOKENIZER_FOLDER)
-        for pipeline in make_processors(policy.config, tokenize):
+        steps = make_default_policy_processor_steps(policy.config)
+        for pipeline in make_policy_processor_pipelines(*make_processors(policy.config, tokenize, steps)):
             pipeline.save_pretrained(temporary)
     return folder
 

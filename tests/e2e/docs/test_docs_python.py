@@ -19,7 +19,8 @@ from small_run import make_finished, small_config
 
 from vlatune.config.settings import ExportConfig
 from vlatune.export.export import export_run
-from vlatune.policies.pi05.size import building_at, read_size
+from vlatune.policies.model_size import building_at
+from vlatune.policies.pi05.size import read_size
 
 PYTHON = {page: [one for one in blocks(page) if one.info == "python"] for page in PAGES}
 

@@ -27,11 +27,9 @@ from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.reader import make_unit, read_unit
 from vlatune.data.transforms import apply_all
 from vlatune.policies.base import Fit, ModuleOptions, NoiseSpec
-from vlatune.policies.model_size import SIZE_FILE, write_size
-from vlatune.policies.pi05 import size as pi05_size
+from vlatune.policies.model_size import building_at, read_size_file, write_size
 from vlatune.policies.pi05.size import Pi05Size
-from vlatune.policies.smolvla import size as smolvla_size
-from vlatune.policies.smolvla.size import SmolVLMSize
+from vlatune.policies.smolvla.size import KNOWN, SmolVLMSize
 from vlatune.registry import get_adapter, get_policy_info
 from vlatune.run_setup import make_setup
 
@@ -147,10 +145,6 @@ def make_base(folder: Path, kind: str, fit: Fit, **settings: Any) -> Path:
     return folder
 
 
-def building_at(size: Any) -> Any:
-    return (smolvla_size if isinstance(size, SmolVLMSize) else pi05_size).building_at(size)
-
-
 def draw_batch(setup: Any, samples: int = SAMPLES) -> dict[str, Tensor]:
     """Return four samples of the dataset as training gets them."""
     frames = np.arange(4)
@@ -189,12 +183,8 @@ def load_lerobot(folder: Path, **settings: Any) -> Any:
     """Load as a user of LeRobot does, but at the folder's size."""
     config: Any = PreTrainedConfig.from_pretrained(folder)
     vars(config).update(settings)
-    if config.type == "smolvla":
-        known = smolvla_size.KNOWN.get(config.vlm_model_name)
-        size = smolvla_size.read_size_file(folder, SmolVLMSize) if (folder / SIZE_FILE).exists() else known
-    else:
-        size = pi05_size.read_size(folder)
-    with building_at(size):
+    size = read_size_file(folder, SmolVLMSize if config.type == "smolvla" else Pi05Size)
+    with building_at(size or KNOWN[config.vlm_model_name]):
         policy = get_policy_class(config.type).from_pretrained(folder, config=config)
     policy.train()
     return policy

@@ -1,7 +1,9 @@
 """PI0.5, PI0 and SmolVLA equal LeRobot's in loss, gradients and actions, in every fine-tuning mode, without waste."""
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +16,7 @@ from parity.policies.flow_parity import (
     KINDS_AND_MODES,
     LOSS_RTOL,
     MODES,
+    RANK,
     SAMPLES,
     Case,
     check_parity,
@@ -28,12 +31,14 @@ from parity.policies.flow_parity import (
 )
 from safetensors.torch import load_file
 from tensor_bytes import TensorBytes, bytes_of
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.step.host_sync import HostSyncSpy
 from vlatune.batch import ACTION, STATE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.modeling import LayerModule
+from vlatune.policies.modeling import KeyValue, LayerModule, attend, make_mask
 
 Cases = Callable[[str], Case]
 each_mode = pytest.mark.parametrize(("kind", "train"), KINDS_AND_MODES)
@@ -44,6 +49,16 @@ frozen_and_full = pytest.mark.parametrize("train", ["expert", "full"])
 @pytest.fixture(scope="module")
 def cases(dataset_v3, tmp_path_factory) -> Cases:
     return cache(lambda kind: make_case(kind, tmp_path_factory.mktemp(kind) / "base", dataset_v3))
+
+
+class OpCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def noise_like(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -183,6 +198,80 @@ def test_a_step_has_no_host_sync_and_depends_on_no_value(cases: Cases, kind: str
     module({key: value.to("meta") for key, value in case.samples.items()}).loss.backward()
 
 
+class AttentionSpy(TorchFunctionMode):
+    """Record query, keys and mask of masked attention; a vision tower's has no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("attn_mask") is not None:
+            self.calls.append((args[0], args[1], kwargs["attn_mask"]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_kind
+def test_masks_are_made_for_the_kernels_once_per_step(cases: Cases, kind: str, dtype: str) -> None:
+    """Otherwise every layer would convert and pad its mask (`convert_boolean_attn_mask`, `pad_bias`)."""
+    case = cases(kind)
+    with AttentionSpy() as spy:
+        case.load("full", dtype, flow_samples=SAMPLES)(case.samples)
+    masks = {mask.data_ptr(): mask for _, _, mask in spy.calls}
+    assert len(masks) == (4 if kind == "smolvla" else 2) < len(spy.calls)
+    for query, _, mask in spy.calls:
+        assert mask.dtype == query.dtype
+        assert mask.stride(-1) == 1
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+
+
+@pytest.mark.parametrize("train", ["expert", "lora", "full"])
+@each_kind
+def test_deterministic_kernels_get_expanded_heads(cases: Cases, kind: str, train: str) -> None:
+    """With folded heads their backward would be serial; what needs no gradient stays folded."""
+    from vlatune.train.worker.device import deterministic_kernels
+
+    case = cases(kind)
+    module = case.load(train, flow_samples=SAMPLES).to("meta")
+    samples = {key: value.to("meta") for key, value in case.samples.items()}
+    for kernels, is_expanded in ((deterministic_kernels, True), (nullcontext, False)):
+        with kernels(), AttentionSpy() as spy:
+            module(samples).loss.backward()
+        folded, heads = (2, 6) if kind == "smolvla" else (1, 8)
+        found = {query.shape[1] for query, _, _ in spy.calls if query.requires_grad}
+        assert found == {heads if is_expanded else folded}
+        assert all(query.shape[1] == keys.shape[1] for query, keys, _ in spy.calls)
+
+
+@pytest.mark.parametrize(("kv_heads", "samples"), [(1, 1), (2, 1), (2, 3)])
+def test_expanded_heads_give_the_same(kv_heads: int, samples: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2 * samples, 6, 5, 16), (2, kv_heads, 11, 16), (2, kv_heads, 11, 16)]
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    seen = torch.rand(2, 1 if samples > 1 else 5, 11, generator=generator) < 0.8
+    results = []
+    for groups in (6 // kv_heads, 1):
+        key_value = KeyValue(*inputs[1:]) if groups > 1 else KeyValue(*inputs[1:]).expanded(6)
+        out = attend(inputs[0], key_value, make_mask(seen, torch.float32, groups))
+        results.append([out, *torch.autograd.grad(out.pow(2).sum(), inputs)])
+    for folded, expanded in zip(*results, strict=True):
+        assert distance(expanded, folded) <= LOSS_RTOL
+
+
+@each_kind
+def test_a_scaling_of_one_is_not_multiplied(cases: Cases, kind: str) -> None:
+    case, products = cases(kind), []
+    for alpha in (RANK, 2 * RANK):
+        options = ModuleOptions(train="lora", dtype="float32", lora_rank=RANK, lora_alpha=alpha)
+        module = case.setup.adapter.load_module(case.setup.policy, case.setup.binding, options)
+        with OpCounter() as counter:
+            module(case.batch)
+        products.append(counter.counts[torch.ops.aten.mul.Tensor])
+    adapted = sum(name.endswith("lora_A") for name, _ in module.named_modules())
+    assert products[1] - products[0] >= adapted
+
+
 @each_kind
 def test_hooks_see_every_layer(cases: Cases, kind: str) -> None:
     """FSDP2 gathers a layer's weights in a forward hook."""
@@ -262,11 +351,18 @@ def compare_compiled(case: Case, train: str, *, again: bool) -> None:
     assert 3 <= counters["stats"]["unique_graphs"] <= 6  # layers of the tower, the prefix and the expert share graphs
 
 
-def test_compiled_layers_give_the_same_before_code_is_generated(cases: Cases, monkeypatch) -> None:
-    """All of torch.compile but its last step, which takes long."""
+@pytest.mark.parametrize(("kind", "train"), [("pi05", "heads"), ("smolvla", "lora")])
+def test_compiled_layers_give_the_same_before_code_is_generated(
+    cases: Cases, kind: str, train: str, monkeypatch
+) -> None:
+    """All of torch.compile but its last step, which takes long. Validation needs further versions of each function."""
     compile_function = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_function(function, backend="aot_eager"))
-    compare_compiled(cases("pi05"), "heads", again=False)
+    case = cases(kind)
+    compare_compiled(case, train, again=False)
+    module, plain = case.load(train, compile=True).eval(), case.load(train).eval()
+    with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        assert distance(module(case.batch).loss, plain(case.batch).loss) <= LOSS_RTOL
 
 
 @pytest.mark.slow

@@ -22,9 +22,11 @@ from parity.policies.flow_parity import (
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions
 from vlatune.policies.flow_matching import FlowSpec
+from vlatune.policies.model_size import building_at
+from vlatune.policies.modeling import add_adapters
 from vlatune.policies.pi05.model import Pi05Module
-from vlatune.policies.pi05.size import Pi05Size, building_at
-from vlatune.policies.pi05.weights import add_adapters, set_trainable
+from vlatune.policies.pi05.size import Pi05Size
+from vlatune.policies.pi05.weights import ADAPTED, set_trainable, unused
 from vlatune.policies.tokenizer import PromptTokenizer
 
 SIZE = Pi05Size(depth=2, mlp_dim=4096, expert_mlp_dim=2048, vision_depth=1, vision_mlp_dim=1152, vocab_size=256)
@@ -105,7 +107,7 @@ def test_parity_at_real_width(policy, batch):
     """One test, because adapters and rounding change the policy."""
     for train in ("heads", "expert", "full", "lora"):
         if train == "lora":
-            add_adapters(policy, rank=16, alpha=16.0)
+            add_adapters(policy, on=ADAPTED, but=unused(policy), rank=16, alpha=16.0)
             randomise_adapters(policy)
         ours, theirs = ours_and_theirs(policy, batch, train)
         loss_error, gradient_error = errors(ours, theirs)

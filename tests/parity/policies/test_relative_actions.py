@@ -28,7 +28,6 @@ from vlatune.evaluate.predictions import in_own_units, predict
 from vlatune.export.policy_files import make_policy_files
 from vlatune.policies.base import Fit, PolicyOutput
 from vlatune.policies.normalisation import relative_dims
-from vlatune.policies.pi05.spec import KINDS
 from vlatune.policies.pi05.tiny import make_tiny
 from vlatune.registry import get_adapter
 from vlatune.run_setup import Setup, make_setup
@@ -54,7 +53,7 @@ def base(request, dataset_v3, tmp_path_factory) -> Path:
     meta = load_meta(str(dataset_v3))
     state, action = (meta.features[key].shape[0] for key in (STATE, ACTION))
     folder = make_tiny(
-        KINDS[request.param],
+        request.param,
         tmp_path_factory.mktemp("relative") / "base",
         Fit(tuple(meta.cameras), state, action, horizon=HORIZON, image_size=48, tasks=tuple(meta.tasks), seed=0),
     )

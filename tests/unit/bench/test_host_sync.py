@@ -12,7 +12,7 @@ from benchmarks.step.host_sync import HostSyncSpy
 from vlatune.batch import TOKEN_MASK
 from vlatune.config.settings import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.model import Pi05Module, load_pi05
+from vlatune.policies.pi05.model import Pi05Module
 from vlatune.train.worker.device import device_batches
 from vlatune.train.worker.non_finite_guard import NonFiniteWatch
 from vlatune.train.worker.optimizer import Ema, Updater, learning_rate, make_optimizer, set_learning_rate
@@ -117,7 +117,7 @@ class Cycle:
 
     def __init__(self, base: Base, train: str, flow_samples: int, device: str) -> None:
         options = ModuleOptions(train, "float32", flow_samples=flow_samples)
-        self.module: Pi05Module = load_pi05(base.spec, base.binding, options).to(device).train()
+        self.module: Pi05Module = Pi05Module.load(base.spec, base.binding, options).to(device).train()
         trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer = make_optimizer(trainable.values(), OptimizerConfig())
         self.updater = Updater(self.module, list(trainable.values()), self.optimizer, clip_norm=1.0)
@@ -178,7 +178,7 @@ def test_the_spy_finds_reads_of_batch_and_loss_in_a_cycle(base):
 def test_lerobots_step_has_at_least_five_host_syncs(base):
     from benchmarks.step.step_ways import LeRobotWay, make_accelerator
 
-    module = load_pi05(base.spec, base.binding, ModuleOptions("expert", "float32")).train()
+    module = Pi05Module.load(base.spec, base.binding, ModuleOptions("expert", "float32")).train()
     lerobot = LeRobotWay(module.policy, base, make_rows(base, 2, seed=0), make_accelerator(torch.device("cpu")))
     with HostSyncSpy(lerobot.resident()) as spy:
         lerobot.step()

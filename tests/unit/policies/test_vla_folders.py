@@ -16,22 +16,16 @@ from parity.policies.flow_parity import SIZE, SMOLVLM_SIZE, make_case
 from safetensors.torch import load_file, save_file
 
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.model_size import SIZE_FILE
-from vlatune.policies.pi05 import spec as pi05_spec
+from vlatune.policies.model_size import SIZE_FILE, building_at
+from vlatune.policies.pi05.spec import EMBEDDING
 from vlatune.policies.processors import COMMON_CONFIG, POSTPROCESSOR, PREPROCESSOR
-from vlatune.policies.smolvla import size as smolvla_size
-from vlatune.policies.smolvla import weights as smolvla_weights
+from vlatune.policies.smolvla.weights import build_policy
 from vlatune.policies.weight_files import INDEX_FILE, SINGLE_FILE
-from vlatune.registry import get_adapter, get_policy_info
+from vlatune.registry import get_adapter
 
 KINDS = ("pi05", "pi0", "smolvla")
-DEFAULTS = {
-    "pi05": pi05_spec.PI05.defaults,
-    "pi0": pi05_spec.PI0.defaults,
-    "smolvla": smolvla_size.CONFIG_DEFAULTS,
-}
+DEFAULTS = {kind: get_adapter(kind).config_defaults() for kind in KINDS}
 HEAD = "model.paligemma_with_expert.paligemma.lm_head.weight"
-EMBEDDING = pi05_spec.EMBEDDING
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +77,6 @@ def test_fields_and_defaults_of_config_json_are_lerobots(kind: str) -> None:
     schema, theirs = get_adapter(kind).schema, draccus.encode(config())
     assert {*COMMON_CONFIG, *schema.config} == {"type", *(field.name for field in fields(config))}
     for name, value in DEFAULTS[kind].items():
-        assert theirs[name] == (list(value) if isinstance(value, tuple) else value), name
-    for name, value in get_policy_info(kind).option_defaults.items():
         assert theirs[name] == (list(value) if isinstance(value, tuple) else value), name
 
 
@@ -325,7 +317,7 @@ def test_the_default_size_is_the_published_one(kind: str) -> None:
     from lerobot.policies.pi0 import modeling_pi0
     from lerobot.policies.pi05 import modeling_pi05
 
-    from vlatune.policies.pi05.size import Pi05Size, building_at
+    from vlatune.policies.pi05.size import Pi05Size
 
     model = modeling_pi05.PI05Pytorch if kind == "pi05" else modeling_pi0.PI0Pytorch
     config: Any = PreTrainedConfig.get_choice_class(kind)(device="cpu")
@@ -343,8 +335,8 @@ def test_lerobot_is_restored_and_the_hub_is_not_used(bases, monkeypatch) -> None
     for name in names:
         monkeypatch.setattr(getattr(smolvlm_with_expert, name), "from_pretrained", lambda *_, **__: pytest.fail("hub"))
     spec: Any = get_adapter("smolvla").read_spec(bases["smolvla"])
-    smolvla_weights.build_policy(spec)
-    with pytest.raises(RuntimeError), smolvla_size.building_at(SMOLVLM_SIZE):
+    build_policy(spec)
+    with pytest.raises(RuntimeError), building_at(SMOLVLM_SIZE):
         raise RuntimeError
     assert [getattr(smolvlm_with_expert, name) for name in names] == before
 

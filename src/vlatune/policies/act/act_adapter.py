@@ -37,15 +37,7 @@ from vlatune.policies.base_folder import (
     with_defaults,
 )
 from vlatune.policies.normalisation import make_normalisers
-from vlatune.policies.processors import (
-    Schema,
-    is_flag,
-    is_number,
-    is_size,
-    is_switch,
-    is_text,
-    plain_processors,
-)
+from vlatune.policies.processors import Schema, make_fields, plain_processors
 from vlatune.policies.weight_files import count_flops
 from vlatune.storage.files import atomic_folder
 
@@ -54,15 +46,14 @@ if TYPE_CHECKING:
 
 SCHEMA = Schema(
     type="act",
-    config={
-        **dict.fromkeys(("chunk_size", "n_action_steps", "dim_model", "n_heads", "dim_feedforward"), is_size),
-        **dict.fromkeys(("n_encoder_layers", "n_decoder_layers", "n_vae_encoder_layers", "latent_dim"), is_size),
-        **dict.fromkeys(("vision_backbone", "pretrained_backbone_weights", "feedforward_activation"), is_text),
-        **dict.fromkeys(("pre_norm", "use_vae"), is_flag),
-        "replace_final_stride_with_dilation": is_switch,
-        **dict.fromkeys(("temporal_ensemble_coeff", "dropout", "kl_weight"), is_number),
-        **dict.fromkeys(("optimizer_lr", "optimizer_weight_decay", "optimizer_lr_backbone"), is_number),
-    },
+    config=make_fields(
+        size="chunk_size n_action_steps dim_model n_heads dim_feedforward n_encoder_layers n_decoder_layers "
+        "n_vae_encoder_layers latent_dim",
+        text="vision_backbone pretrained_backbone_weights feedforward_activation",
+        flag="pre_norm use_vae",
+        switch="replace_final_stride_with_dilation",
+        number="temporal_ensemble_coeff dropout kl_weight optimizer_lr optimizer_weight_decay optimizer_lr_backbone",
+    ),
 )
 DEFAULTS = option_defaults(ActOptions, dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"))
 SMALL: Mapping[str, Any] = {

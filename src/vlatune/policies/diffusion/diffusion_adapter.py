@@ -42,17 +42,7 @@ from vlatune.policies.diffusion.diffusion_spec import (
     RandomCrop,
 )
 from vlatune.policies.normalisation import make_normalisers
-from vlatune.policies.processors import (
-    Schema,
-    is_count,
-    is_flag,
-    is_number,
-    is_numbers,
-    is_sides,
-    is_size,
-    is_step_count,
-    is_text,
-)
+from vlatune.policies.processors import Schema, make_fields
 from vlatune.policies.weight_files import count_flops
 
 if TYPE_CHECKING:
@@ -72,30 +62,25 @@ SMALL: Mapping[str, Any] = {
 }
 """The tiny model of the demo and tests, where it differs from LeRobot's defaults. Predicting
 actions instead of noise needs fewer training and sampling steps."""
-CHOICES = ("vision_backbone", "noise_scheduler_type", "prediction_type", "beta_schedule")
-"""LeRobot passes these to getattr and diffusers; only values listed in the overrides are
-allowed."""
 MAX_STAGES = 8
 FINAL_GROUPS = 8
 """Groups of the U-Net's last block, which LeRobot hard-codes."""
 
 SCHEMA = Schema(
     type="diffusion",
-    config={
-        **dict.fromkeys(("horizon", "n_action_steps", "spatial_softmax_num_keypoints", "kernel_size"), is_size),
-        **dict.fromkeys(("n_groups", "diffusion_step_embed_dim"), is_size),
-        **dict.fromkeys(("num_train_timesteps", "num_inference_steps"), is_step_count),
-        **dict.fromkeys(("drop_n_last_frames", "scheduler_warmup_steps"), is_count),
-        **dict.fromkeys(CHOICES, is_text),
-        **dict.fromkeys(("pretrained_backbone_weights", "compile_mode", "scheduler_name"), is_text),
-        **dict.fromkeys(("resize_shape", "crop_shape"), is_sides),
-        **dict.fromkeys(("crop_ratio", "beta_start", "beta_end", "clip_sample_range"), is_number),
-        **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),
-        **dict.fromkeys(("down_dims", "optimizer_betas"), is_numbers),
-        **dict.fromkeys(("crop_is_random", "use_group_norm", "use_separate_rgb_encoder_per_camera"), is_flag),
-        **dict.fromkeys(("use_film_scale_modulation", "gradient_checkpointing", "clip_sample"), is_flag),
-        **dict.fromkeys(("compile_model", "do_mask_loss_for_padding"), is_flag),
-    },
+    config=make_fields(
+        size="horizon n_action_steps spatial_softmax_num_keypoints kernel_size n_groups diffusion_step_embed_dim",
+        step_count="num_train_timesteps num_inference_steps",
+        count="drop_n_last_frames scheduler_warmup_steps",
+        # `check_options` allows only the listed choices of what LeRobot passes to getattr and diffusers.
+        text="vision_backbone noise_scheduler_type prediction_type beta_schedule pretrained_backbone_weights compile_mode "
+        "scheduler_name",
+        sides="resize_shape crop_shape",
+        number="crop_ratio beta_start beta_end clip_sample_range optimizer_lr optimizer_eps optimizer_weight_decay",
+        numbers="down_dims optimizer_betas",
+        flag="crop_is_random use_group_norm use_separate_rgb_encoder_per_camera use_film_scale_modulation "
+        "gradient_checkpointing clip_sample compile_model do_mask_loss_for_padding",
+    ),
 )
 
 

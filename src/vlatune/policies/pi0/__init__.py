@@ -5,23 +5,14 @@ of the action tokens instead of a scale of the expert's norms. The recipe uses L
 presets (`PI0Config`).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-from vlatune.config.fields import setting
 from vlatune.config.settings import PolicyConfig
 from vlatune.policies.pi05 import POLICY as PI05
-from vlatune.policies.pi05 import Pi05Options, make_recipe, make_tiny_recipe
+from vlatune.policies.pi05 import Pi0Options, make_recipe, make_tiny_recipe
 from vlatune.registry import PolicyInfo
 
 HUB_BASE = "lerobot/pi0_base"
-
-
-@dataclass(frozen=True)
-class Pi0Options(Pi05Options):
-    """Fields of LeRobot's `PI0Config` that a run may set."""
-
-    tokenizer_max_length: int = setting(48, minimum=1, with_base="any")
 
 
 def _adapter() -> Any:

@@ -26,21 +26,34 @@ SETTINGS += ("keep_prefix", "keep_prefix_dtype")
 
 
 @dataclass(frozen=True)
-class Pi05Options:
-    """Fields of LeRobot's `PI05Config` that a run may set."""
+class FlowOptions:
+    """Fields of LeRobot's configs of flow-matching policies that a run may set."""
 
     chunk_size: int = setting(50, minimum=1, with_base="any")
     """Number of actions in a chunk."""
     n_action_steps: int = setting(50, minimum=1, with_base="any")
     """Number of actions that a robot executes before it queries the policy again."""
-    tokenizer_max_length: int = setting(200, minimum=1, with_base="any")
+    tokenizer_max_length: int = setting(48, minimum=1, with_base="any")
     """Maximum number of prompt tokens; longer prompts are truncated."""
+
+
+@dataclass(frozen=True)
+class Pi0Options(FlowOptions):
+    """Fields of LeRobot's `PI0Config` that a run may set."""
+
     num_inference_steps: int = setting(10, minimum=1, maximum=limit("sampling_steps"), with_base="any")
     """Number of sampling steps from noise to actions."""
     use_relative_actions: bool = setting(False, with_base="any")
     """Predict actions relative to the state at the start of the chunk."""
     relative_exclude_joints: tuple[str, ...] = setting(("gripper",), with_base="any")
     """Keep action dims absolute whose name contains one of these words."""
+
+
+@dataclass(frozen=True)
+class Pi05Options(Pi0Options):
+    """Fields of LeRobot's `PI05Config` that a run may set."""
+
+    tokenizer_max_length: int = setting(200, minimum=1, with_base="any")
 
 
 def make_recipe(description: str, policy: PolicyConfig, batch_size: int) -> Recipe:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from vlatune.data.transforms import Transform
-from vlatune.policies.base import NO_OVERRIDES, Binding, Fit, ModuleOptions
+from vlatune.policies.base import NO_OVERRIDES, Binding, Fit
 from vlatune.policies.base_folder import read_config, read_steps
-from vlatune.policies.flow_matching import FlowAdapter, FlowSpec
-from vlatune.policies.pi05.size import NUM_KV_HEADS, Pi05Size, loading_code, read_size
-from vlatune.policies.pi05.spec import EMBEDDING, PALIGEMMA, PI0, PI05, Kind, StatePrompt, model_names
+from vlatune.policies.flow_matching import FLOW_FIELDS, FlowAdapter, FlowSpec
+from vlatune.policies.pi05.size import NUM_KV_HEADS, Pi05Size, read_size
+from vlatune.policies.pi05.spec import EMBEDDING, PALIGEMMA, StatePrompt, model_names
 from vlatune.policies.processors import (
     ABSOLUTE_STEP,
     POSTPROCESSOR,
@@ -25,38 +24,27 @@ from vlatune.policies.processors import (
     Fields,
     Schema,
     is_count,
-    is_flag,
-    is_number,
-    is_numbers,
-    is_plain_map,
-    is_sides,
-    is_size,
-    is_step_count,
     is_text,
-    is_texts,
+    make_fields,
 )
 from vlatune.policies.weight_files import Shapes
 
 if TYPE_CHECKING:
     import torch
 
+VARIANTS = ("gemma_2b", "gemma_300m")
+FLOW_TIME = {"beta_alpha": 1.5, "beta_beta": 1.0, "scale": 0.999, "offset": 0.001}
+"""Defaults of the fields time_sampling_*."""
 CONFIG_FIELDS: Fields = {
-    **dict.fromkeys(("paligemma_variant", "action_expert_variant", "dtype", "compile_mode"), is_text),
-    **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_size),
-    "num_inference_steps": is_step_count,
-    "tokenizer_max_length": is_size,
-    "empty_cameras": is_count,
-    **dict.fromkeys(("time_sampling_beta_alpha", "time_sampling_beta_beta", "time_sampling_scale"), is_number),
-    **dict.fromkeys(("time_sampling_offset", "min_period", "max_period"), is_number),
-    **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),
-    **dict.fromkeys(("optimizer_grad_clip_norm", "scheduler_warmup_steps", "scheduler_decay_steps"), is_number),
-    "scheduler_decay_lr": is_number,
-    **dict.fromkeys(("use_relative_actions", "gradient_checkpointing", "compile_model"), is_flag),
-    **dict.fromkeys(("freeze_vision_encoder", "train_expert_only"), is_flag),
-    **dict.fromkeys(("relative_exclude_joints", "action_feature_names"), is_texts),
-    "image_resolution": is_sides,
-    "optimizer_betas": is_numbers,
-    "rtc_config": is_plain_map,
+    **FLOW_FIELDS,
+    **make_fields(
+        text="paligemma_variant action_expert_variant dtype",
+        step_count="num_inference_steps",
+        flag="use_relative_actions gradient_checkpointing",
+        texts="relative_exclude_joints action_feature_names",
+        number=" ".join(f"time_sampling_{name}" for name in FLOW_TIME),
+        sides="image_resolution",
+    ),
 }
 """Fields of PI05Config and PI0Config."""
 SCHEMA = Schema(
@@ -67,10 +55,21 @@ SCHEMA = Schema(
 )
 
 
+def _defaults(normalisation: str) -> dict[str, Any]:
+    return {
+        "paligemma_variant": VARIANTS[0],
+        "action_expert_variant": VARIANTS[1],
+        "dtype": "float32",
+        "image_resolution": (224, 224),
+        **{f"time_sampling_{name}": value for name, value in FLOW_TIME.items()},
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": normalisation, "ACTION": normalisation},
+    }
+
+
 class Pi05Adapter(FlowAdapter[FlowSpec]):
-    kind: ClassVar[Kind] = PI05
     schema = SCHEMA
-    title, defaults = PI05.title, PI05.defaults
+    defaults = _defaults("QUANTILES")
+    size_class, modeling = Pi05Size, "lerobot.policies.pi05.modeling_pi05"
     parts = ("vision_tower|multi_modal_projector", "language_model", "gemma_expert")
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> FlowSpec:
@@ -82,19 +81,18 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
 
     def read_model(self, folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], Shapes]:
         variants, size = (config["paligemma_variant"], config["action_expert_variant"]), read_size(folder)
-        if size is None and variants != ("gemma_2b", "gemma_300m"):
+        if size is None and variants != VARIANTS:
             raise ValueError(
                 f"policy '{folder}': config.json has {variants[0]} with {variants[1]}, expected gemma_2b with gemma_300m"
             )
         size = size or Pi05Size()
         height, width = (int(side) for side in config["image_resolution"])
-        time = ("beta_alpha", "beta_beta", "scale", "offset")
         num_patches = math.prod(side // size.patch_size for side in (height, width))
         fields = {
             "image_hw": (height, width),
             "relative_exclude": tuple(config["relative_exclude_joints"]) if config["use_relative_actions"] else None,
             "vocab_size": size.vocab_size,
-            "flow_time": tuple(float(config[f"time_sampling_{name}"]) for name in time),
+            "flow_time": tuple(float(config[f"time_sampling_{name}"]) for name in FLOW_TIME),
             "dtype": str(config["dtype"]),
             "num_patches": num_patches,
             "image_tokens": num_patches,
@@ -108,44 +106,35 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
             f"{language}layers.{size.depth - 1}.mlp.gate_proj.weight": (size.mlp_dim, size.width),
         }
 
-    def loading_code(self, folder: Path) -> str:
-        size = read_size(folder)
-        return loading_code(self.kind.type, size) if size else ""
-
-    def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
-        """Write the tiny model; the full-size one is never trained from scratch."""
-        assert small
+    def make_tiny(self, folder: Path, fit: Fit, place: Path) -> object:
         from vlatune.policies.pi05.tiny import make_tiny
 
-        make_tiny(self.kind, folder, fit, place=place)
+        return make_tiny(self.schema.type, folder, fit, place=place)
 
     def make_prompt(self, binding: Binding) -> Transform:
         return StatePrompt(tuple(part.state_dim for part in binding.parts))
 
     def loader(self) -> Callable[..., torch.nn.Module]:
-        from vlatune.policies.pi05.model import load_pi05
+        from vlatune.policies.pi05.model import Pi05Module
 
-        return load_pi05
-
-    def plan_module(self, spec: FlowSpec, binding: Binding, options: ModuleOptions) -> torch.nn.Module:
-        return self.loader()(spec, binding, options, "meta")
+        return Pi05Module.load
 
     def stored_names(self, key: str) -> tuple[str, ...]:
-        return model_names(key, self.kind)
+        return model_names(key, self.schema.type)
 
 
 class Pi0Adapter(Pi05Adapter):
     """PI0: the prompt is the task and a newline; the state is passed to the model as numbers."""
 
-    kind = PI0
     schema = Schema(type="pi0", config=CONFIG_FIELDS, steps={"pi0_new_line_processor": {}})
-    title, defaults = PI0.title, PI0.defaults
+    defaults = _defaults("MEAN_STD")
+    modeling = "lerobot.policies.pi0.modeling_pi0"
     make_prompt = FlowAdapter.make_prompt
 
     def loader(self) -> Callable[..., torch.nn.Module]:
-        from vlatune.policies.pi05.model import Pi0Module, load_pi05
+        from vlatune.policies.pi05.model import Pi0Module
 
-        return partial(load_pi05, module=Pi0Module)
+        return Pi0Module.load
 
 
 def check_relative_steps(folder: Path, steps: Mapping[str, list[dict[str, Any]]], *, is_relative: bool) -> None:

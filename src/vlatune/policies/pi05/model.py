@@ -12,12 +12,10 @@ the device, and no shape depends on values. Sampling is LeRobot's. PI0 differs o
 expert's tokens (`Suffix`).
 
 Shapes: B batch, N tokens of this part, S tokens attended to, D width, H query heads, E head size.
-There is one key/value head, so query heads are folded into tokens instead of repeating keys. The
-mask is (B, 1, 1, S), or (B, 1, H * N, S) with PI0's state token, which does not attend to actions.
+Masks are `make_mask`'s.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,25 +32,18 @@ from vlatune.policies.modeling import (
     LayerModule,
     Prefix,
     Rope,
-    checkpoint_tower,
-    compile_tower,
+    attend,
+    embed_actions,
     encode_time,
     gated_mlp,
-    merge_adapters,
+    make_mask,
     noisy_and_target,
     project,
     repeat_each,
     to_pixels,
 )
 from vlatune.policies.pi05.size import NUM_HEADS
-from vlatune.policies.pi05.weights import (
-    PiPolicy,
-    add_adapters,
-    load_policy,
-    restore_unused,
-    set_trainable,
-    trains_tower,
-)
+from vlatune.policies.pi05.weights import ADAPTED, TOWER, TRAINED, PiPolicy, build_policy, set_dtypes, unused
 
 
 class Suffix(NamedTuple):
@@ -68,19 +59,23 @@ class Suffix(NamedTuple):
 class Pi05Module(FlowModule):
     """A `PI05Policy` that takes batches as `batch.py` describes them."""
 
+    trained, adapted, rounded = TRAINED, ADAPTED, TOWER
+    build_policy, set_dtypes, unused = staticmethod(build_policy), staticmethod(set_dtypes), staticmethod(unused)
+
     def __init__(self, policy: PiPolicy, spec: PolicySpec, binding: Binding, options: ModuleOptions) -> None:
-        super().__init__(policy, spec, binding, options, policy.config.dtype)
+        super().__init__(policy, spec, binding, options)
         joint: Any = policy.model.paligemma_with_expert
         *prefix, last = joint.paligemma.model.language_model.layers
         self.head_dim = last.self_attn.head_dim
-        self.prefix_layers = nn.ModuleList(LayerModule(layer, prefix_layer, options) for layer in prefix)
+        self.prefix_layers = nn.ModuleList(LayerModule(layer, prefix_layer, options=options) for layer in prefix)
         self.last_prefix_layer = LayerModule(last, prefix_key_value)
         self.expert_layers = nn.ModuleList(
-            LayerModule(layer, expert_layer, options) for layer in joint.gemma_expert.model.layers
+            LayerModule(layer, expert_layer, options=options) for layer in joint.gemma_expert.model.layers
         )
 
-    def tower_layers(self) -> Sequence[nn.Module]:
-        return self.policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers
+    @staticmethod
+    def tower(policy: Any) -> Any:
+        return policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model
 
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean loss over noise samples, time steps and the robot's action dims."""
@@ -97,12 +92,7 @@ class Pi05Module(FlowModule):
         return PolicyOutput(loss_B.mean(), losses_BTA.detach(), own_BA[:, None], loss_B)
 
     def as_lerobot(self) -> PiPolicy:
-        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
-
-        Weights that no step uses are read from the base model again.
-        """
-        merge_adapters(self.policy)
-        restore_unused(self.policy, self.base)
+        super().as_lerobot()
         # LeRobot's loader copies the head over the embedding if it comes later in the file. With the
         # embedding's dtype it comes first: safetensors sorts by dtype, then by name.
         paligemma = self.policy.model.paligemma_with_expert.paligemma
@@ -146,7 +136,11 @@ class Pi05Module(FlowModule):
         positions_BN = prefix_valid_BS.sum(dim=1, keepdim=True) + index_N
         rope = self.make_rope(positions_BN)
         valid_BS = torch.cat([prefix_valid_BS, prefix_valid_BS.new_ones(positions_BN.shape)], dim=1)
-        mask = _mask_blind(valid_BS, index_N, suffix.num_blind) if suffix.num_blind else valid_BS[:, None, None, :]
+        seen_BNS = valid_BS[:, None]
+        if suffix.num_blind:
+            own_NN = (index_N[:, None] >= suffix.num_blind) | (index_N[None, :] < suffix.num_blind)
+            seen_BNS = seen_BNS & functional.pad(own_NN, (prefix_valid_BS.shape[1], 0), value=True)
+        mask = make_mask(seen_BNS, hidden_BND.dtype, NUM_HEADS)
         for layer, key_value in zip(self.expert_layers, prefix.layers, strict=True):
             hidden_BND = layer(hidden_BND, suffix.time_BD, rope, key_value.repeated(samples), mask)
         expert = model.paligemma_with_expert.gemma_expert.model
@@ -165,47 +159,11 @@ class Pi0Module(Pi05Module):
         model: Any = self.policy.model
         state_BP = self.padded_state(batch)
         state_B1D = repeat_each(model.state_proj(state_BP)[:, None], len(noisy_BTP) // len(state_BP))
-        action_BTD = model.action_in_proj(noisy_BTP)
-        mixed_BTD = torch.cat([action_BTD, time_code_BD[:, None].expand_as(action_BTD)], dim=2)
-        mixed_BTD = model.action_time_mlp_out(functional.silu(model.action_time_mlp_in(mixed_BTD)))
-        return Suffix(torch.cat([state_B1D, mixed_BTD], dim=1), time_BD=None, num_blind=1)
+        actions_BTD = embed_actions(model, noisy_BTP, time_code_BD)
+        return Suffix(torch.cat([state_B1D, actions_BTD], dim=1), time_BD=None, num_blind=1)
 
     def observation(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
         return (*super().observation(batch), self.padded_state(batch))
-
-
-def load_pi05(
-    spec: PolicySpec,
-    binding: Binding,
-    options: ModuleOptions,
-    device: torch.device | str = "cpu",
-    *,
-    module: type[Pi05Module] = Pi05Module,
-) -> Pi05Module:
-    """Load a pretrained_model folder on `device`; only `options.train` is trainable.
-
-    On the meta device, no weight is read.
-    """
-    folder, is_planned = Path(spec.folder), torch.device(device).type == "meta"
-    policy = load_policy(folder, train=options.train, dtype=options.dtype, device=device)
-    for name, value in spec.overrides.items():  # none of them changes a weight
-        setattr(policy.config, name, value)
-    if options.train == "lora":
-        add_adapters(policy, rank=options.lora_rank, alpha=options.lora_alpha)
-        set_trainable(policy, options.train)
-    if options.gradient_checkpointing and trains_tower(options.train):
-        checkpoint_tower(policy.model.paligemma_with_expert.paligemma.model.vision_tower)
-    compile_tower(policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers, options)
-    made = module(policy, spec, binding, options)
-    return made.to("meta") if is_planned else made
-
-
-def _mask_blind(valid_BS: Tensor, index_N: Tensor, num_blind: int) -> Tensor:
-    """Return the attention mask (B, 1, H * N, S), with heads folded into tokens, for all layers."""
-    own_NN = (index_N[:, None] >= num_blind) | (index_N[None, :] < num_blind)
-    num_prefix = valid_BS.shape[1] - len(index_N)
-    all_NS = torch.cat([own_NN.new_ones(len(index_N), num_prefix), own_NN], dim=1)
-    return (valid_BS[:, None] & all_NS).repeat(1, NUM_HEADS, 1)[:, None]
 
 
 # One layer, on LeRobot's layer modules
@@ -246,12 +204,8 @@ def _attend(attention: Any, normed_BND: Tensor, rope: Rope, seen: KeyValue, mask
     batch, tokens, _ = normed_BND.shape
     head = attention.head_dim
     queries_BHNE = project(attention.q_proj, normed_BND).view(batch, tokens, -1, head).transpose(1, 2)
-    folded_B1QE = _rotate(queries_BHNE, rope).reshape(batch, 1, -1, head)
-    out_B1QE = functional.scaled_dot_product_attention(
-        folded_B1QE, seen.keys, seen.values, attn_mask=mask, scale=attention.scaling
-    )
-    out_BNHE = out_B1QE.view(batch, -1, tokens, head).transpose(1, 2)
-    return project(attention.o_proj, out_BNHE.reshape(batch, tokens, -1))
+    attended_BND = attend(_rotate(queries_BHNE, rope), seen, mask, attention.scaling)
+    return project(attention.o_proj, attended_BND)
 
 
 def _gated(x_BND: Tensor, gate_B1D: Tensor | None) -> Tensor:

@@ -4,27 +4,19 @@
 the same bytes, except for the tokenizer's absolute path in policy_preprocessor.json.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lerobot.policies.pi0.processor_pi0 import Pi0NewLineProcessor
 from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
-from lerobot.processor import (
-    AbsoluteActionsProcessorStep,
-    RelativeActionsProcessorStep,
-    TokenizerProcessorStep,
-    make_default_policy_processor_steps,
-    make_policy_processor_pipelines,
-)
+from lerobot.processor import AbsoluteActionsProcessorStep, RelativeActionsProcessorStep, TokenizerProcessorStep
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from vlatune.policies.base import Fit
-from vlatune.policies.pi05.size import Pi05Size, building_at
-from vlatune.policies.pi05.spec import LOWEST_BIN, NUM_STATE_BINS, PI05, Kind, make_prompt
+from vlatune.policies.model_size import building_at
+from vlatune.policies.pi05.size import Pi05Size
+from vlatune.policies.pi05.spec import LOWEST_BIN, NUM_STATE_BINS, make_prompt
 from vlatune.policies.pi05.weights import CLASSES, PiPolicy
 from vlatune.policies.tiny_models import (
     fitted,
@@ -32,8 +24,7 @@ from vlatune.policies.tiny_models import (
     init_layers,
     init_patches,
     pass_actions,
-    prompt_length,
-    round_up,
+    tiny_size,
     train_tokenizer,
     write_base,
 )
@@ -43,52 +34,29 @@ OUT_GAIN = 1.06  # inverts the expert's last norm, so that the first prediction 
 EXPERT_GAIN = 0.0  # the expert's branches start at zero, so that the noise passes through
 
 
-def tiny_size(vocab_size: int, image_size: int) -> Pi05Size:
-    """Return a size with one token per image, which sees every pixel and learns positions fast."""
-    return Pi05Size(
-        width=96,
-        depth=2,
-        mlp_dim=192,
-        head_dim=32,
-        expert_width=96,
-        expert_mlp_dim=192,
-        vision_width=96,
-        vision_depth=1,
-        vision_mlp_dim=192,
-        vision_heads=4,
-        patch_size=image_size,
-        vocab_size=vocab_size,
-    )
-
-
 def make_tiny_pi05(folder: Path, *, seed: int = 0, **settings: Any) -> Path:
     """Write a tiny PI0.5, given the fields of its `Fit`."""
-    return make_tiny(PI05, folder, Fit(seed=seed, **settings))
+    return make_tiny("pi05", folder, Fit(seed=seed, **settings))
 
 
-def make_tiny(kind: Kind, folder: Path, fit: Fit, *, place: Path | None = None) -> Path:
+def make_tiny(kind: str, folder: Path, fit: Fit, *, place: Path | None = None) -> Path:
     """Write the base model's folder atomically and return it; see `write_base` for `place`."""
-    write = end_with_newline if kind.has_state else partial(make_prompt, state_bins=[LOWEST_BIN] * fit.state_dim)
-    prompts = sorted({write(task) for task in (*fit.tasks, "")})
-    tokenizer = train_tokenizer(prompts) if kind.has_state else make_tokenizer(fit.tasks)
-    config_class, policy_class = CLASSES[kind.type]
-    config = config_class(
-        **fitted(fit),
-        image_resolution=(fit.image_size, fit.image_size),
-        tokenizer_max_length=prompt_length(tokenizer, prompts, fit),
-    )
-    size = tiny_size(round_up(len(tokenizer), 64), fit.image_size)
+    if kind == "pi0":
+        prompts = sorted({end_with_newline(task) for task in (*fit.tasks, "")})
+        tokenizer = train_tokenizer(prompts)
+    else:
+        prompts = sorted({make_prompt(task, [LOWEST_BIN] * fit.state_dim) for task in (*fit.tasks, "")})
+        # One token per state bin and per word.
+        tasks = sorted(set(fit.tasks)) or [""]
+        tokenizer = train_tokenizer([make_prompt(task, range(NUM_STATE_BINS)) for task in tasks])
+    config_class, policy_class = CLASSES[kind]
+    config = config_class(**fitted(fit, tokenizer, prompts), image_resolution=(fit.image_size, fit.image_size))
+    size = tiny_size(Pi05Size, tokenizer, fit, expert_width=96, expert_mlp_dim=192)
     with building_at(size), torch.random.fork_rng(devices=[]):
         torch.manual_seed(fit.seed)
         policy = policy_class(config)
         init_for_scratch(policy)
-    return write_base(folder, policy, size, tokenizer, _make_processors, padding="max_length", place=place)
-
-
-def make_tokenizer(tasks: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Train PI0.5's tokenizer, with one token per state bin and per word of `tasks`."""
-    prompts = [make_prompt(task, range(NUM_STATE_BINS)) for task in sorted(set(tasks))]
-    return train_tokenizer(prompts or [make_prompt("", range(NUM_STATE_BINS))])
+    return write_base(folder, policy, size, tokenizer, _processor_steps, place=place)
 
 
 def init_for_scratch(policy: PiPolicy) -> None:
@@ -141,9 +109,8 @@ def _open_gate(dense: nn.Linear) -> None:
     nn.init.ones_(dense.bias[2 * width :])
 
 
-def _make_processors(config: Any, tokenize: TokenizerProcessorStep):
-    """Return LeRobot's pipelines for the policy, with this tokenizer instead of the hub's."""
-    steps = make_default_policy_processor_steps(config)
+def _processor_steps(config: Any, tokenize: TokenizerProcessorStep, steps: Any) -> tuple[list[Any], list[Any]]:
+    """Return LeRobot's steps for the policy, with this tokenizer instead of the hub's."""
     relative = RelativeActionsProcessorStep(enabled=False)
     first, last = [steps.rename_observations, steps.add_batch_dim], [relative, steps.normalize]
     if config.type == "pi05":
@@ -151,11 +118,5 @@ def _make_processors(config: Any, tokenize: TokenizerProcessorStep):
         before = [*first, *last, prompt, tokenize, steps.to_device]
     else:
         before = [*first, Pi0NewLineProcessor(), tokenize, steps.to_device, *last]
-    return make_policy_processor_pipelines(
-        input_steps=before,
-        output_steps=[
-            steps.unnormalize,
-            AbsoluteActionsProcessorStep(enabled=False, relative_step=relative),
-            steps.to_cpu,
-        ],
-    )
+    absolute = AbsoluteActionsProcessorStep(enabled=False, relative_step=relative)
+    return before, [steps.unnormalize, absolute, steps.to_cpu]

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
-from vlatune.policies.pi05 import SETTINGS, make_tiny_recipe
+from vlatune.policies.pi05 import SETTINGS, FlowOptions, make_tiny_recipe
 from vlatune.registry import PolicyInfo, Recipe
 from vlatune.storage.limits import limit
 
@@ -16,15 +16,9 @@ HUB_BASE = "lerobot/smolvla_base"
 
 
 @dataclass(frozen=True)
-class SmolVLAOptions:
+class SmolVLAOptions(FlowOptions):
     """Fields of LeRobot's `SmolVLAConfig` that a run may set."""
 
-    chunk_size: int = setting(50, minimum=1, with_base="any")
-    """Number of actions in a chunk."""
-    n_action_steps: int = setting(50, minimum=1, with_base="any")
-    """Number of actions that a robot executes before it queries the policy again."""
-    tokenizer_max_length: int = setting(48, minimum=1, with_base="any")
-    """Maximum number of prompt tokens; longer prompts are truncated."""
     num_steps: int = setting(10, minimum=1, maximum=limit("sampling_steps"), with_base="any")
     """Number of sampling steps from noise to actions."""
     train_state_proj: bool = setting(True, with_base="any")

@@ -8,30 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlatune.policies.base import Fit
-from vlatune.policies.flow_matching import FlowAdapter
-from vlatune.policies.model_size import read_size_file
-from vlatune.policies.processors import (
-    Schema,
-    is_count,
-    is_flag,
-    is_number,
-    is_numbers,
-    is_plain_map,
-    is_sides,
-    is_size,
-    is_step_count,
-    is_text,
-)
-from vlatune.policies.smolvla.size import (
-    CONFIG_DEFAULTS,
-    SmolVLASpec,
-    SmolVLMSize,
-    loading_code,
-    read_size,
-)
+from vlatune.policies.flow_matching import FLOW_FIELDS, FlowAdapter
+from vlatune.policies.processors import Schema, make_fields
+from vlatune.policies.smolvla.size import SmolVLASpec, SmolVLMSize, read_size
 from vlatune.policies.weight_files import Shapes
 
 if TYPE_CHECKING:
@@ -40,22 +22,15 @@ if TYPE_CHECKING:
 SCHEMA = Schema(
     type="smolvla",
     config={
-        **dict.fromkeys(("chunk_size", "n_action_steps", "max_state_dim", "max_action_dim"), is_size),
-        "tokenizer_max_length": is_size,
-        "num_steps": is_step_count,
-        "empty_cameras": is_count,
-        "resize_imgs_with_padding": is_sides,
-        **dict.fromkeys(("adapt_to_pi_aloha", "use_delta_joint_actions_aloha", "use_cache"), is_flag),
-        **dict.fromkeys(("freeze_vision_encoder", "train_expert_only", "train_state_proj"), is_flag),
-        **dict.fromkeys(("load_vlm_weights", "add_image_special_tokens", "compile_model"), is_flag),
-        **dict.fromkeys(("vlm_model_name", "attention_mode", "pad_language_to", "compile_mode"), is_text),
-        **dict.fromkeys(("prefix_length", "num_expert_layers", "num_vlm_layers"), is_number),
-        **dict.fromkeys(("self_attn_every_n_layers", "expert_width_multiplier", "min_period", "max_period"), is_number),
-        **dict.fromkeys(("optimizer_lr", "optimizer_eps", "optimizer_weight_decay"), is_number),
-        **dict.fromkeys(("optimizer_grad_clip_norm", "scheduler_warmup_steps", "scheduler_decay_steps"), is_number),
-        "scheduler_decay_lr": is_number,
-        "optimizer_betas": is_numbers,
-        "rtc_config": is_plain_map,
+        **FLOW_FIELDS,
+        **make_fields(
+            step_count="num_steps",
+            sides="resize_imgs_with_padding",
+            flag="adapt_to_pi_aloha use_delta_joint_actions_aloha use_cache train_state_proj load_vlm_weights "
+            "add_image_special_tokens",
+            text="vlm_model_name attention_mode pad_language_to",
+            number="prefix_length num_expert_layers num_vlm_layers self_attn_every_n_layers expert_width_multiplier",
+        ),
     },
     steps={"smolvla_new_line_processor": {}},
 )
@@ -69,7 +44,16 @@ UNSUPPORTED = {
 
 class SmolVLAAdapter(FlowAdapter[SmolVLASpec]):
     schema = SCHEMA
-    title, defaults = "SmolVLA", CONFIG_DEFAULTS
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "attention_mode": "cross_attn",
+        "num_expert_layers": -1,
+        "num_vlm_layers": 16,
+        "self_attn_every_n_layers": 2,
+        "expert_width_multiplier": 0.75,
+    }
+    size_class, modeling = SmolVLMSize, SmolVLMSize.modules[0]
     spec_class = SmolVLASpec
     parts = ("vision_model", "text_model|connector", "lm_expert")
 
@@ -105,18 +89,12 @@ class SmolVLAAdapter(FlowAdapter[SmolVLASpec]):
             "model.action_in_proj.weight": (size.expert_width, size.action_dims),
         }
 
-    def loading_code(self, folder: Path) -> str:
-        size = read_size_file(folder, SmolVLMSize)
-        return loading_code(size) if size else ""
-
-    def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
-        """Write the tiny model; the full-size one is never trained from scratch."""
-        assert small
+    def make_tiny(self, folder: Path, fit: Fit, place: Path) -> object:
         from vlatune.policies.smolvla.tiny import make_smolvla
 
-        make_smolvla(folder, fit, place=place)
+        return make_smolvla(folder, fit, place=place)
 
     def loader(self) -> Callable[..., torch.nn.Module]:
-        from vlatune.policies.smolvla.model import load_smolvla
+        from vlatune.policies.smolvla.model import SmolVLAModule
 
-        return load_smolvla
+        return SmolVLAModule.load

@@ -20,7 +20,7 @@ heads, E head size.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,19 +37,20 @@ from vlatune.policies.modeling import (
     LayerModule,
     Prefix,
     Rope,
-    compile_tower,
+    attend,
+    embed_actions,
     encode_time,
     gated_mlp,
     gathered,
-    merge_adapters,
+    make_mask,
     noisy_and_target,
     num_valid,
     project,
     repeat_each,
     to_pixels,
 )
-from vlatune.policies.smolvla.size import SmolVLASize, SmolVLASpec
-from vlatune.policies.smolvla.weights import load_policy, restore_unused
+from vlatune.policies.smolvla.size import SmolVLASpec
+from vlatune.policies.smolvla.weights import ADAPTED, TRAINED, build_policy, set_dtypes, unused
 
 MAX_WAVELENGTH = 10_000
 SMALLEST_SHARE = 1e-6
@@ -59,11 +60,13 @@ SMALLEST_SHARE = 1e-6
 class SmolVLAModule(FlowModule):
     """A `SmolVLAPolicy` that takes batches as `batch.py` describes them."""
 
+    trained, adapted = TRAINED, ADAPTED
+    build_policy, set_dtypes, unused = staticmethod(build_policy), staticmethod(set_dtypes), staticmethod(unused)
     wavelengths: Tensor
     patch_positions: Tensor
 
     def __init__(self, policy: SmolVLAPolicy, spec: SmolVLASpec, binding: Binding, options: ModuleOptions) -> None:
-        super().__init__(policy, spec, binding, options, options.dtype or "float32")
+        super().__init__(policy, spec, binding, options)
         size, device = spec.size, policy.model.action_in_proj.weight.device
         self.size, self.head_dim = size, size.vlm.head_dim
         self.register_buffer("wavelengths", make_wavelengths(size.vlm.head_dim).to(device), persistent=False)
@@ -71,16 +74,17 @@ class SmolVLAModule(FlowModule):
         joint: Any = policy.model.vlm_with_expert
         layers = joint.get_vlm_model().text_model.layers
         self.prefix_layers = nn.ModuleList(
-            LayerModule(layer, self_attention_layer, options) for layer in layers[: size.last_used]
+            LayerModule(layer, prefix_layer, state_layer, options=options) for layer in layers[: size.last_used]
         )
         self.last_prefix_layer = LayerModule(layers[size.last_used], layer_key_value)
         self.expert_layers = nn.ModuleList(
-            LayerModule(layer, self_attention_layer if self._attends_to_itself(number) else cross_layer, options)
+            LayerModule(layer, self_layer if self._attends_to_itself(number) else cross_layer, options=options)
             for number, layer in enumerate(joint.lm_expert.layers)
         )
 
-    def tower_layers(self) -> Sequence[nn.Module]:
-        return self._vlm.vision_model.encoder.layers
+    @staticmethod
+    def tower(policy: Any) -> Any:
+        return policy.model.vlm_with_expert.get_vlm_model().vision_model
 
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean over valid time steps, the robot's action dims and noise samples.
@@ -125,15 +129,6 @@ class SmolVLAModule(FlowModule):
         with gathered(one.layer for one in self.layers()):
             return super().predict(batch, noise_BTP)
 
-    def as_lerobot(self) -> SmolVLAPolicy:
-        """Return LeRobot's policy for saving; merges adapters, so training must not continue.
-
-        Weights that no step uses are read from the base model again.
-        """
-        merge_adapters(self.policy)
-        restore_unused(self.policy, self.base, self.size)
-        return self.policy
-
     def embed_prompt(self, batch: Mapping[str, Tensor]) -> Tensor:
         words_BLD = self._vlm.text_model.embed_tokens(batch[TOKENS]).to(self.dtype)
         return words_BLD * math.sqrt(self.size.vlm.width)
@@ -162,10 +157,10 @@ class SmolVLAModule(FlowModule):
         position_B1 = prefix.valid_BS.sum(dim=1, keepdim=True)
         rope = self.make_rope(position_B1)
         valid_BS = torch.cat([prefix.valid_BS, prefix.valid_BS.new_ones(position_B1.shape)], dim=1)
-        layers = []
+        layers, mask = [], make_mask(valid_BS[:, None], hidden_B1D.dtype)
         for layer, before in zip(self.prefix_layers, prefix.layers, strict=False):
-            hidden_B1D, own = layer(hidden_B1D, rope, valid_BS[:, None, None, :], before)
-            layers.append(before.followed_by(own))
+            hidden_B1D, both = layer(hidden_B1D, rope, mask, before, way=1)
+            layers.append(both)
         last = prefix.layers[-1].followed_by(self.last_prefix_layer(hidden_B1D, rope))
         return Prefix([*layers, last], valid_BS)
 
@@ -178,27 +173,21 @@ class SmolVLAModule(FlowModule):
         positions_BT = prefix.valid_BS.sum(dim=1, keepdim=True) + steps_T
         self_rope = self.make_rope(repeat_each(positions_BT, samples))
         cross_rope = self.make_rope(steps_T[None])
-        self_mask = repeat_each(_causal_mask(prefix.valid_BS, steps_T, self.size), samples)
-        cross_mask = prefix.valid_BS[:, None, None, :]
+        seen_BTS = prefix.valid_BS[:, None].expand(-1, len(steps_T), -1)
+        earlier_BTT = (steps_T[:, None] >= steps_T).expand(len(seen_BTS), -1, -1)
+        both_BTS = repeat_each(torch.cat([seen_BTS, earlier_BTT], dim=2), samples)
+        self_mask = make_mask(both_BTS, hidden_BTD.dtype, self.size.vlm.heads // self.size.vlm.kv_heads)
+        cross_mask = make_mask(prefix.valid_BS[:, None], hidden_BTD.dtype)
         for number, layer in enumerate(self.expert_layers):
             key_value = prefix.layers[number * self.size.stride]
             if self._attends_to_itself(number):
-                hidden_BTD, _ = layer(hidden_BTD, self_rope, self_mask, key_value.repeated(samples))
+                hidden_BTD = layer(hidden_BTD, self_rope, self_mask, key_value.repeated(samples))
             else:
                 hidden_BTD = layer(hidden_BTD, cross_rope, cross_mask, key_value)
         return model.action_out_proj(model.vlm_with_expert.lm_expert.norm(hidden_BTD).to(torch.float32))
 
     def _attends_to_itself(self, expert_layer: int) -> bool:
         return self.size.has_self_attention(expert_layer * self.size.stride)
-
-
-def load_smolvla(
-    spec: SmolVLASpec, binding: Binding, options: ModuleOptions, device: torch.device | str = "cpu"
-) -> SmolVLAModule:
-    """Load a pretrained_model folder on `device`; only `options.train` is trainable."""
-    policy = load_policy(spec, options, device)
-    compile_tower(policy.model.vlm_with_expert.get_vlm_model().vision_model.encoder.layers, options)
-    return SmolVLAModule(policy, spec, binding, options)
 
 
 # Images and actions
@@ -227,32 +216,26 @@ def make_patch_positions(spec: SmolVLASpec) -> Tensor:
     return (rows[:, None] * side + columns[None, :]).flatten()
 
 
-def embed_actions(model: Any, noisy_BTP: Tensor, time_code_BD: Tensor) -> Tensor:
-    """Return a token per action, mixed with the flow time."""
-    action_BTD = model.action_in_proj(noisy_BTP)
-    both = torch.cat([action_BTD, time_code_BD[:, None].expand_as(action_BTD)], dim=2)
-    return model.action_time_mlp_out(functional.silu(model.action_time_mlp_in(both)))
-
-
-def _causal_mask(valid_BS: Tensor, steps_T: Tensor, size: SmolVLASize) -> Tensor:
-    """Return the mask of prefix and causal actions, (B, 1, G * T, S + T), for G grouped heads."""
-    earlier_TT = steps_T[:, None] >= steps_T[None, :]
-    seen_BTS = valid_BS[:, None].expand(-1, len(steps_T), -1)
-    mask_BTS = torch.cat([seen_BTS, earlier_TT.expand(len(valid_BS), -1, -1)], dim=2)
-    return mask_BTS.repeat(1, size.vlm.heads // size.vlm.kv_heads, 1)[:, None]
-
-
 # One layer, on LeRobot's modules
 
 
-def self_attention_layer(
-    layer: Any, hidden_BND: Tensor, rope: Rope, mask: Tensor, before: KeyValue | None = None
-) -> tuple[Tensor, KeyValue]:
-    """Apply self-attention to earlier tokens and the layer's own."""
+def prefix_layer(layer: Any, hidden_BND: Tensor, rope: Rope, mask: Tensor) -> tuple[Tensor, KeyValue]:
+    """Apply self-attention to images and prompt; return their keys and values, too."""
     normed_BND = _normed(layer.input_layernorm, hidden_BND)
     own = _key_value(layer.self_attn, normed_BND, rope)
-    seen = own if before is None else before.followed_by(own)
-    return _finish(layer, hidden_BND, _queries(layer.self_attn, normed_BND, rope), seen, mask), own
+    return _finish(layer, hidden_BND, _queries(layer.self_attn, normed_BND, rope), own, mask), own
+
+
+def state_layer(layer: Any, hidden_B1D: Tensor, rope: Rope, mask: Tensor, before: KeyValue) -> tuple[Tensor, KeyValue]:
+    """Apply self-attention to the tokens before and the state; return the keys and values of both, too."""
+    normed_B1D = _normed(layer.input_layernorm, hidden_B1D)
+    both = before.followed_by(_key_value(layer.self_attn, normed_B1D, rope))
+    return _finish(layer, hidden_B1D, _queries(layer.self_attn, normed_B1D, rope), both, mask), both
+
+
+def self_layer(layer: Any, hidden_BTD: Tensor, rope: Rope, mask: Tensor, before: KeyValue) -> Tensor:
+    """Apply the expert's self-attention to the prefix and earlier actions."""
+    return state_layer(layer, hidden_BTD, rope, mask, before)[0]
 
 
 def layer_key_value(layer: Any, hidden_BND: Tensor, rope: Rope) -> KeyValue:
@@ -288,20 +271,8 @@ def _key_value(attention: Any, normed_BND: Tensor, rope: Rope) -> KeyValue:
 
 
 def _finish(layer: Any, hidden_BND: Tensor, queries_BHNE: Tensor, seen: KeyValue, mask: Tensor) -> Tensor:
-    hidden_BND = hidden_BND + project(layer.self_attn.o_proj, _attend(queries_BHNE, seen, mask))
+    hidden_BND = hidden_BND + project(layer.self_attn.o_proj, attend(queries_BHNE, seen, mask))
     return hidden_BND + gated_mlp(layer.mlp, _normed(layer.post_attention_layernorm, hidden_BND))
-
-
-def _attend(queries_BHNE: Tensor, seen: KeyValue, mask: Tensor) -> Tensor:
-    """Attend without repeating keys: grouped heads and noise samples are folded into tokens."""
-    tokens, size = queries_BHNE.shape[2:]
-    batch, kv_heads = seen.keys.shape[:2]
-    samples, groups = len(queries_BHNE) // batch, queries_BHNE.shape[1] // kv_heads
-    apart = queries_BHNE.reshape(batch, samples, kv_heads, groups * tokens, size)
-    folded = apart.transpose(1, 2).reshape(batch, kv_heads, samples * groups * tokens, size)
-    out = functional.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=mask)
-    out = out.reshape(batch, kv_heads, samples, groups, tokens, size).permute(0, 2, 4, 1, 3, 5)
-    return out.reshape(batch * samples, tokens, kv_heads * groups * size)
 
 
 def _rotate(x_BHNE: Tensor, rope: Rope) -> Tensor:

@@ -10,51 +10,26 @@ from typing import Any
 
 import torch
 from lerobot.policies.smolvla import SmolVLAConfig, SmolVLAPolicy
-from lerobot.processor import (
-    NewLineTaskProcessorStep,
-    TokenizerProcessorStep,
-    make_default_policy_processor_steps,
-    make_policy_processor_pipelines,
-)
+from lerobot.processor import NewLineTaskProcessorStep, TokenizerProcessorStep
 from torch import nn
 
 from vlatune.policies.base import Fit
-from vlatune.policies.smolvla.size import SmolVLMSize, building_at
+from vlatune.policies.model_size import building_at
+from vlatune.policies.smolvla.size import SmolVLMSize
 from vlatune.policies.tiny_models import (
+    DEPTH,
     fitted,
     init_gain,
     init_layers,
     init_patches,
     pass_actions,
-    prompt_length,
-    round_up,
+    tiny_size,
     train_tokenizer,
     write_base,
 )
 from vlatune.policies.tokenizer import end_with_newline
 
 OUT_GAIN = 0.7  # inverts the expert's last norm, so that the first prediction is about the noise itself
-DEPTH = 2  # one layer with self-attention, one with cross-attention
-
-
-def tiny_size(vocab_size: int, image_size: int) -> SmolVLMSize:
-    """Return a size with one token per image, which sees every pixel and learns positions fast."""
-    return SmolVLMSize(
-        width=96,
-        depth=DEPTH,
-        mlp_dim=192,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        vision_width=96,
-        vision_depth=1,
-        vision_mlp_dim=192,
-        vision_heads=4,
-        image_size=image_size,
-        patch_size=image_size,
-        shuffle=1,
-        vocab_size=vocab_size,
-    )
 
 
 def make_smolvla(folder: Path, fit: Fit, *, place: Path | None = None) -> Path:
@@ -62,15 +37,14 @@ def make_smolvla(folder: Path, fit: Fit, *, place: Path | None = None) -> Path:
     prompts = sorted({end_with_newline(task) for task in (*fit.tasks, "")})
     tokenizer = train_tokenizer(prompts)
     config = SmolVLAConfig(
-        **fitted(fit),
+        **fitted(fit, tokenizer, prompts),
         resize_imgs_with_padding=(fit.image_size, fit.image_size),
         num_vlm_layers=DEPTH,
         expert_width_multiplier=1.0,
-        tokenizer_max_length=prompt_length(tokenizer, prompts, fit),
     )
-    size = tiny_size(round_up(len(tokenizer), 64), fit.image_size)
+    size = tiny_size(SmolVLMSize, tokenizer, fit, heads=4, kv_heads=2, image_size=fit.image_size, shuffle=1)
     policy = make_policy(config, size, fit.seed)
-    return write_base(folder, policy, size, tokenizer, make_processors, padding=config.pad_language_to, place=place)
+    return write_base(folder, policy, size, tokenizer, _processor_steps, place=place)
 
 
 def make_policy(config: SmolVLAConfig, size: SmolVLMSize, seed: int) -> SmolVLAPolicy:
@@ -123,17 +97,7 @@ def _pass_noise(model: Any) -> None:
     model.action_time_mlp_out.weight.data[:, carried:] = other[:, : width - carried]
 
 
-def make_processors(config: SmolVLAConfig, tokenize: TokenizerProcessorStep):
-    """Return LeRobot's pipelines for SmolVLA, with this tokenizer instead of the hub's."""
-    steps = make_default_policy_processor_steps(config)
-    return make_policy_processor_pipelines(
-        input_steps=[
-            steps.rename_observations,
-            steps.add_batch_dim,
-            NewLineTaskProcessorStep(),
-            tokenize,
-            steps.to_device,
-            steps.normalize,
-        ],
-        output_steps=[steps.unnormalize, steps.to_cpu],
-    )
+def _processor_steps(config: Any, tokenize: TokenizerProcessorStep, steps: Any) -> tuple[list[Any], list[Any]]:
+    """Return LeRobot's steps for SmolVLA, with this tokenizer instead of the hub's."""
+    first = [steps.rename_observations, steps.add_batch_dim, NewLineTaskProcessorStep()]
+    return [*first, tokenize, steps.to_device, steps.normalize], [steps.unnormalize, steps.to_cpu]
