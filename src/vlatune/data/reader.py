@@ -19,11 +19,10 @@ import numpy as np
 from vlatune.batch import SLOT, TASK, Columns
 from vlatune.data.frames.cache import CachedFrames
 from vlatune.data.frames.decoder import VideoFrames
-from vlatune.data.frames.frame_source import CameraSpec, Unit
 from vlatune.data.frames.images import ParquetImages
 from vlatune.data.health.row_checks import matched_unit, read_values
 from vlatune.data.meta.dataset_meta import DatasetMeta
-from vlatune.data.read_spec import INDEX_COLUMNS, ReadSpec, VectorSpec
+from vlatune.data.read_spec import INDEX_COLUMNS, CameraSpec, ReadSpec, Unit, VectorSpec
 
 
 def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarray, slots: np.ndarray) -> Unit:

@@ -17,7 +17,7 @@ import xxhash
 
 from vlatune.batch import CAMERA_MASK, TOKEN_MASK, TOKENS, Columns
 from vlatune.data.frames.cache import CacheSettings, PartSpec, open_cache, part_identity, room_bytes
-from vlatune.data.frames.frame_source import Unit
+from vlatune.data.read_spec import Unit
 from vlatune.data.transforms import PROMPT_MULTIPLE
 
 FIRST = np.zeros(1, np.int64)

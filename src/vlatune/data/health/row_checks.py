@@ -9,8 +9,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from vlatune.data.frames.frame_source import Unit
-from vlatune.data.read_spec import DERIVABLE, ReadSpec
+from vlatune.data.read_spec import DERIVABLE, ReadSpec, Unit
 from vlatune.data.tables import read_rows
 
 INDEX_KINDS = {"index": "iu", "episode_index": "iu", "frame_index": "iu", "timestamp": "iuf", "task_index": "iu"}
