@@ -39,11 +39,11 @@ def film(request, tmp_path_factory) -> Path:
     make_dataset(folder, SyntheticSpec(episodes=1, frames=FRAMES, cameras=1, fps=FPS, codec=codec))
     film = next((folder / "videos").rglob("*.mp4"))
     return (
-        encode_anew(film, folder / f"{request.param}.mp4", OTHERS[request.param]) if request.param in OTHERS else film
+        encode_again(film, folder / f"{request.param}.mp4", OTHERS[request.param]) if request.param in OTHERS else film
     )
 
 
-def encode_anew(film: Path, other: Path, options: dict[str, str]) -> Path:
+def encode_again(film: Path, other: Path, options: dict[str, str]) -> Path:
     with av.open(str(film)) as source, av.open(str(other), "w") as target:
         stream = target.add_stream("libx264", rate=FPS, options=options | {"crf": "10"})
         stream.height, stream.width = source.streams.video[0].height, source.streams.video[0].width

@@ -221,7 +221,7 @@ def test_a_failed_listing_is_retried(s3: Proxy, uploaded: dict[str, Path], kind:
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "error", "says"),
+    ("method", "kind", "error", "message"),
     [
         ("GET", "400", RuntimeError, "request rejected"),
         ("GET", "403", PermissionError, "denied"),
@@ -230,9 +230,11 @@ def test_a_failed_listing_is_retried(s3: Proxy, uploaded: dict[str, Path], kind:
         ("HEAD", "404", FileNotFoundError, "no such object"),
     ],
 )
-def test_permanent_errors_are_not_retried(s3: Proxy, method: str, kind: str, error: type[Exception], says: str) -> None:
+def test_permanent_errors_are_not_retried(
+    s3: Proxy, method: str, kind: str, error: type[Exception], message: str
+) -> None:
     s3.faults.append(Fault(kind, times=-1, method=method, part="payload.bin"))
-    with pytest.raises(error, match=f"'s3://{BUCKET}/files/payload.bin': .*{says}"):
+    with pytest.raises(error, match=f"'s3://{BUCKET}/files/payload.bin': .*{message}"):
         root_of(s3).read_bytes("payload.bin")
     assert sum(one.is_faulty for one in s3.seen) == 1
 
@@ -371,9 +373,9 @@ def test_secrets_are_not_printed_or_logged(
 
 
 def test_a_password_in_a_url_is_rejected_without_printing_it() -> None:
-    with pytest.raises(ValueError, match="holds a password") as refused:
+    with pytest.raises(ValueError, match="holds a password") as caught:
         Root("sftp://user:hunter2@host/robots")
-    assert "hunter2" not in str(refused.value)
+    assert "hunter2" not in str(caught.value)
     Root("hf://datasets/owner/name@main")
 
 

@@ -1,6 +1,6 @@
 """Outputs of a policy's frozen part on the local disk, a part of the frame cache for each sample.
 
-A sample's row holds one vector per token: of its images and, if the layout says so, of its prompt.
+A sample's row holds one vector per token: of its images and, if the layout includes it, of its prompt.
 Rows of short prompts are shorter. The name of a part covers everything that determines the row
 except the prompt, whose digest is covered by the row's checksum: another prompt never matches.
 

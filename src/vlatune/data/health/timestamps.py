@@ -100,7 +100,7 @@ def _recorded_times(meta: DatasetMeta, positions: Sequence[int]) -> Iterator[tup
         if column is None:
             yield position, None
         elif column.dtype.kind in "iuf" and column.size == len(column):
-            yield position, column.reshape(-1)[begin - rows.begin : end - rows.begin].astype(np.float64)
+            yield position, column.reshape(-1).astype(np.float64)
 
 
 def _frames_of(meta: DatasetMeta, spec: ReadSpec, position: int) -> Iterator[tuple[CameraSpec, np.ndarray]]:
