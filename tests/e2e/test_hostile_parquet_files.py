@@ -77,8 +77,8 @@ GROWING: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "says"), GROWING.values(), ids=GROWING)
-def test_a_small_file_does_not_fill_the_memory(make, says, dataset, small_base, tmp_path) -> None:
+@pytest.mark.parametrize(("make", "message"), GROWING.values(), ids=GROWING)
+def test_a_small_file_does_not_fill_the_memory(make, message, dataset, small_base, tmp_path) -> None:
     make(dataset)
     ended = measured("inspect", dataset)
     assert ended.code == 1, ended.text
@@ -86,7 +86,7 @@ def test_a_small_file_does_not_fill_the_memory(make, says, dataset, small_base, 
     flags = (f"--dataset.root={dataset}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'out'}")
     ended = measured("train", *flags, "--batch_size=4", "--steps=1")
     assert ended.code == 2, ended.text
-    assert says in ended.text
+    assert message in ended.text
     assert "Traceback" not in ended.text
     assert ended.peak_bytes < MAX_BYTES
 

@@ -136,15 +136,15 @@ def test_inspect_of_a_dataset(store, elsewhere, scheme, lie):
     found = ask(store, "inspect", root)
     assert found.code in (1, 2), found.said
     assert found.peak_bytes < MOST_BYTES
-    says = {"redirect": "redirects to another scheme or host are not followed"}.get(lie, "33,554,432 bytes")
-    assert says in " ".join(found.said.split()), found.said
+    message = {"redirect": "redirects to another scheme or host are not followed"}.get(lie, "33,554,432 bytes")
+    assert message in " ".join(found.said.split()), found.said
     assert "Traceback" not in found.said
     assert elsewhere.seen == []
 
 
 @pytest.mark.parametrize("endless", ["checkpoints/00000002/manifest.json", "lease.json"])
 def test_resume_from_storage(endless, store, dataset_v3, small_base, tmp_path: Path):
-    """The manifest of the newest checkpoint, or the lease, has no end, whatever the listing says of its size."""
+    """The manifest of the newest checkpoint, or the lease, has no end, whatever size the listing states."""
     store.objects |= {f"runs/run/{endless}": b"{}"}
     store.endless = endless
     flags = [f"--dataset.root={dataset_v3}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'run'}"]

@@ -53,19 +53,19 @@ def ids_around_a_prompt(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (panics, "cannot be used ("),
         (moved_ids, "has the token id 1"),
         (ids_around_a_prompt, "has the token id 1000000"),
     ],
 )
-def test_a_tokenizer_is_checked_when_the_base_is_read(make, says, base, dataset_v3, tmp_path) -> None:
+def test_a_tokenizer_is_checked_when_the_base_is_read(make, message, base, dataset_v3, tmp_path) -> None:
     make(base)
     for command in ("train", "doctor"):
         flags = (f"--dataset.root={dataset_v3}", f"--policy.path={base}", f"--output_dir={tmp_path / 'out'}")
         ended = measured(command, *flags, "--batch_size=4", "--steps=1")
-        assert (ended.code, says in ended.text) == (2 if command == "train" else 1, True), ended.text
+        assert (ended.code, message in ended.text) == (2 if command == "train" else 1, True), ended.text
         assert "Traceback" not in ended.text
         assert "panicked" not in ended.text
 

@@ -15,18 +15,16 @@ import itertools
 import json
 import multiprocessing
 import os
-import queue
 import random
 import resource
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -34,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutate import mutate, replace_file
@@ -86,7 +85,6 @@ def make_base(base: Path, dataset: Path) -> None:
 
 def make_originals(folder: Path, base: Path | None) -> None:
     """Make the files that the cases change, and the digests of their rows."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from unit.untrusted.run_without_training import make_run
 
     from vlatune import cli
@@ -156,7 +154,8 @@ def ask_doctor(dataset: str, base: Path, work: Path) -> None:
 
 def read_run(run: Path, dataset: Path, base: Path, other: Path) -> None:
     """Write the reports, and read the settings and the checkpoint as a resume and an export do."""
-    from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
+    from unit.untrusted.run_without_training import run_config
+
     from vlatune.export.policy_files import read_policy_files
     from vlatune.policies.pi05.adapter import SCHEMA
     from vlatune.report.compare import write_comparison
@@ -164,19 +163,12 @@ def read_run(run: Path, dataset: Path, base: Path, other: Path) -> None:
     from vlatune.run.run_folder import read_config
     from vlatune.train.driver.resume_rules import find_resume_point
 
-    config = RunConfig(
-        dataset=DatasetConfig(root=(str(dataset),), run_length=4, window_rows=8),
-        policy=PolicyConfig(path=str(base), train="heads"),
-        output_dir=str(run),
-        steps=20,
-        batch_size=4,
-    )
     errors = []
     for step in (
         lambda: write_report(run),
         lambda: write_comparison([run, other], run.parent / "compared.html"),
         lambda: read_config(run),
-        lambda: find_resume_point(config, say=lambda _: None),
+        lambda: find_resume_point(run_config(dataset, base, run), say=lambda _: None),
         lambda: read_policy_files(run / "checkpoints/00000002", SCHEMA),
     ):
         try:
@@ -391,56 +383,26 @@ class Worker:
 
 
 def run_cases(
-    folder: Path,
-    cases: Iterator[int],
-    *,
-    work: Path,
-    jobs: int = 1,
-    hang_s: float = HANG_S,
-    subject: Subject | None = None,
+    folder: Path, cases: Iterable[int], *, work: Path, hang_s: float = HANG_S, subject: Subject | None = None
 ) -> Iterator[Outcome]:
-    """Yield the outcomes as they arrive; each of `jobs` threads asks one worker process."""
-    numbers, lock = itertools.count(), threading.Lock()
-    found: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
-
-    def ask() -> None:
-        worker = None
-        try:
-            while True:
-                with lock:
-                    case = next(cases, None)
-                if case is None:
-                    return
-                worker = worker or Worker(folder, work / str(next(numbers)), subject or Subject())
-                found.put(worker.run(case, hang_s))
-                if not worker.is_alive or worker.done >= BATCH:
-                    worker.end()
-                    worker = None
-        except BaseException as error:
-            found.put(error)
-        finally:
-            if worker is not None:
+    """Yield the outcome of each case, run by one worker process after another."""
+    numbers, worker = itertools.count(), None
+    try:
+        for case in cases:
+            worker = worker or Worker(folder, work / str(next(numbers)), subject or Subject())
+            yield worker.run(case, hang_s)
+            if not worker.is_alive or worker.done >= BATCH:
                 worker.end()
-            found.put(None)
-
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
-    left = jobs
-    while left:
-        one = found.get()
-        left -= one is None
-        if isinstance(one, BaseException):
-            raise one
-        if one is not None:
-            yield one
+                worker = None
+    finally:
+        if worker is not None:
+            worker.end()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("FUZZ_MINUTES", "2")))
     parser.add_argument("--seed", type=int, default=0, help="the first case; the same seed gives the same cases")
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     parser.add_argument("--cases", type=int, help="run so many cases instead of some minutes")
     parser.add_argument("--also", type=int, nargs="*", default=[], help="further cases")
     parser.add_argument("--base", type=Path, help="an existing base model")
@@ -470,7 +432,7 @@ def _run(folder: Path, work: Path, options: argparse.Namespace) -> int:
         numbers = itertools.takewhile(lambda _: time.monotonic() < begin_s + 60 * options.minutes, numbers)
     results: Counter[str] = Counter()
     findings = 0
-    for one in run_cases(folder, itertools.chain(options.also, numbers), work=work, jobs=options.jobs):
+    for one in run_cases(folder, itertools.chain(options.also, numbers), work=work):
         results[one.result] += 1
         findings += one.is_finding
         if one.is_finding or one.result == "changed":

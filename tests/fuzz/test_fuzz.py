@@ -21,7 +21,6 @@ def test_changed_files_end_in_a_handled_error(small_base: Path) -> None:
         sys.executable,
         program,
         f"--cases={CASES}",
-        "--jobs=1",
         f"--base={small_base}",
         "--also",
         *map(str, FOUND),

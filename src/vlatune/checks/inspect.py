@@ -129,11 +129,11 @@ def _task_facts(meta: DatasetMeta) -> Iterator[dict[str, Any]]:
             counts.update(str(task) for task in (listed if isinstance(listed, list) else []))
     else:
         for name in meta.root.glob("meta/episodes/*/*.parquet"):  # file by file, to limit memory
-            with opened(meta.root, name) as parquet:
+            with opened(meta.root, name, texts=["tasks"]) as parquet:
                 schema = parquet.schema_arrow
                 if "tasks" in schema.names and pa.types.is_list(schema.field("tasks").type):
                     tasks: Any
-                    for tasks in parquet.texts("tasks"):
+                    for tasks in parquet.read(["tasks"]).column(0).chunks:
                         tasks.validate(full=True)  # may contain bytes that are not valid text
                         for pair in tasks.flatten().value_counts().to_pylist():
                             counts[str(pair["values"])] += pair["counts"]

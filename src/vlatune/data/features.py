@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import ACTION, IDS, IMAGE_PREFIX, SLOT, STATE, TASK
-from vlatune.data.frames.frame_source import CameraSpec
 from vlatune.data.frames.recorded import Recorded, camera_fps
 from vlatune.data.frames.resize import Pad
 from vlatune.data.meta.dataset_meta import DatasetMeta, Feature
-from vlatune.data.read_spec import INDEX_COLUMNS, VectorSpec
+from vlatune.data.read_spec import INDEX_COLUMNS, CameraSpec, VectorSpec
 from vlatune.errors import did_you_mean
 
 RESERVED = {*IDS, *INDEX_COLUMNS, TASK, SLOT}

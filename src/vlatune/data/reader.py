@@ -19,11 +19,10 @@ import numpy as np
 from vlatune.batch import SLOT, TASK, Columns
 from vlatune.data.frames.cache import CachedFrames
 from vlatune.data.frames.decoder import VideoFrames
-from vlatune.data.frames.frame_source import CameraSpec, Unit
 from vlatune.data.frames.images import ParquetImages
 from vlatune.data.health.row_checks import matched_unit, read_values
 from vlatune.data.meta.dataset_meta import DatasetMeta
-from vlatune.data.read_spec import INDEX_COLUMNS, ReadSpec, VectorSpec
+from vlatune.data.read_spec import INDEX_COLUMNS, CameraSpec, ReadSpec, Unit, VectorSpec
 
 
 def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarray, slots: np.ndarray) -> Unit:
@@ -99,23 +98,20 @@ def read_into(spec: ReadSpec, unit: Unit, columns: Columns, at: int) -> float:
     return sum(cached) / len(cached) if cached else 0.0
 
 
-def read_units(specs: Sequence[ReadSpec] | Mapping[int, ReadSpec], units: Sequence[Unit]) -> Columns:
-    """Read the rows of all units in sequence; `specs` are indexed by dataset."""
-    return read_counted(specs, units)[0]
+def read_units(
+    specs: Sequence[ReadSpec] | Mapping[int, ReadSpec], units: Sequence[Unit], cached: list[float] | None = None
+) -> Columns:
+    """Read the rows of all units in sequence; `specs` are indexed by dataset.
 
-
-def read_counted(
-    specs: Sequence[ReadSpec] | Mapping[int, ReadSpec], units: Sequence[Unit]
-) -> tuple[Columns, np.ndarray]:
-    """Return the rows of all units, and the share of cached images of each row."""
-    rows = sum(len(unit.frames) for unit in units)
-    columns, cached_N = allocate(specs[units[0].dataset_index], rows), np.empty(rows, np.float32)
-    at = 0
+    Appends the share of cached images of each unit to `cached`.
+    """
+    columns, at = allocate(specs[units[0].dataset_index], sum(len(unit.frames) for unit in units)), 0
     for unit in units:
-        end = at + len(unit.frames)
-        cached_N[at:end] = read_into(specs[unit.dataset_index], unit, columns, at)
-        at = end
-    return columns, cached_N
+        share = read_into(specs[unit.dataset_index], unit, columns, at)
+        at += len(unit.frames)
+        if cached is not None:
+            cached.append(share)
+    return columns
 
 
 def read_unit(spec: ReadSpec, unit: Unit) -> Columns:

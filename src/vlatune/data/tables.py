@@ -9,7 +9,7 @@ import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -31,13 +31,15 @@ class RowRange:
     """A range of rows of a data file."""
 
     columns: dict[str, np.ndarray]
-    begin: int
-    """The row of the file at row 0 of the columns."""
     file_rows: int
+    """Number of rows of the file."""
 
     @property
     def num_bytes(self) -> int:
         return sum(values.nbytes for values in self.columns.values())
+
+    def cut(self, begin: int, end: int) -> "RowRange":
+        return replace(self, columns={name: values[begin:end] for name, values in self.columns.items()})
 
 
 _cache: OrderedDict[tuple, RowRange] = OrderedDict()
@@ -54,7 +56,7 @@ def read_rows(
     optional: Sequence[str] = (),
     texts: Sequence[str] = (),
 ) -> RowRange:
-    """Read at least rows [begin, end) of one data file, or fewer if the file ends before.
+    """Read rows [begin, end) of one data file, or fewer if the file ends before.
 
     `optional` columns that the file lacks are left out. Only the columns in `texts` may hold text.
     """
@@ -66,27 +68,27 @@ def read_rows(
         raise ValueError(f"dataset '{root.url}': {name} is missing; fetch the dataset again") from error
     every = (root.url, name, tuple(columns), version)
     part = (*every, begin, end)
-    for key in (every, part):
+    for key, first in ((every, 0), (part, begin)):
         if (found := _cache.get(key)) is not None:
-            return _keep(key, found)
+            return _keep(key, found).cut(begin - first, end - first)
     with opened(root, name, [column for column in columns if column not in optional], texts=texts) as parquet:
         there = [column for column in columns if column in parquet.schema_arrow.names]
         parquet.require_numbers(there)
         check_columns(parquet.metadata, there)
 
-        def convert(table: pa.Table, begin: int) -> RowRange:
+        def convert(table: pa.Table) -> RowRange:
             where = f"dataset '{root.url}': {name}"
             values = {column: to_numpy(table.column(column), f"{where}, column '{column}'") for column in there}
-            return RowRange(values, begin, parquet.metadata.num_rows)
+            return RowRange(values, parquet.metadata.num_rows)
 
         if _is_small(parquet, there):
             try:
-                return _keep(every, convert(parquet.read(columns=there), 0))
+                return _keep(every, convert(parquet.read(columns=there))).cut(begin, end)
             except PermissionError:
                 raise
             except (ValueError, *UNREADABLE):  # the wanted rows may be readable even if others are not
                 pass
-        return _keep(part, convert(_slice(parquet, there, begin, end), begin))
+        return _keep(part, convert(_slice(parquet, there, begin, end)))
 
 
 def _keep(key: tuple, rows: RowRange) -> RowRange:

@@ -19,8 +19,8 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError
 
-from vlatune.batch import Columns, num_rows
-from vlatune.data.reader import ReadSpec, Unit, read_counted
+from vlatune.batch import Columns
+from vlatune.data.reader import ReadSpec, Unit, read_units
 from vlatune.data.transforms import Transform, apply_all
 from vlatune.feed.memory import Budget
 from vlatune.feed.plan import Blocks, DataPlan, Segment, Share, plan_segment
@@ -151,12 +151,11 @@ def read_blocks(
 ) -> Iterator[Columns]:
     """Read the units of each block and apply the transforms."""
     for units in blocks:
-        begin = time.perf_counter()
-        columns, cached_N = read_counted(specs, units)
-        columns = apply_all(transforms, columns)
-        rows = num_rows(columns)
-        columns[CACHED] = cached_N
+        begin, cached = time.perf_counter(), []
+        columns = apply_all(transforms, read_units(specs, units, cached))
+        sizes = [len(unit.frames) for unit in units]
+        columns[CACHED] = np.repeat(np.array(cached, np.float32), sizes)
         if units[0].skips_images is not None:
-            columns[HAS_IMAGES] = np.repeat([not one.skips_images for one in units], [len(one.frames) for one in units])
-        columns[READ_S] = np.full(rows, (time.perf_counter() - begin) / rows, np.float32)
+            columns[HAS_IMAGES] = np.repeat([not unit.skips_images for unit in units], sizes)
+        columns[READ_S] = np.full(sum(sizes), (time.perf_counter() - begin) / sum(sizes), np.float32)
         yield columns

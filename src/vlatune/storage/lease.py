@@ -44,7 +44,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class Holder:
     host: str
     machine: str
-    """Boot and process namespace: within the same, a process id tells whether the holder lives."""
+    """Boot and process namespace: within the same, the process id shows whether the holder is alive."""
     pid: int
     started_s: float
     id: str

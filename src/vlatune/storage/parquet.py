@@ -5,7 +5,7 @@
   files are read by parquet's own types.
 - A footer may state smaller sizes than its pages have. Arrow reads through `PageGuard`, which sums up the headers of
   the pages in the bytes that Arrow requests.
-- A page may hold one long text that all rows refer to. Text is read as dictionaries (`CheckedFile.texts`).
+- A page may hold one long text that all rows refer to. Text is read as dictionaries (`texts`).
 """
 
 import io
@@ -69,7 +69,7 @@ def opened(
                     f"download the file again, or correct meta/info.json"
                 )
             parquet.require_numbers(columns)
-            check_columns(parquet.metadata, columns)
+            check_columns(parquet.metadata, [*columns, *texts])
             yield parquet
     except PermissionError:
         raise
@@ -127,14 +127,6 @@ class CheckedFile(pq.ParquetFile):
         """Yield batches of columns of any type; a batch of bytes may be `batch_size` times as large as its pages."""
         self.guard.expect(row_group, columns)
         return super().iter_batches(batch_size, [row_group], columns, use_threads=False)
-
-    def texts(self, column: str) -> Iterator[pa.Array]:
-        """Yield a text column per row group, as dictionaries that store each text once."""
-        check_columns(self.metadata, [column])
-        reader = CheckedFile(self.guard, self.metadata, [column])
-        for group in range(self.num_row_groups):
-            reader.guard.expect(group, [column])
-            yield pq.ParquetFile.read_row_group(reader, group, [column], use_threads=False).column(0).combine_chunks()
 
     def require_numbers(self, columns: Sequence[str] | None) -> None:
         texts = sorted(self.text_columns & set(self.schema_arrow.names if columns is None else columns))

@@ -10,12 +10,14 @@ again after it changed. Checksums do not authenticate: anyone who can change the
 change the checksums.
 """
 
+import errno
 import functools
 import hashlib
 import json
+import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -49,8 +51,6 @@ class Root:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     has_checksums: bool = True
     """Use meta/checksums.json if it exists; checkpoints have manifests instead."""
-    sums_version: str | None = field(default=None, compare=False, repr=False)
-    """Version of a store's meta/checksums.json at the start of the run; empty if there is none."""
     started_in: str | None = field(default=None, compare=False, repr=False)
     """Base of a relative path, because Ray's processes have other working directories."""
 
@@ -132,10 +132,7 @@ class Root:
         self.join(name)
         if not self.has_checksums or name == CHECKSUMS:
             return
-        if self.is_local:
-            version = checksums_version(self)
-        else:  # a store is asked once per run, or once per process
-            version = _first_version(self) if self.sums_version is None else self.sums_version
+        version = _checksums_version(self) if self.is_local else _first_version(self)
         if not version:
             return
         where, sums = f"dataset '{self.url}': {name}", _checksums(self, version)
@@ -155,33 +152,35 @@ class Root:
 
     def glob(self, pattern: str) -> list[str]:
         """Return matching names relative to the root, sorted; `*` and `?` do not match `/`."""
-        if "**" in pattern:
-            raise ValueError(f"pattern '{pattern}': ** is not supported; name the folders, or use * for each")
+        *folders, last = pattern.split("/")
+        found = [""]
+        for part in folders:  # level by level: fsspec's glob treats a failed listing as an empty folder
+            is_name = not re.search(r"[*?[]", part)
+            found = [
+                f"{folder}{name}/" for folder in found for name in ([part] if is_name else self._names(folder, part))
+            ]
+        return sorted(f"{folder}{name}" for folder in found for name in self._names(folder, last))
+
+    def _names(self, folder: str, pattern: str) -> list[str]:
+        return [name for name in self.entries(folder) if fnmatchcase(name, pattern)]
+
+    def entries(self, folder: str = "") -> dict[str, int | None]:
+        """Map the names in a folder to bytes, or None for folders; empty if the folder does not exist."""
+        full = self.join(folder).rstrip("/")
         if self.is_local:
-            base = Path(self.path)
-            return sorted(found.relative_to(base).as_posix() for found in base.glob(pattern))
-        prefix = self.path.rstrip("/")
-        return sorted(found.removeprefix(prefix + "/") for found in self._remote_glob(prefix, pattern.split("/")))
-
-    def _remote_glob(self, folder: str, parts: list[str]) -> list[str]:
-        """Glob level by level, because fsspec's glob treats a failed listing as an empty folder."""
-        while len(parts) > 1 and not re.search(r"[*?[]", parts[0]):
-            folder, parts = f"{folder}/{parts[0]}", parts[1:]
-        names = [name for name in self._remote_names(folder) if fnmatchcase(posixpath.basename(name), parts[0])]
-        if len(parts) == 1:
-            return names
-        return [found for name in names for found in self._remote_glob(name, parts[1:])]
-
-    def _remote_names(self, folder: str) -> list[str]:
+            return dict(_local_entries(full))
         fs = self.filesystem()
-        fs.invalidate_cache(folder)
+        fs.invalidate_cache(full)
         try:
-            listed = self._retried(lambda: fs.ls(folder, detail=False), folder)
+            listed = self._retried(lambda: fs.ls(full, detail=True), full)
         except FileNotFoundError:
-            return []
-        inside = [str(name).rstrip("/") for name in listed]
+            return {}
+        sizes = {
+            str(one["name"]).rstrip("/"): None if one["type"] == "directory" else int(one.get("size") or 0)
+            for one in listed
+        }
         # Some stores list a folder or a file as its own content.
-        return [f"{folder}/{posixpath.basename(name)}" for name in inside if name != folder]
+        return {posixpath.basename(name): size for name, size in sizes.items() if name != full}
 
     def _remote_exists(self, full: str) -> bool:
         try:
@@ -203,6 +202,20 @@ class Root:
         return f"'{self.url.partition('://')[0]}://{full.removeprefix('/')}'"
 
 
+def _local_entries(folder: str) -> Iterator[tuple[str, int | None]]:
+    try:
+        entries = os.scandir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with entries:
+        for entry in entries:
+            try:
+                yield entry.name, None if entry.is_dir() else entry.stat().st_size
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ELOOP):  # dangling and cyclic links are no files
+                    raise
+
+
 def write_checksums(root: Root, names: Iterable[str]) -> int:
     """Hash the named files of a local dataset and return their number."""
     if not root.is_local:
@@ -215,7 +228,7 @@ def write_checksums(root: Root, names: Iterable[str]) -> int:
     return len(sums)
 
 
-def checksums_version(root: Root) -> str:
+def _checksums_version(root: Root) -> str:
     """Return the version of a dataset's checksums; empty if there are none."""
     try:
         return root.version(CHECKSUMS)
@@ -223,7 +236,7 @@ def checksums_version(root: Root) -> str:
         return ""
 
 
-_first_version = functools.lru_cache(maxsize=64)(checksums_version)
+_first_version = functools.lru_cache(maxsize=64)(_checksums_version)  # a store is asked once per process
 
 
 @functools.lru_cache(maxsize=1 << 20)

@@ -16,9 +16,9 @@ from vlatune.batch import Columns
 from vlatune.config.settings import ImageTransformsConfig
 from vlatune.data.augmentation import make_augment
 from vlatune.data.frames.cache import PART_FRAMES, CacheSettings, open_cache
-from vlatune.data.frames.frame_source import CameraSpec, Unit
 from vlatune.data.frames.resize import Pad
 from vlatune.data.meta.dataset_meta import DatasetMeta, load_meta
+from vlatune.data.read_spec import CameraSpec, Unit
 from vlatune.data.reader import ReadSpec, make_unit
 from vlatune.data.transforms import Transform
 from vlatune.demo.generate import SyntheticSpec, make_dataset

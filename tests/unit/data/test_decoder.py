@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.data.frames import decoder as video
-from vlatune.data.frames.decoder import VideoPlace, decode_into
+from vlatune.data.frames.decoder import decode_into
 from vlatune.data.frames.recorded import decoder_options
 from vlatune.demo.generate import SyntheticSpec, make_dataset, read_frame_id
 
 FRAMES, FPS = 30, 10
-PLACE = VideoPlace("films", 0, "top", "file-000.mp4")
+PLACE = "dataset 'films': episode 0, camera 'top', file-000.mp4"
 
 
 OTHERS = {
@@ -39,11 +39,11 @@ def film(request, tmp_path_factory) -> Path:
     make_dataset(folder, SyntheticSpec(episodes=1, frames=FRAMES, cameras=1, fps=FPS, codec=codec))
     film = next((folder / "videos").rglob("*.mp4"))
     return (
-        encode_anew(film, folder / f"{request.param}.mp4", OTHERS[request.param]) if request.param in OTHERS else film
+        encode_again(film, folder / f"{request.param}.mp4", OTHERS[request.param]) if request.param in OTHERS else film
     )
 
 
-def encode_anew(film: Path, other: Path, options: dict[str, str]) -> Path:
+def encode_again(film: Path, other: Path, options: dict[str, str]) -> Path:
     with av.open(str(film)) as source, av.open(str(other), "w") as target:
         stream = target.add_stream("libx264", rate=FPS, options=options | {"crf": "10"})
         stream.height, stream.width = source.streams.video[0].height, source.streams.video[0].width
@@ -69,7 +69,7 @@ def opened(monkeypatch) -> list[str]:
 
 def frames_of(film: Path, frames: list[int]) -> list[tuple[int, int] | None]:
     out_NCHW = np.zeros((len(frames), 3, 96, 96), np.uint8)
-    decode_into(str(film), [frame / FPS for frame in frames], out_NCHW, tolerance_s=1e-4, place=PLACE)
+    decode_into(str(film), [frame / FPS for frame in frames], out_NCHW, PLACE, tolerance_s=1e-4)
     return [read_frame_id(image) for image in out_NCHW]
 
 
@@ -152,7 +152,7 @@ def test_the_number_of_open_files_is_limited(film, opened, tmp_path):
 def test_a_decoder_that_failed_is_not_kept(film, opened):
     out_NCHW = np.zeros((1, 3, 96, 96), np.uint8)
     with pytest.raises(ValueError, match="no frame within"):
-        decode_into(str(film), [99.0], out_NCHW, tolerance_s=1e-4, place=PLACE)
+        decode_into(str(film), [99.0], out_NCHW, PLACE, tolerance_s=1e-4)
     assert frames_of(film, [5]) == [(0, 5)]
     assert len(opened) == 2
 
@@ -171,11 +171,7 @@ def test_a_frame_that_the_decoder_marks_as_damaged_is_rejected(tmp_path):
             out_NCHW = np.zeros((16, 3, 96, 96), np.uint8)
             with pytest.raises(ValueError, match=r"file-000.mp4: cannot be decoded \(the decoder marks a frame as dam"):
                 decode_into(
-                    str(tmp_path / f"{marked}.mp4"),
-                    [n / FPS for n in range(16)],
-                    out_NCHW,
-                    tolerance_s=1e-4,
-                    place=PLACE,
+                    str(tmp_path / f"{marked}.mp4"), [n / FPS for n in range(16)], out_NCHW, PLACE, tolerance_s=1e-4
                 )
     assert marked > 0
 

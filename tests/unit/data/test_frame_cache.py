@@ -27,7 +27,7 @@ from vlatune.data.frames.cache import (
     open_cache,
     part_identity,
 )
-from vlatune.data.frames.frame_source import CameraSpec, Unit
+from vlatune.data.read_spec import CameraSpec, Unit
 from vlatune.storage.root import Root
 
 SHAPE = (3, 32, 40)

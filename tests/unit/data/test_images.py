@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,15 @@ import pytest
 from PIL import Image
 
 from vlatune.data.frames import images
-from vlatune.data.frames.decoder import VideoPlace
 from vlatune.data.frames.images import OPEN_STREAMS, decode_image, read_images_into
 from vlatune.data.frames.recorded import Recorded
+from vlatune.data.read_spec import CameraSpec, frame_place
 from vlatune.storage.root import Root
 
 ROWS = 40
 STRUCT = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-PLACE = VideoPlace("d", 3, "cam", "rows.parquet")
+PLACE = "dataset 'd': episode 3, camera 'cam', rows.parquet"
+CAMERA = CameraSpec("cam", "image", 6, 8)
 
 
 def encoded(image: np.ndarray, form: str = "PNG", mode: str | None = None) -> bytes:
@@ -43,7 +45,7 @@ def write(folder: Path, *, rows_per_group: int = 7, name: str = "rows.parquet", 
 
 def read(root: Root, rows, *, name: str = "rows.parquet", size: tuple[int, int] = (6, 8)) -> np.ndarray:
     out = np.zeros((len(rows), 3, *size), np.uint8)
-    read_images_into(root, rows, out, VideoPlace(root.url, 3, "cam", name))
+    read_images_into(root, name, CAMERA, rows, out, frame_place(root, 3, "cam", name))
     return out
 
 
@@ -88,7 +90,7 @@ import numpy as np
 from vlatune.data.frames.images import read_images_into
 from vlatune.data.frames.recorded import Recorded
 from vlatune.storage.root import Root
-from vlatune.data.frames.decoder import VideoPlace
+from vlatune.data.read_spec import CameraSpec, frame_place
 
 def held():  # the most so far; psutil knows only what is held now, and getrusage begins with the parent's
     return [int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
@@ -96,7 +98,7 @@ def held():  # the most so far; psutil knows only what is held now, and getrusag
 out = np.zeros((1, 3, 8, 8), np.uint8)
 before = held()
 for row in range(0, 200, 3):
-    read_images_into(Root({str(tmp_path)!r}), [row], out, VideoPlace("d", 0, "cam", "rows.parquet"))
+    read_images_into(Root({str(tmp_path)!r}), "rows.parquet", CameraSpec("cam", "image", 6, 8), [row], out, "here")
 print(held() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -112,7 +114,7 @@ def test_colour_images_of_any_mode_become_rgb(mode, form):
         image.putalpha(10)  # nearly transparent; the colours count
     out = io.BytesIO()
     image.save(out, form, **({"lossless": True} if form == "WEBP" else {}))
-    assert np.array_equal(decode_image(out.getvalue(), PLACE), np.asarray(image.convert("RGB")))
+    assert np.array_equal(decode_image(out.getvalue(), None, PLACE), np.asarray(image.convert("RGB")))
 
 
 @pytest.mark.parametrize("data", [b"", b"not an image", encoded(make_image(0))[:60], b"GIF89a" + bytes(40)])
@@ -120,15 +122,15 @@ def test_an_image_that_cannot_be_decoded_is_named(data):
     with pytest.raises(
         ValueError, match=r"dataset 'd': episode 3, camera 'cam', rows.parquet: an image cannot be deco"
     ):
-        decode_image(data, PLACE)
+        decode_image(data, None, PLACE)
 
 
 def test_depth_and_missing_images_are_named():
     depth = encoded(np.zeros((4, 4), np.uint16))
     with pytest.raises(ValueError, match="mode I;16 is depth, not colour; leave it out of cameras"):
-        decode_image(depth, PLACE)
+        decode_image(depth, None, PLACE)
     with pytest.raises(ValueError, match="only the path of its image"):
-        decode_image(None, PLACE)
+        decode_image(None, None, PLACE)
 
 
 def test_a_column_of_another_type_and_a_missing_one_are_named(tmp_path):
@@ -155,6 +157,6 @@ def test_missing_rows_and_missing_or_damaged_files_are_named(tmp_path):
 
 def test_an_image_of_another_size_is_rejected_even_if_it_would_be_resized(tmp_path):
     root, out = write(tmp_path), np.zeros((1, 3, 12, 12), np.uint8)
-    read_images_into(root, [0], out, VideoPlace(root.url, 3, "cam", "rows.parquet", Recorded(6, 8)))
+    read_images_into(root, "rows.parquet", replace(CAMERA, recorded=Recorded(6, 8)), [0], out, PLACE)
     with pytest.raises(ValueError, match=r"episode 3, camera 'cam', rows.parquet: its images are 6x8 .* has 8x6"):
-        read_images_into(root, [0], out, VideoPlace(root.url, 3, "cam", "rows.parquet", Recorded(8, 6)))
+        read_images_into(root, "rows.parquet", replace(CAMERA, recorded=Recorded(8, 6)), [0], out, PLACE)

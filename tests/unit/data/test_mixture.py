@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.batch import SLOT
@@ -27,7 +27,6 @@ from vlatune.data.reader import ReadSpec, make_unit, read_unit
 from vlatune.feed.plan import Share, plan_pieces
 from vlatune.run_setup import make_setup
 
-unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 LENGTHS = np.array([30, 10, 25, 15])
 MIXED = Mixture(dataset=(0, 1, 0, 1), weights=(0.9, 0.1))  # of 80 frames, 55 and 25
 
@@ -36,7 +35,6 @@ def samples_of(epoch: int, *, mixture: Mixture = MIXED, seed: int = 5, run_lengt
     return concatenate_runs(mixed_runs(mixture, LENGTHS, run_length, seed=seed, epoch=epoch))
 
 
-@unhurried
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(1, 10_000))
 def test_quotas_are_rounded_shares_of_the_epoch(weights, num_samples):
     found = np.asarray(quotas(Mixture((), tuple(weights)), num_samples))
@@ -44,7 +42,6 @@ def test_quotas_are_rounded_shares_of_the_epoch(weights, num_samples):
     assert np.abs(found - np.asarray(weights) / sum(weights) * num_samples).max() < 1
 
 
-@unhurried
 @given(st.floats(0.02, 50), st.integers(0, 2**40), st.integers(1, 9), st.integers(1, 12))
 def test_after_any_epoch_the_frames_of_a_dataset_were_used_equally_often(weight, seed, epochs, run_length):
     mixture = Mixture(MIXED.dataset, (1.0, weight))
@@ -80,7 +77,6 @@ def test_shares_are_the_weights_in_every_ten_thousand_samples(global_batch, how)
             np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.01)
 
 
-@unhurried
 @given(st.floats(0.02, 50), st.booleans(), st.integers(1, 12), st.sampled_from([(1, 1), (4, 2), (12, 12), (40, 40)]))
 def test_lanes_hold_the_epochs_samples_except_an_incomplete_batch(weight, drop_last, run_length, batch):
     mixture = Mixture(MIXED.dataset, (1.0, weight))
@@ -114,7 +110,6 @@ def test_a_dataset_without_samples_is_rejected(mixture, message):
         check_mixture(mixture, tuple(LENGTHS.tolist()))
 
 
-@unhurried
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
 def test_a_stretch_of_runs_is_a_slice_of_their_samples(sizes, data):
     begin = 100 * np.arange(len(sizes))
@@ -126,7 +121,6 @@ def test_a_stretch_of_runs_is_a_slice_of_their_samples(sizes, data):
     )
 
 
-@unhurried
 @given(st.floats(0.02, 50), st.booleans(), st.sampled_from([1, 2, 4]), st.integers(1, 40))
 def test_the_plan_reads_a_repeated_frame_into_every_slot(weight, drop_last, num_workers, window_rows):
     """A frame that occurs twice in a window stays in one piece and fills both slots."""

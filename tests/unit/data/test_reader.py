@@ -134,9 +134,9 @@ def test_units_fill_their_own_rows_of_a_block(meta):
 
 
 def test_a_frame_of_several_windows_is_decoded_once(meta, monkeypatch):
-    taken, sought, take, seek = [], [], video._take, video.Decoder._seek
+    taken, sought, resize, seek = [], [], video.resize_into, video.Decoder._seek
     monkeypatch.setattr(video, "_decoders", OrderedDict())
-    monkeypatch.setattr(video, "_take", lambda *args, **more: taken.append(args[2]) or take(*args, **more))
+    monkeypatch.setattr(video, "resize_into", lambda *args, **more: taken.append(0) or resize(*args, **more))
     monkeypatch.setattr(video.Decoder, "_seek", lambda self, first_s: sought.append(first_s) or seek(self, first_s))
     spec = make_spec(meta, cameras=[TOP], offsets=(-2, -1, 0))
     columns = read(meta, spec, 4, [0, 1, 2, 3, 6])

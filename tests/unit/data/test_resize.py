@@ -2,14 +2,13 @@
 
 import numpy as np
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from lerobot.policies.common.vla_utils import resize_with_pad, resize_with_pad_torch
 
 from vlatune.data.frames.resize import letterbox_box, resize_into
 
 sizes = st.tuples(st.integers(16, 120), st.integers(16, 120))
-unhurried = settings(deadline=None, max_examples=80)  # a deadline would be a timing assertion
 
 
 def ours(image_HWC: np.ndarray, target_hw: tuple[int, int]) -> np.ndarray:
@@ -24,7 +23,6 @@ def lerobots(image_HWC: np.ndarray, target_hw: tuple[int, int]) -> np.ndarray:
     return resize_with_pad_torch(image_1CHW, *target_hw)[0].numpy()
 
 
-@unhurried
 @given(sizes, sizes, st.integers(0, 2**32 - 1))
 @example((480, 640), (224, 224), 0)
 @example((96, 96), (48, 48), 0)  # exactly half
@@ -37,7 +35,6 @@ def test_pixels_are_lerobots_within_one_step(recorded_hw, target_hw, seed):
     assert difference.max() <= 1 / 255 + 1e-6
 
 
-@unhurried
 @given(sizes, sizes)
 @example((480, 640), (224, 224))
 @example((101, 100), (50, 51))
@@ -50,7 +47,6 @@ def test_the_picture_lies_where_lerobot_puts_it_and_the_bars_are_black(recorded_
     assert np.array_equal(ours(white, target_hw), np.where(inside, 255, 0))
 
 
-@unhurried
 @given(sizes, sizes, st.integers(0, 2**32 - 1))
 @example((480, 640), (512, 512), 0)
 @example((101, 100), (50, 51), 0)
@@ -63,7 +59,6 @@ def test_bars_to_the_left_and_the_top_are_lerobots(recorded_hw, target_hw, seed)
     assert np.abs(out / 255.0 - theirs).max() <= 1 / 255 + 1e-6
 
 
-@unhurried
 @given(sizes, sizes, st.integers(0, 2**32 - 1))
 @example((480, 640), (96, 128), 0)
 @example((96, 96), (96, 96), 0)  # as it is

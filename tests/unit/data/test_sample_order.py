@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.data.order.sample_order import (
@@ -21,7 +21,6 @@ from vlatune.data.order.sample_order import (
 )
 from vlatune.feed.plan import Share
 
-unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 PLAIN = OrderSpec(lengths=(30,) * 20, seed=7, global_batch=8, lanes=8, run_length=8, window_rows=16)
 
 
@@ -56,7 +55,6 @@ def all_steps(spec: OrderSpec, epoch: int) -> np.ndarray:
     return np.concatenate([step_samples(spec, order, step, step + 1) for step in range(spec.batches_per_epoch)])
 
 
-@unhurried
 @given(specs(), st.integers(0, 5))
 def test_an_epoch_has_every_frame_once_except_an_incomplete_batch(spec, epoch):
     check_order(spec)
@@ -72,7 +70,6 @@ def test_an_epoch_has_every_frame_once_except_an_incomplete_batch(spec, epoch):
         assert np.count_nonzero(times == 2) == -spec.num_samples % spec.global_batch
 
 
-@unhurried
 @given(specs(weighted=(True,)), st.integers(0, 5))
 def test_each_dataset_has_its_share_of_an_epoch_except_an_incomplete_batch(spec, epoch):
     check_order(spec)
@@ -84,7 +81,6 @@ def test_each_dataset_has_its_share_of_an_epoch_except_an_incomplete_batch(spec,
     assert abs(len(samples) - spec.num_samples) < spec.global_batch
 
 
-@unhurried
 @given(specs(), st.integers(0, 5))
 def test_the_last_batch_is_filled_up_with_the_first_samples(spec, epoch):
     """With windows of one row, the concatenated lanes are the epoch's samples, then its first ones again."""
@@ -92,7 +88,6 @@ def test_the_last_batch_is_filled_up_with_the_first_samples(spec, epoch):
     assert np.array_equal(kept[spec.num_samples :], kept[: len(kept) - spec.num_samples])
 
 
-@unhurried
 @given(specs(lanes=(8, 16, 24), weighted=(False, True)), st.integers(0, 3))
 def test_global_batches_are_the_same_for_1_2_4_and_8_workers(spec, epoch):
     order, expected = epoch_order(spec, epoch), all_steps(spec, epoch)
@@ -108,7 +103,6 @@ def _steps_of(spec: OrderSpec) -> tuple[int, int]:
     return spec.batches_per_epoch, spec.samples_per_lane_step
 
 
-@unhurried
 @given(specs(weighted=(False, True)), st.data())
 def test_the_order_after_n_steps_is_the_tail_of_all_steps(spec, data):
     steps = 2 * spec.batches_per_epoch + 1
@@ -128,7 +122,6 @@ def test_the_order_of_a_spec_does_not_change_between_versions():
     assert epoch_order(spec, 1).tolist() == [[5, 6, 17, 10, 12, 11, 2, 13], [3, 7, 4, 8, 16, 15, 14, 9]]
 
 
-@unhurried
 @given(st.integers(0, 2**40), st.integers(1, 2**20), st.integers(0, 50), st.integers(1, 50))
 def test_other_seeds_and_epochs_give_other_orders(seed, seeds_apart, epoch, epochs_apart):
     spec = replace(PLAIN, seed=seed)
@@ -137,7 +130,6 @@ def test_other_seeds_and_epochs_give_other_orders(seed, seeds_apart, epoch, epoc
         assert np.mean(order == other) < 0.1  # by chance, 1/600 of the positions agree
 
 
-@unhurried
 @given(specs(), st.data())
 def test_window_edges_partition_the_lane(spec, data):
     lane = data.draw(st.integers(0, spec.lanes - 1))
@@ -148,7 +140,6 @@ def test_window_edges_partition_the_lane(spec, data):
     assert np.diff(edges).max() <= spec.window_rows
 
 
-@unhurried
 @given(specs())
 def test_mixing_stays_inside_the_windows(spec):
     """Every window has the same frames as without mixing, so it needs no other frames to be decoded."""
@@ -158,7 +149,6 @@ def test_mixing_stays_inside_the_windows(spec):
             assert set(mixed[lane, begin:end].tolist()) == set(plain[lane, begin:end].tolist())
 
 
-@unhurried
 @given(specs())
 def test_unmixed_lanes_are_runs_of_neighbours(spec):
     """Neighbours are separated only at ends of runs and lanes, and by samples that fill the last batch."""
@@ -168,7 +158,6 @@ def test_unmixed_lanes_are_runs_of_neighbours(spec):
     assert np.count_nonzero(np.diff(plain) != 1) < runs + spec.lanes + filled
 
 
-@unhurried
 @given(st.integers(1, 512), st.sampled_from([1, 2, 3, 4, 6, 8, 16, 32]))
 def test_lanes_divide_the_batch_and_the_workers_share_them(per_worker, num_workers):
     global_batch = per_worker * num_workers
@@ -178,7 +167,6 @@ def test_lanes_divide_the_batch_and_the_workers_share_them(per_worker, num_worke
     assert lanes <= max(MAX_LANES, num_workers)
 
 
-@unhurried
 @given(st.integers(1, MAX_LANES))
 def test_up_to_512_the_lanes_do_not_depend_on_the_workers(global_batch):
     workers = [n for n in range(1, global_batch + 1) if global_batch % n == 0]

@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.order.partition import Selection, hold_out, select_episodes
-
-unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,6 @@ def test_an_episode_is_selected_by_its_index_not_by_its_position(meta):
         select_episodes([shifted], [12, 2])
 
 
-@unhurried
 @given(st.integers(1, 60), st.floats(0, 0.99), st.integers(0, 2**40))
 def test_held_out_and_training_episodes_are_disjoint_and_complete(count, share, seed):
     selection = made_selection(count)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from vlatune.data.frames import watchdog
-from vlatune.data.frames.decoder import VideoPlace, decode_into
+from vlatune.data.frames.decoder import decode_into
 from vlatune.data.frames.watchdog import still_alive, within_time
 
 VIDEO = "videos/observation.images.top/chunk-000/file-000.mp4"
-PLACE = VideoPlace("x", 3, "top", VIDEO)
+PLACE = f"dataset 'x': episode 3, camera 'top', {VIDEO}"
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ class HangingFile:
 def test_a_hanging_file_is_given_up_and_the_next_one_is_read(dataset_v3, released, monkeypatch):
     out = np.empty((1, 3, 32, 32), np.uint8)
     with pytest.raises(ValueError, match=rf"episode 3, camera 'top', {VIDEO}: .*VLATUNE_MAX_DECODE_S="):
-        decode_into(HangingFile(dataset_v3 / VIDEO, released), [0.5], out, tolerance_s=1e-3, place=PLACE)  # pyright: ignore[reportArgumentType]
+        decode_into(HangingFile(dataset_v3 / VIDEO, released), [0.5], out, PLACE, tolerance_s=1e-3)  # pyright: ignore[reportArgumentType]
     monkeypatch.delenv("VLATUNE_MAX_DECODE_S")
-    decode_into(str(dataset_v3 / VIDEO), [0.5], out, tolerance_s=1e-3, place=PLACE)
+    decode_into(str(dataset_v3 / VIDEO), [0.5], out, PLACE, tolerance_s=1e-3)
 
 
 @pytest.mark.usefixtures("short_limit")

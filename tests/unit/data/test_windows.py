@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.data.reader import offsets_from_timestamps, window_frames
 
-unhurried = settings(deadline=None, max_examples=60)  # a deadline would be a timing assertion
 
-
-@unhurried
 @given(st.data())
 def test_a_frame_of_the_episode_is_itself_and_another_is_the_nearest_and_padded(data):
     length = data.draw(st.integers(1, 30))
@@ -25,13 +22,12 @@ def test_a_frame_of_the_episode_is_itself_and_another_is_the_nearest_and_padded(
             assert is_pad[n, t] == (nearest != row + offset)
 
 
-@unhurried
 @given(st.lists(st.integers(-100, 100), max_size=20), st.sampled_from([5, 10, 15, 20, 24, 30, 50, 60]))
 def test_seconds_on_the_grid_become_frames(offsets, fps):
     assert offsets_from_timestamps([offset / fps for offset in offsets], fps, 1e-4, "action") == tuple(offsets)
 
 
-def test_seconds_off_the_grid_are_refused_by_name():
+def test_seconds_off_the_grid_are_rejected_by_name():
     with pytest.raises(ValueError, match=r"delta_timestamps\['action'\]: 0.15 s .*1/10 s \(nearest 0.200000 s\); use"):
         offsets_from_timestamps([0.0, 0.1, 0.15], 10, 1e-4, "action")
     assert offsets_from_timestamps([0.15], 10, 0.06, "action") == (2,)

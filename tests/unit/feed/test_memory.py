@@ -1,6 +1,6 @@
 """The byte budget adds up."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.feed.memory import (
@@ -16,7 +16,6 @@ from vlatune.feed.memory import (
 )
 
 MB = 1024 * 1024
-examples = settings(deadline=None, max_examples=100)
 machines = st.fixed_dictionaries(
     {
         "store_bytes": st.integers(80 * MB, 64 * 1024 * MB),
@@ -34,7 +33,6 @@ def budget_or_message(machine: dict[str, int]) -> Budget | str:
         return str(error)
 
 
-@examples
 @given(machines)
 def test_blocks_in_flight_fit_the_share_of_all_workers(machine):
     budget = budget_or_message(machine)
@@ -49,7 +47,6 @@ def test_blocks_in_flight_fit_the_share_of_all_workers(machine):
     assert TASKS_PER_READER * budget.readers * budget.task_blocks <= budget.max_blocks
 
 
-@examples
 @given(machines, st.integers(1, 512))
 def test_a_store_planned_for_task_rows_gives_such_tasks(machine, task_rows):
     readers = max(1, machine["num_cpus"] // machine["num_workers"])

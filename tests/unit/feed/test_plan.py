@@ -4,13 +4,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vlatune.data.order.sample_order import OrderSpec, epoch_order, step_samples
 from vlatune.feed.plan import MAX_GAP, Piece, Share, cut_tasks, cut_units, plan_pieces, reorder_rows
-
-examples = settings(deadline=None, max_examples=60)
 
 
 @st.composite
@@ -48,7 +46,6 @@ def samples_by_slot(spec: OrderSpec, pieces: list[Piece]) -> dict[int, int]:
     return found
 
 
-@examples
 @given(plans())
 def test_pieces_cover_each_slot_once_and_decode_forward_in_order_of_need(plan):
     spec, share, begin, end = plan
@@ -62,7 +59,6 @@ def test_pieces_cover_each_slot_once_and_decode_forward_in_order_of_need(plan):
         assert ((np.diff(piece.frames) >= 1) & (np.diff(piece.frames) <= MAX_GAP)).all()
 
 
-@examples
 @given(plans(), st.integers(0, 3))
 def test_slots_of_all_workers_together_are_the_global_batches(plan, epoch):
     spec, share, begin, end = plan
@@ -92,7 +88,6 @@ def peak_rows(pieces: list[Piece], batch_rows: int, block_rows: int) -> int:
     return peak
 
 
-@examples
 @given(plans(), st.integers(1, 40), st.data())
 def test_the_reorder_buffer_is_large_enough_and_not_much_larger(plan, block_rows, data):
     spec, share, _, _ = plan

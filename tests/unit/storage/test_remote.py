@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from unit.storage.loopback_s3 import ACCESS_KEY, BUCKET, SECRET_KEY, Fault, Proxy, put, running_s3
 
-from vlatune.data.frames.decoder import VideoPlace, decode_into
+from vlatune.data.frames.decoder import decode_into
 from vlatune.data.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.data.reader import CameraSpec, ReadSpec, VectorSpec, make_unit, read_unit
 from vlatune.storage import remote_file, remote_fs, remote_retry
@@ -107,7 +107,7 @@ def write_noise(path: Path, *, fps: int = 30, repeats: int = 20) -> None:
 
 def decode(source: Any, wanted_s: list[float]) -> np.ndarray:
     out_NCHW = np.zeros((len(wanted_s), 3, SIDE, SIDE), dtype=np.uint8)
-    decode_into(source, wanted_s, out_NCHW, tolerance_s=1e-3, place=VideoPlace("noise", 0, "top", BIG))
+    decode_into(source, wanted_s, out_NCHW, BIG, tolerance_s=1e-3)
     return out_NCHW
 
 
@@ -221,7 +221,7 @@ def test_a_failed_listing_is_retried(s3: Proxy, uploaded: dict[str, Path], kind:
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "error", "says"),
+    ("method", "kind", "error", "message"),
     [
         ("GET", "400", RuntimeError, "request rejected"),
         ("GET", "403", PermissionError, "denied"),
@@ -230,9 +230,11 @@ def test_a_failed_listing_is_retried(s3: Proxy, uploaded: dict[str, Path], kind:
         ("HEAD", "404", FileNotFoundError, "no such object"),
     ],
 )
-def test_permanent_errors_are_not_retried(s3: Proxy, method: str, kind: str, error: type[Exception], says: str) -> None:
+def test_permanent_errors_are_not_retried(
+    s3: Proxy, method: str, kind: str, error: type[Exception], message: str
+) -> None:
     s3.faults.append(Fault(kind, times=-1, method=method, part="payload.bin"))
-    with pytest.raises(error, match=f"'s3://{BUCKET}/files/payload.bin': .*{says}"):
+    with pytest.raises(error, match=f"'s3://{BUCKET}/files/payload.bin': .*{message}"):
         root_of(s3).read_bytes("payload.bin")
     assert sum(one.is_faulty for one in s3.seen) == 1
 
@@ -324,8 +326,6 @@ def test_exists_glob_and_no_stale_listing(s3: Proxy) -> None:
     assert root.glob("meta/*/*.parquet") == ["meta/a/1.parquet", "meta/b/2.parquet", "meta/c/4.parquet"]
     put(s3, "listed/meta/c/4.parquet", b"longer")
     assert root.read_bytes("meta/c/4.parquet") == b"longer", "the size must not come from the listing"
-    with pytest.raises(ValueError, match=r"\*\* is not supported"):
-        root.glob("meta/**/*.parquet")
 
 
 def test_a_root_with_wildcards_in_its_name(memory: Any) -> None:
@@ -373,9 +373,9 @@ def test_secrets_are_not_printed_or_logged(
 
 
 def test_a_password_in_a_url_is_rejected_without_printing_it() -> None:
-    with pytest.raises(ValueError, match="holds a password") as refused:
+    with pytest.raises(ValueError, match="holds a password") as caught:
         Root("sftp://user:hunter2@host/robots")
-    assert "hunter2" not in str(refused.value)
+    assert "hunter2" not in str(caught.value)
     Root("hf://datasets/owner/name@main")
 
 

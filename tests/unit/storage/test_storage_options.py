@@ -86,10 +86,10 @@ def test_secrets_are_removed_from_errors(said, error, monkeypatch):
 
 
 def test_secrets_are_removed_from_errors_of_drivers(monkeypatch):
-    def refuse(*_, **options):
+    def reject(*_, **options):
         raise ValueError(f"cannot parse {options['connection_string']}")
 
-    monkeypatch.setattr("fsspec.url_to_fs", refuse)
+    monkeypatch.setattr("fsspec.url_to_fs", reject)
     with pytest.raises(ValueError, match=r"storage_options do not fit memory://") as caught:
         Root("memory://x", SECRETS).filesystem()
     assert "xyz" not in "".join(traceback.format_exception(caught.value))

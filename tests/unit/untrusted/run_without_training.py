@@ -3,24 +3,31 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 
-def make_run(dataset: Path, base: Path, run: Path) -> None:
-    """Write a run folder with a checkpoint of step 2 whose tensor file is empty."""
-    from vlatune.checkpoint.state_file import STATE, TrainState, state_bytes
-    from vlatune.checkpoint.store import write_checkpoint
-    from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig, to_json
-    from vlatune.export.policy_files import POLICY_FOLDER
-    from vlatune.run.sinks import MetricsFile
-    from vlatune.train.driver.resume_rules import find_resume_point, open_run
+def run_config(dataset: Path, base: Path, run: Path) -> Any:
+    from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
 
-    config = RunConfig(
+    return RunConfig(
         dataset=DatasetConfig(root=(str(dataset),), run_length=4, window_rows=8),
         policy=PolicyConfig(path=str(base), train="heads"),
         output_dir=str(run),
         steps=20,
         batch_size=4,
     )
+
+
+def make_run(dataset: Path, base: Path, run: Path) -> None:
+    """Write a run folder with a checkpoint of step 2 whose tensor file is empty."""
+    from vlatune.checkpoint.state_file import STATE, TrainState, state_bytes
+    from vlatune.checkpoint.store import write_checkpoint
+    from vlatune.config.settings import to_json
+    from vlatune.export.policy_files import POLICY_FOLDER
+    from vlatune.run.sinks import MetricsFile
+    from vlatune.train.driver.resume_rules import find_resume_point, open_run
+
+    config = run_config(dataset, base, run)
     start = find_resume_point(config, say=lambda _: None)
     open_run(config)
     order = start.setup.order

@@ -31,14 +31,14 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import av
 import numpy as np
 import xxhash
 
-from vlatune.data.frames.frame_source import CameraSpec, FrameSource, Unit
+from vlatune.data.read_spec import CacheSettings, CameraSpec, FrameSource, Unit
 from vlatune.storage.root import Root
 
 PART_FRAMES = 32
@@ -58,23 +58,6 @@ LOCK_S, START_LOCK_S = 2.0, 60.0
 """Seconds to wait for the lock, to create a part and at the start of a run; its owner may be suspended."""
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CHANGE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """Folder and budget of a run's frame cache; every reader receives them."""
-
-    folder: str
-    max_bytes: int
-    reserve_bytes: int
-    """Free bytes to leave on the disk."""
-    started_s: float
-    """Start of the run (seconds since the epoch); parts not used since then may be evicted."""
-
-    def leaving(self, num_bytes: int) -> "CacheSettings":
-        """Return settings for parts that leave this much of the budget to others."""
-        max_bytes = max(0, self.max_bytes - num_bytes)
-        return replace(self, max_bytes=max_bytes, reserve_bytes=self.reserve_bytes + num_bytes)
 
 
 @dataclass(frozen=True)

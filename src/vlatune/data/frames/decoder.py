@@ -20,7 +20,6 @@ import av
 import av.error
 import numpy as np
 
-from vlatune.data.frames.frame_source import CameraSpec, Unit
 from vlatune.data.frames.recorded import (
     MISSING,
     Recorded,
@@ -34,6 +33,7 @@ from vlatune.data.frames.recorded import (
 )
 from vlatune.data.frames.resize import Pad, resize_into
 from vlatune.data.frames.watchdog import within_time
+from vlatune.data.read_spec import CameraSpec, Unit, frame_place
 from vlatune.storage.limits import check_limit, limit
 from vlatune.storage.root import Root
 
@@ -44,23 +44,8 @@ CONTINUE_S = 0.2
 """Decode forward to a wanted time within this distance of the last frame; seek otherwise."""
 OPEN_DECODERS = 8
 """Open local files, one per camera. Remote files are closed after each unit to raise failures."""
-
-
-@dataclass(frozen=True)
-class VideoPlace:
-    """Location of images for messages, with their recorded properties and target size."""
-
-    dataset: str
-    episode_index: int
-    camera: str
-    file: str
-    recorded: Recorded | None = None
-    """Image properties stated in info.json; not checked when None."""
-    pad: Pad = "centre"
-    """How images are resized to the delivered size."""
-
-    def __str__(self) -> str:
-        return f"dataset '{self.dataset}': episode {self.episode_index}, camera '{self.camera}', {self.file}"
+END = (None, np.inf)
+"""In place of a frame and its time after the last frame."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +57,16 @@ class VideoFrames:
     tolerance_s: float
 
     def read_into(self, unit: Unit, frames: np.ndarray, times_s: np.ndarray, out: np.ndarray) -> int:
-        file, from_s = next((file, from_s) for name, file, from_s in unit.videos if name == self.camera.name)
-        recorded = self.camera.recorded and replace(self.camera.recorded, num_frames=unit.num_video_frames)
-        place = VideoPlace(self.root.url, unit.episode_index, self.camera.name, file, recorded, self.camera.pad)
-        wanted_s = (from_s + times_s).tolist()
+        camera, how = self.camera, {"tolerance_s": self.tolerance_s, "pad": self.camera.pad}
+        file, from_s = next((file, from_s) for name, file, from_s in unit.videos if name == camera.name)
+        recorded = camera.recorded and replace(camera.recorded, num_frames=unit.num_video_frames)
+        place, wanted_s = frame_place(self.root, unit.episode_index, camera.name, file), (from_s + times_s).tolist()
         try:
             if self.root.is_local:
-                decode_into(self.root.local_path(file), wanted_s, out, tolerance_s=self.tolerance_s, place=place)
+                decode_into(self.root.local_path(file), wanted_s, out, place, recorded=recorded, **how)
                 return 0
             with self.root.open(file) as opened:
-                decode_into(opened, wanted_s, out, tolerance_s=self.tolerance_s, place=place)
+                decode_into(opened, wanted_s, out, place, recorded=recorded, **how)
         except FileNotFoundError as error:
             raise ValueError(f"{place}: {MISSING}") from error
         return 0
@@ -95,24 +80,31 @@ _decoders: OrderedDict[tuple, "Decoder"] = OrderedDict()
 
 
 def decode_into(
-    source: str | IO[bytes], wanted_s: Sequence[float], out_NCHW: np.ndarray, *, tolerance_s: float, place: VideoPlace
+    source: str | IO[bytes],
+    wanted_s: Sequence[float],
+    out_NCHW: np.ndarray,
+    place: str,
+    *,
+    tolerance_s: float,
+    recorded: Recorded | None = None,
+    pad: Pad = "centre",
 ) -> None:
     """Fill row n of `out_NCHW` with the frame at `wanted_s[n]`; times must not descend.
 
-    Errors of missing or inaccessible files are left to the caller. Time is limited between
-    packets and by the watchdog, because FFmpeg may hang within one.
+    Errors start with `place`; those of missing or inaccessible files are left to the caller. Time is
+    limited between packets and by the watchdog, because FFmpeg may hang within one.
     """
 
     def decode() -> tuple[tuple, Decoder] | None:
         if not isinstance(source, str):
-            with closing(Decoder(source, place)) as decoder:
-                decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
+            with closing(Decoder(source, recorded, place)) as decoder:
+                decoder.read_into(wanted_s, out_NCHW, tolerance_s, pad, place)
             return None
         stat = Path(source).stat()  # the key changes with the file or its properties in info.json
-        key = (source, stat.st_ino, stat.st_mtime_ns, stat.st_size, place.recorded)
-        decoder = _decoders.pop(key, None) or Decoder(source, place)
+        key = (source, stat.st_ino, stat.st_mtime_ns, stat.st_size, recorded)
+        decoder = _decoders.pop(key, None) or Decoder(source, recorded, place)
         try:
-            decoder.read_into(wanted_s, out_NCHW, tolerance_s, place)
+            decoder.read_into(wanted_s, out_NCHW, tolerance_s, pad, place)
         except BaseException:
             decoder.close()
             raise
@@ -135,10 +127,10 @@ def decode_into(
 class Decoder:
     """An open file and its decoding position."""
 
-    def __init__(self, source: str | IO[bytes], place: VideoPlace) -> None:
+    def __init__(self, source: str | IO[bytes], recorded: Recorded | None, place: str) -> None:
         self._container: Any = open_container(source, place)
         try:
-            self._stream = video_stream(self._container, place, place.recorded)
+            self._stream = video_stream(self._container, place, recorded)
         except ValueError:
             self._container.close()
             raise
@@ -149,28 +141,29 @@ class Decoder:
         self._now: tuple[Any, float] | None = None
         self._rest: Iterator[tuple[Any, float]] = iter(())
         self._last_s, self._drained = np.inf, False
-        self._place, self._begun_s = place, time.monotonic()
+        self._recorded, self._place, self._begun_s = recorded, place, time.monotonic()
 
     def close(self) -> None:
         self._now, self._rest = None, iter(())
         self._container.close()
 
-    def read_into(self, wanted_s: Sequence[float], out_NCHW: np.ndarray, tolerance_s: float, place: VideoPlace) -> None:
+    def read_into(
+        self, wanted_s: Sequence[float], out_NCHW: np.ndarray, tolerance_s: float, pad: Pad, place: str
+    ) -> None:
         self._place, self._begun_s = place, time.monotonic()
-        row, before, before_s = 0, None, -np.inf
-        for frame, frame_s in self._frames_between(wanted_s[0], wanted_s[-1]):
-            while row < len(wanted_s) and frame_s >= wanted_s[row] - EXACT_S:
-                nearer, nearer_s = (frame, frame_s)
-                if before is not None and wanted_s[row] - before_s < frame_s - wanted_s[row]:
-                    nearer, nearer_s = before, before_s
-                _take(nearer, nearer_s, wanted_s[row], out_NCHW[row], tolerance_s, place)
-                row += 1
-            if row == len(wanted_s):
-                return
-            before, before_s = frame, frame_s
-        while row < len(wanted_s):  # end of file: the last frame may be near enough
-            _take(before, before_s, wanted_s[row], out_NCHW[row], tolerance_s, place, is_last=True)
-            row += 1
+        frames, before, before_s = self._frames_between(wanted_s[0], wanted_s[-1]), None, -np.inf
+        frame, frame_s = next(frames, END)
+        for row, want_s in enumerate(wanted_s):
+            while frame is not None and frame_s < want_s - EXACT_S:
+                before, before_s = frame, frame_s
+                frame, frame_s = next(frames, END)
+            near, near_s = (before, before_s) if want_s - before_s < frame_s - want_s else (frame, frame_s)
+            if near is None or not abs(near_s - want_s) <= tolerance_s:
+                found_s = None if near is None else near_s
+                raise ValueError(f"{place}: {no_frame(found_s, want_s, tolerance_s, is_last=frame is None)}")
+            if self._recorded is not None:  # the size may change within a file
+                check_size(near.height, near.width, self._recorded, place)
+            resize_into(near.to_ndarray(format="rgb24"), out_NCHW[row], pad=pad)
 
     def _frames_between(self, first_s: float, last_s: float) -> Iterator[tuple[Any, float]]:
         """Yield (frame, time) from at or before `first_s` to at or after `last_s`, if possible."""
@@ -222,10 +215,8 @@ class Decoder:
         """
         fed_s, most_s = -np.inf, limit("decode_s")
         for packet in self._container.demux(self._stream):
-            if time.monotonic() - self._begun_s > most_s:
-                check_limit(
-                    "decode_s", math.ceil(time.monotonic() - self._begun_s), f"{self._place}: decoding took seconds:"
-                )
+            if (spent_s := time.monotonic() - self._begun_s) > most_s:
+                check_limit("decode_s", math.ceil(spent_s), f"{self._place}: decoding took seconds:")
             if packet.is_keyframe and fed_s >= self._last_s - EXACT_S:
                 self._drained = True
                 yield from self._timed(self._stream.codec_context.decode(None))
@@ -240,22 +231,3 @@ class Decoder:
                 raise CorruptFrameError("the decoder marks a frame as damaged")
             if frame.pts is not None:
                 yield frame, frame.pts * self._tick_s
-
-
-def _take(
-    frame: Any,
-    frame_s: float,
-    wanted_s: float,
-    out_CHW: np.ndarray,
-    tolerance_s: float,
-    place: VideoPlace,
-    *,
-    is_last: bool = False,
-) -> None:
-    if frame is None or not abs(frame_s - wanted_s) <= tolerance_s:
-        raise ValueError(
-            f"{place}: {no_frame(None if frame is None else frame_s, wanted_s, tolerance_s, is_last=is_last)}"
-        )
-    if place.recorded is not None:  # the size may change within a file
-        check_size(frame.height, frame.width, place.recorded, place)
-    resize_into(frame.to_ndarray(format="rgb24"), out_CHW, pad=place.pad)

@@ -18,10 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, UnidentifiedImageError
 
-from vlatune.data.frames.decoder import VideoPlace
-from vlatune.data.frames.frame_source import CameraSpec, Unit
-from vlatune.data.frames.recorded import MISSING, check_size
+from vlatune.data.frames.recorded import MISSING, Recorded, check_size
 from vlatune.data.frames.resize import resize_into
+from vlatune.data.read_spec import CameraSpec, Unit, frame_place
 from vlatune.storage.limits import check_limit
 from vlatune.storage.parquet import UNREADABLE, check_columns, open_parquet
 from vlatune.storage.root import Root
@@ -52,19 +51,20 @@ class ParquetImages:
     camera: CameraSpec
 
     def read_into(self, unit: Unit, frames: np.ndarray, times_s: np.ndarray, out: np.ndarray) -> int:
-        camera = self.camera
-        place = VideoPlace(self.root.url, unit.episode_index, camera.name, unit.data_path, camera.recorded, camera.pad)
-        read_images_into(self.root, (unit.data_offset + frames).tolist(), out, place)
+        place = frame_place(self.root, unit.episode_index, self.camera.name, unit.data_path)
+        read_images_into(self.root, unit.data_path, self.camera, (unit.data_offset + frames).tolist(), out, place)
         return 0
 
 
-def read_images_into(root: Root, rows: Sequence[int], out_NCHW: np.ndarray, place: VideoPlace) -> None:
+def read_images_into(
+    root: Root, file: str, camera: CameraSpec, rows: Sequence[int], out_NCHW: np.ndarray, place: str
+) -> None:
     """Fill `out_NCHW` with the images in these rows (non-descending) of a data file."""
-    for number, data in enumerate(_encoded(root, rows, place)):
-        resize_into(decode_image(data, place), out_NCHW[number], pad=place.pad)
+    for number, data in enumerate(_encoded(root, file, camera.name, rows, place)):
+        resize_into(decode_image(data, camera.recorded, place), out_NCHW[number], pad=camera.pad)
 
 
-def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:
+def decode_image(data: bytes | None, recorded: Recorded | None, place: str) -> np.ndarray:
     """Decode an image to RGB, (H, W, 3); transparency is dropped, grey is replicated."""
     if data is None:
         raise ValueError(f"{place}: a row holds only the path of its image; embed the images, as LeRobot does")
@@ -76,18 +76,18 @@ def decode_image(data: bytes | None, place: VideoPlace) -> np.ndarray:
                 )
             width, height = image.size  # from the header: a small file may decompress to a huge image
             check_limit("image_pixels", width * height, f"{place}: an image of {height}x{width} has pixels:")
-            if place.recorded is not None:
-                check_size(height, width, place.recorded, place)
+            if recorded is not None:
+                check_size(height, width, recorded, place)
             return np.asarray(image.convert("RGB"))
     except DAMAGED_IMAGE as error:
         raise ValueError(f"{place}: an image cannot be decoded ({error}); fetch the dataset again") from error
 
 
-def _encoded(root: Root, rows: Sequence[int], place: VideoPlace) -> Iterator[bytes | None]:
+def _encoded(root: Root, file: str, column: str, rows: Sequence[int], place: str) -> Iterator[bytes | None]:
     stream = None
     try:
-        key = (root.url, place.file, place.camera, root.version(place.file))
-        stream = _streams.pop(key, None) or ImageStream(root, place.file, place.camera)
+        key = (root.url, file, column, root.version(file))
+        stream = _streams.pop(key, None) or ImageStream(root, file, column)
         for row in rows:
             yield stream.at(row)
     except FileNotFoundError as error:

@@ -1,6 +1,6 @@
 """Outputs of a policy's frozen part on the local disk, a part of the frame cache for each sample.
 
-A sample's row holds one vector per token: of its images and, if the layout says so, of its prompt.
+A sample's row holds one vector per token: of its images and, if the layout includes it, of its prompt.
 Rows of short prompts are shorter. The name of a part covers everything that determines the row
 except the prompt, whose digest is covered by the row's checksum: another prompt never matches.
 
@@ -17,7 +17,7 @@ import xxhash
 
 from vlatune.batch import CAMERA_MASK, TOKEN_MASK, TOKENS, Columns
 from vlatune.data.frames.cache import CacheSettings, PartSpec, open_cache, part_identity, room_bytes
-from vlatune.data.frames.frame_source import Unit
+from vlatune.data.read_spec import Unit
 from vlatune.data.transforms import PROMPT_MULTIPLE
 
 FIRST = np.zeros(1, np.int64)

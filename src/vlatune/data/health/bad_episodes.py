@@ -13,8 +13,6 @@ from functools import partial
 
 import numpy as np
 
-from vlatune.data.frames.decoder import VideoPlace
-from vlatune.data.frames.frame_source import CameraSpec, Unit
 from vlatune.data.frames.images import check_image_columns
 from vlatune.data.health.row_checks import RECORDED, matched_unit, read_values
 from vlatune.data.health.video_health import check_ends, frame_times, why_no_frame
@@ -22,7 +20,7 @@ from vlatune.data.meta.dataset_meta import DatasetMeta
 from vlatune.data.meta.episodes import find_shared_frames
 from vlatune.data.meta.listing import by_file, check_present
 from vlatune.data.order.partition import Selection, pick
-from vlatune.data.read_spec import ReadSpec
+from vlatune.data.read_spec import CameraSpec, ReadSpec, Unit, frame_place
 from vlatune.data.reader import make_unit
 from vlatune.storage.parquet import opened
 
@@ -115,12 +113,13 @@ def _check_video(
         return {}
     places = {position: _place(meta, spec, camera, position) for position in good}
     first, from_s = places[good[0]], meta.episodes.videos[camera.name].from_s
+    file = meta.video_path(good[0], camera.name)
     num_frames = matched_unit(spec, *rows[good[0]]).num_video_frames
     recorded = camera.recorded and replace(camera.recorded, num_frames=num_frames)
     try:
-        found_s = frame_times(spec.root, first.file, recorded, first)
+        found_s = frame_times(spec.root, file, recorded, first)
     except ValueError as error:  # its prefix names the first episode
-        text = str(error).removeprefix(str(first))
+        text = str(error).removeprefix(first)
         return {position: f"{place}{text}" for position, place in places.items()}
     bad: Reasons = {}
     for position, place in places.items():
@@ -142,8 +141,8 @@ def check_first(metas: Sequence[DatasetMeta], specs: Sequence[ReadSpec], selecti
         for reason in (bad[position] for position in positions if position in bad):
             raise ValueError(reason)
         for camera in cameras:
-            place = _place(meta, spec, camera, first)
-            check_ends(spec.root, place.file, camera.recorded, place)
+            file = meta.video_path(first, camera.name)
+            check_ends(spec.root, file, camera.recorded, _place(meta, spec, camera, first))
 
 
 def _video_cameras(spec: ReadSpec) -> list[CameraSpec]:
@@ -158,9 +157,9 @@ def _find_shared_frames(meta: DatasetMeta, spec: ReadSpec) -> Reasons:
     return {position: f"dataset '{spec.root.url}': {text}" for one in reversed(found) for position, text in one.items()}
 
 
-def _place(meta: DatasetMeta, spec: ReadSpec, camera: CameraSpec, position: int) -> VideoPlace:
+def _place(meta: DatasetMeta, spec: ReadSpec, camera: CameraSpec, position: int) -> str:
     file = meta.video_path(position, camera.name)
-    return VideoPlace(spec.root.url, int(meta.episodes.index[position]), camera.name, file)
+    return frame_place(spec.root, int(meta.episodes.index[position]), camera.name, file)
 
 
 def leave_out(selection: Selection, metas: Sequence[DatasetMeta], bad: Sequence[BadEpisode]) -> Selection:

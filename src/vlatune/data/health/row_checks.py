@@ -9,8 +9,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from vlatune.data.frames.frame_source import Unit
-from vlatune.data.read_spec import DERIVABLE, ReadSpec
+from vlatune.data.read_spec import DERIVABLE, ReadSpec, Unit
 from vlatune.data.tables import read_rows
 
 INDEX_KINDS = {"index": "iu", "episode_index": "iu", "frame_index": "iu", "timestamp": "iuf", "task_index": "iu"}
@@ -30,9 +29,7 @@ def read_values(spec: ReadSpec, unit: Unit) -> dict[str, np.ndarray]:
     except ValueError as error:  # names the file but not the episode
         text = str(error).removeprefix(f"dataset '{spec.root.url}': ")
         raise ValueError(f"dataset '{spec.root.url}': episode {unit.episode_index}: {text}") from error
-    first = unit.data_offset - table.begin
-    values = {name: column[first : first + unit.length] for name, column in table.columns.items()}
-    values = _complete_rows(spec, unit, values)
+    values = _complete_rows(spec, unit, table.columns)
     check_rows(spec, unit, values, table.file_rows)
     return values
 

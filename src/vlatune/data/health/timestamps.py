@@ -18,13 +18,12 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from vlatune.data.frames.frame_source import CameraSpec
 from vlatune.data.frames.recorded import camera_fps
 from vlatune.data.health.row_checks import can_stand_for, is_not_rising, is_regular
 from vlatune.data.health.video_health import frame_times, nearest
 from vlatune.data.meta.dataset_meta import DatasetMeta
 from vlatune.data.order.partition import Selection
-from vlatune.data.read_spec import DERIVABLE, ReadSpec
+from vlatune.data.read_spec import DERIVABLE, CameraSpec, ReadSpec
 from vlatune.data.tables import read_rows
 from vlatune.findings import Finding
 from vlatune.storage.parquet import opened
@@ -101,7 +100,7 @@ def _recorded_times(meta: DatasetMeta, positions: Sequence[int]) -> Iterator[tup
         if column is None:
             yield position, None
         elif column.dtype.kind in "iuf" and column.size == len(column):
-            yield position, column.reshape(-1)[begin - rows.begin : end - rows.begin].astype(np.float64)
+            yield position, column.reshape(-1).astype(np.float64)
 
 
 def _frames_of(meta: DatasetMeta, spec: ReadSpec, position: int) -> Iterator[tuple[CameraSpec, np.ndarray]]:

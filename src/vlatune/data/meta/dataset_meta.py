@@ -7,14 +7,14 @@ in a few MB. File names are built from fixed fields of the templates in info.jso
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from vlatune.data.meta import meta_v21, meta_v30
 from vlatune.data.meta.episodes import Episodes, check_episodes
 from vlatune.data.meta.meta_info import SUPPORTED, Feature, Info, read_info
-from vlatune.storage.root import Root, checksums_version
+from vlatune.storage.root import Root
 
 __all__ = ["SUPPORTED", "DatasetMeta", "Feature", "check_complete", "fill_template", "load_meta"]
 
@@ -66,8 +66,6 @@ class DatasetMeta(Info):
 def load_meta(root: str | Root, *, argument: str = "the path") -> DatasetMeta:
     """Read `meta/` of the dataset at a folder or URL; messages refer to the input as `argument`."""
     root = Root(root) if isinstance(root, str) else root
-    if root.has_checksums and not root.is_local:
-        root = replace(root, sums_version=checksums_version(root))
     info = read_info(root, argument=argument)
     layout = meta_v30 if info.version == "v3.0" else meta_v21
     video_keys = [name for name, feature in info.features.items() if feature.dtype == "video"]

@@ -5,17 +5,13 @@ are relative to the dataset's root, as in `DatasetMeta.data_path`.
 """
 
 import difflib
-import errno
 import os
-import posixpath
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vlatune.data.meta.dataset_meta import DatasetMeta
-from vlatune.storage.remote_fs import secrets_in
-from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
 
 MAX_DEPTH = 8
@@ -23,13 +19,16 @@ MAX_DEPTH = 8
 
 
 def list_files(root: Root, folder: str) -> dict[str, int]:
-    """Map every file below a folder to its size; empty if the folder does not exist."""
+    """Map every file below a folder to its size, except hidden ones; empty if the folder does not exist."""
     found: dict[str, int] = {}
     followed: set[str] = set()
     folders = [(folder, 0)]
     while folders:
         here, depth = folders.pop()
-        for name, size in _entries(root, here):
+        for entry, size in root.entries(here).items():
+            name = f"{here}/{entry}" if here else entry
+            if entry.startswith("."):
+                continue
             if size is not None:
                 found[name] = size
             elif depth < MAX_DEPTH and _is_new(root, name, followed):
@@ -45,44 +44,6 @@ def _is_new(root: Root, folder: str, followed: set[str]) -> bool:
     is_new = real not in followed and Path(real).is_relative_to(os.path.realpath(root.path))
     followed.add(real)
     return is_new
-
-
-def _entries(root: Root, folder: str) -> Iterator[tuple[str, int | None]]:
-    """Yield (name, bytes) of the entries of a folder, None for folders; skip hidden names."""
-    prefix = f"{folder}/" if folder else ""
-    for name, size in (_local_entries if root.is_local else _remote_entries)(root, folder):
-        if not name.startswith("."):
-            yield prefix + name, size
-
-
-def _local_entries(root: Root, folder: str) -> Iterator[tuple[str, int | None]]:
-    try:
-        entries = os.scandir(root.join(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    with entries:
-        for entry in entries:
-            try:
-                yield entry.name, None if entry.is_dir() else entry.stat().st_size
-            except FileNotFoundError:  # dangling link, as git-annex leaves them: the file is missing
-                continue
-            except OSError as error:
-                if error.errno != errno.ELOOP:
-                    raise  # a link to itself is no file either
-
-
-def _remote_entries(root: Root, folder: str) -> Iterator[tuple[str, int | None]]:
-    fs, full = root.filesystem(), root.join(folder).rstrip("/")
-    fs.invalidate_cache(full)
-    where = f"'{root.url.rstrip('/')}/{folder}'"
-    try:
-        listed = retried(lambda: fs.ls(full, detail=True), where, secrets=secrets_in(root.storage_options))
-    except FileNotFoundError:
-        return
-    for entry in listed:
-        name = str(entry["name"]).rstrip("/")
-        if name != full:  # some stores list a folder as its own content
-            yield posixpath.basename(name), None if entry["type"] == "directory" else int(entry.get("size") or 0)
 
 
 def top_folder(template: str) -> str:
@@ -141,7 +102,7 @@ def check_present(meta: DatasetMeta, cameras: Sequence[str], positions: Sequence
         )
         if not any(name in present for name in of_kind):
             number, remedy = f"as are all {len(of_kind)} of its files", "fetch them"
-        folders = [entry for entry, size in _entries(meta.root, "") if size is None]
+        folders = [name for name, size in meta.root.entries().items() if size is None and not name.startswith(".")]
         remedy = folder_remedy(missing[0].partition("/")[0], folders) or remedy
         raise ValueError(f"dataset '{meta.root.url}'{whose}: {missing[0]} is missing, {number}; {remedy}")
 

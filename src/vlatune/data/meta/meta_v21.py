@@ -23,7 +23,6 @@ _STATS_REMEDY = "delete the file and vlatune computes its own, or fetch meta/ ag
 
 
 def read_episodes(root: Root, video_keys: list[str], tasks: Sequence[str]) -> Episodes:
-    _check_there(root, EPISODES)
     rows = [
         (read_integer(row, "episode_index", where), read_integer(row, "length", where), *_first_text(row.get("tasks")))
         for where, row in read_lines(root, EPISODES)
@@ -52,7 +51,6 @@ def _first_text(tasks: Any) -> tuple[str | None, int]:
 
 
 def read_tasks(root: Root) -> tuple[str, ...]:
-    _check_there(root, TASKS)
     pairs = [(read_integer(row, "task_index", where), row.get("task")) for where, row in read_lines(root, TASKS)]
     return texts_in_order(root, TASKS, pairs)
 
@@ -110,6 +108,8 @@ def read_integer(row: Mapping[str, Any], key: str, where: str) -> int:
 
 def read_lines(root: Root, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location for messages, object) of each line; skip empty lines."""
+    if not root.exists(name):
+        raise ValueError(f"dataset '{root.url}': {name} is missing; fetch meta/ again")
     for number, line in enumerate(_split_lines(root, name), start=1):
         if line.strip():
             where = f"dataset '{root.url}': {name}, line {number}"
@@ -128,10 +128,3 @@ def _split_lines(root: Root, name: str) -> Iterator[bytes]:
             yield from lines
             check_limit("line_bytes", len(rest), f"dataset '{root.url}': {name}: a line has bytes:")
     yield rest
-
-
-def _check_there(root: Root, name: str) -> None:
-    if not root.exists(name):
-        raise ValueError(
-            f"dataset '{root.url}': no {name}, which a v2.1 dataset must have; the dataset is incomplete: fetch meta/ again"
-        )

@@ -22,6 +22,7 @@ TASK = "tasks"
 FIRST_TASK = "first task"
 """Name of a derived column."""
 TASKS = "meta/tasks.parquet"
+TASK_COLUMNS = ("task", "__index_level_0__")
 STATS = "meta/stats.json"
 FETCH_META = "fetch meta/ again"
 
@@ -62,20 +63,17 @@ def read_episodes(root: Root, video_keys: list[str], tasks: Sequence[str]) -> Ep
 
 def read_tasks(root: Root) -> tuple[str, ...]:
     """Read task texts by task_index; tasks.parquet stores them as the index of a pandas frame."""
-    if not root.exists(TASKS):
-        raise ValueError(f"dataset '{root.url}': no {TASKS}; policies need the task texts: fetch meta/ again")
-    with opened(root, TASKS, remedy=FETCH_META) as parquet:
+    where = f"dataset '{root.url}': {TASKS}"
+    with opened(root, TASKS, texts=TASK_COLUMNS, remedy=FETCH_META) as parquet:
         names = parquet.schema_arrow.names
-        text = next((name for name in ("task", "__index_level_0__") if name in names), None)
+        text = next((name for name in TASK_COLUMNS if name in names), None)
         if text is None or "task_index" not in names:
-            raise ValueError(
-                f"dataset '{root.url}': {TASKS} has columns {names}, expected task and task_index; fetch meta/ again"
-            )
-        check_limit("tasks", parquet.metadata.num_rows, f"dataset '{root.url}': {TASKS} has tasks:")
+            raise ValueError(f"{where} has columns {names}, expected task and task_index; {FETCH_META}")
+        check_limit("tasks", parquet.metadata.num_rows, f"{where} has tasks:")
         check_columns(parquet.metadata, ["task_index"])
-        numbers = parquet.read(columns=["task_index"]).column("task_index").to_pylist()
-        texts = [one for part in parquet.texts(text) for one in _shared_texts(part)]
-    return texts_in_order(root, TASKS, list(zip(numbers, texts, strict=True)))
+        table = parquet.read(columns=["task_index", text])
+        pairs = list(zip(table["task_index"].to_pylist(), _texts(table[text]), strict=True))
+    return texts_in_order(root, TASKS, pairs)
 
 
 def read_stats(root: Root) -> dict[str, dict[str, np.ndarray]]:
@@ -101,45 +99,38 @@ def _numbers(value: Any, place: str, root: Root, remedy: str) -> np.ndarray:
 
 
 def _read_columns(root: Root, name: str, columns: list[str], tasks: Sequence[str]) -> dict[str, np.ndarray]:
-    with opened(root, name, remedy=FETCH_META) as parquet:
-        missing = [column for column in columns if column not in parquet.schema_arrow.names]
-        if missing:
-            raise ValueError(
-                f"dataset '{root.url}': {name} lacks the column '{missing[0]}'; "
-                f"meta/info.json and meta/episodes disagree: convert the dataset again"
-            )
+    with opened(root, name, columns, texts=[TASK], remedy=FETCH_META) as parquet:
         there = [TASK] if _has_texts(parquet.schema_arrow, TASK) else []
-        check_columns(parquet.metadata, columns)
-        table = parquet.read(columns=columns)
+        table = parquet.read(columns=[*columns, *there])
         found = {column: _typed(root, name, column, table.column(column)) for column in columns}
-        parts = [_first_texts(part) for column in there for part in parquet.texts(column)]
-        texts = [text for part, _ in parts for text in part] if there else [None] * len(table)
-        counts = [count for _, part in parts for count in part] if there else [0] * len(table)
+        texts, counts = _first_texts(table[TASK]) if there else ([None] * len(table), [0] * len(table))
         return found | dict(zip((TASK, FIRST_TASK), match_tasks(texts, counts, tasks), strict=True))
 
 
 def _has_texts(schema: pa.Schema, name: str) -> bool:
-    """True if it is a column of lists of text; other types are ignored."""
+    """True if it is a column of lists of text, read as dictionaries; other types are ignored."""
     kind = schema.field(name).type if name in schema.names else None
-    return kind is not None and pa.types.is_list(kind) and pa.types.is_string(kind.value_type)
+    return kind is not None and pa.types.is_list(kind) and pa.types.is_dictionary(kind.value_type)
 
 
-def _first_texts(lists: Any) -> tuple[list[str | None], list[int]]:
-    texts = _shared_texts(lists.flatten())
-    lengths = [length or 0 for length in lists.value_lengths().to_pylist()]
+def _first_texts(lists: pa.ChunkedArray) -> tuple[list[str | None], list[int]]:
+    """Return the first text of each list, and its length."""
+    texts = _texts(pa.chunked_array([part.flatten() for part in lists.chunks], lists.type.value_type))
+    lengths = [length or 0 for part in lists.chunks for length in part.value_lengths().to_pylist()]
     begins = accumulate(lengths, initial=0)
     return [texts[begin] if length else None for begin, length in zip(begins, lengths, strict=False)], lengths
 
 
-def _shared_texts(values: Any) -> list[Any]:
+def _texts(column: pa.ChunkedArray) -> list[Any]:
     """Convert dictionaries to Python objects; equal texts share one object."""
-    if pa.types.is_nested(values.type):
-        raise pa.ArrowInvalid(f"an instruction has the type {values.type}, expected text")
-    if not pa.types.is_dictionary(values.type):
-        return values.to_pylist()
-    values.dictionary.validate(full=True)  # may hold bytes that are not valid text
-    known = values.dictionary.to_pylist()
-    return [None if code is None else known[code] for code in values.indices.to_pylist()]
+    texts: list[Any] = []
+    for values in column.chunks:
+        if not pa.types.is_dictionary(values.type):
+            raise pa.ArrowInvalid(f"an instruction has the type {values.type}, expected text")
+        values.dictionary.validate(full=True)  # may hold bytes that are not valid text
+        known = [*values.dictionary.to_pylist(), None]
+        texts += [known[-1 if code is None else code] for code in values.indices.to_pylist()]
+    return texts
 
 
 def _typed(root: Root, name: str, column: str, values: pa.ChunkedArray) -> np.ndarray:

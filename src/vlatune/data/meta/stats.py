@@ -154,8 +154,7 @@ def read_episode(meta: DatasetMeta, own: str, position: int) -> np.ndarray:
     """Read the rows of one episode, (n, D)."""
     begin, file = int(meta.episodes.data_offset[position]), meta.data_path(position)
     end = begin + int(meta.episodes.length[position])
-    rows = read_rows(meta.root, file, [own], begin, end)
-    return _used(meta, own, file, rows.columns[own][begin - rows.begin : end - rows.begin])
+    return _used(meta, own, file, read_rows(meta.root, file, [own], begin, end).columns[own])
 
 
 def read_file(meta: DatasetMeta, own: str, file: str) -> Iterator[np.ndarray]:

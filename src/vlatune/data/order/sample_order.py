@@ -22,7 +22,7 @@ order of runs:
     dataset of 5 frames, 3 per epoch      pass 0: d a c b e      pass 1: b e a d c
                                           epoch 0 d a c | epoch 1 b e b | epoch 2 e a d | ...
 
-No frame of a dataset is ever used more than once more often than another, and the position in the
+Within a dataset, the numbers of uses of two frames differ by at most one, and the position in the
 stream is computed arithmetically. Runs of the datasets alternate by their shares, and each goes to
 the shortest lane, so the shares hold over any stretch of steps to within a few runs.
 """
