@@ -47,6 +47,7 @@ def run_rank(rank: int, folder: Path) -> None:
         consensus.give(REQUESTS.get(len(agreed), Request.NOTHING) if rank == 1 else Request.NOTHING)
     means = mean_and_each(torch.tensor([1.0 + rank]), [10.0 + rank], Share(rank, WORKERS), dist.all_reduce)
     (folder / f"{rank}.json").write_text(json.dumps({"error": str(raised.value), "agreed": agreed, "means": means}))
+    dist.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 def test_two_ranks(tmp_path):

@@ -22,6 +22,8 @@ from vlatune.data.loss_groups import LossGroups
 from vlatune.policies.base import PolicyOutput
 from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
+CLIP_EPS = 1e-6
+"""Added to the gradient norm, as in torch's clipping."""
 RATE_FACTOR = "rate_factor"
 """Key of a parameter group: its factor on the learning rate."""
 
@@ -238,8 +240,10 @@ class Updater:
     def apply(self) -> Tensor:
         """Clip, step and free the gradients; return their norm before clipping."""
         grad_norm = complete(nn.utils.get_total_norm([one.grad for one in self._parameters if one.grad is not None]))
-        nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
         self.guard.watch(grad_norm)
+        # As with GradScaler, a fused step divides by this tensor, which saves a pass over the gradients.
+        scale = ((grad_norm + CLIP_EPS) / self._clip_norm).clamp_min(1.0)
+        self._optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return grad_norm
