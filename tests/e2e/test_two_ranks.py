@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,16 @@ def run_rank(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORKERS)
     consensus, model = Consensus(Share(rank, WORKERS)), make_model()
-    updater, watch = make_updater(make_parallel(model)), NonFiniteWatch()
+    updater, watch = make_updater(make_parallel(model, accumulates=True)), NonFiniteWatch()
     mine = make_batches(UPDATES * MICRO_STEPS * WORKERS, ROWS)[rank::WORKERS]
-    for number in range(UPDATES):
+    for number in range(UPDATES - 1):
         updater.update(mine[number * MICRO_STEPS :], MICRO_STEPS)
+    # Rank 1 begins when rank 0 has ended its backward passes: these do not wait for the exchange.
+    store = dist.FileStore(f"{folder}/store", WORKERS)
+    if rank == 1:
+        store.wait(["begin"], timedelta(seconds=60))
+    begin = (lambda: store.set("begin", "")) if rank == 0 else None
+    updater.update(mine[(UPDATES - 1) * MICRO_STEPS :], MICRO_STEPS, begin)
     save_file(model.state_dict(), folder / f"weights-{rank}")
     bad = [batch | {"x": batch["x"] / (0.0 if rank == 1 and nth == 0 else 1.0)} for nth, batch in enumerate(mine)]
     for number, batches in enumerate((bad, mine)):
@@ -47,6 +54,7 @@ def run_rank(rank: int, folder: Path) -> None:
         consensus.give(REQUESTS.get(len(agreed), Request.NOTHING) if rank == 1 else Request.NOTHING)
     means = mean_and_each(torch.tensor([1.0 + rank]), [10.0 + rank], Share(rank, WORKERS), dist.all_reduce)
     (folder / f"{rank}.json").write_text(json.dumps({"error": str(raised.value), "agreed": agreed, "means": means}))
+    dist.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 def test_two_ranks(tmp_path):

@@ -100,6 +100,7 @@ def _make_module() -> ModuleType:
     module.current_stream = torch.accelerator.current_stream
     module.synchronize = torch.accelerator.synchronize
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream
     module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

@@ -481,6 +481,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return block && block->device == kHost;
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return &host_memory; }
+  void resizePrivateUse1Bytes(const Storage& storage, size_t bytes) const override {
+    TORCH_CHECK(!bytes || !storage.nbytes(), "only memory without content can be resized");  // FSDP frees and allocates weights
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(device_memory.allocate(bytes));
+    storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+  }
 };
 
 // Operators

@@ -1,5 +1,6 @@
 """A process group for tensors of the virtual device, over gloo; like NCCL, it accepts no others and works on a stream of its own."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from virtual_device.backend import NAME, VirtualDevice
+
+sent_bytes: Counter[str] = Counter()
+"""Collective -> bytes of its tensors, in this process."""
 
 
 def register(virtual: VirtualDevice) -> None:
@@ -45,21 +49,39 @@ class DeviceGroup(dist.ProcessGroup):  # pyright: ignore
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]  # pyright: ignore
+
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Done:
-        return self._run(tensors, tensors, lambda host: self._gloo.allreduce(host, options))
+        return self._run("allreduce", tensors, tensors, lambda host: self._gloo.allreduce(host, options))
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Done:
-        return self._run(tensors, tensors, lambda host: self._gloo.broadcast(host, options))
+        return self._run("broadcast", tensors, tensors, lambda host: self._gloo.broadcast(host, options))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Done:
         def gather(host: list[Tensor]) -> Any:
             return self._gloo.allgather([host[1:]], host[:1])
 
-        return self._run([*inputs, *outputs[0]], outputs[0], gather)
+        return self._run("allgather", [*inputs, *outputs[0]], outputs[0], gather)
 
-    def _run(self, tensors: list[Tensor], results: list[Tensor], exchange: Any) -> Done:
+    def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> Done:
+        return self._run("allgather", [given, output], [output], lambda host: self._gloo._allgather_base(*host[::-1]))
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None) -> Done:
+        (output,), (given,) = outputs, inputs
+        return self._allgather_base(output, given)
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, options: Any) -> Done:
+        def scatter(host: list[Tensor]) -> Any:
+            return self._gloo._reduce_scatter_base(host[1], host[0], options)
+
+        return self._run("reduce_scatter", [given, output], [output], scatter)
+
+    def _run(self, name: str, tensors: list[Tensor], results: list[Tensor], exchange: Any) -> Done:
         if any(one.device.type != NAME for one in tensors):
             raise ValueError("the process group has tensors of the virtual device only")
+        sent_bytes[name] += sum(one.nbytes for one in tensors)
         device = tensors[0].device
         self._stream = self._stream or torch.Stream(device)
         ready = torch.Event(device)
@@ -70,5 +92,6 @@ class DeviceGroup(dist.ProcessGroup):  # pyright: ignore
             exchange(host).wait()
             for one, values in zip(tensors, host, strict=True):
                 one.record_stream(self._stream)
-                one.copy_(values.pin_memory(), non_blocking=True)
+                if any(one is result for result in results):
+                    one.copy_(values.pin_memory(), non_blocking=True)
         return Done(results, device, self._stream)

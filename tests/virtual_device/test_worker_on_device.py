@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def test_the_frozen_part_leaves_the_device_once_all_is_kept(virtual_library, con
     frozen = sum(one.nbytes for part in module.prefix_modules() for one in part.parameters())
     filling, warm, lost = (request(given, "virtual:1", name) for name in ("filling", "warm", "lost"))
     reports = run_program(
-        "run", virtual_library, json.dumps([filling, warm, lost | {"delete": [str(tmp_path / "store"), 0]}])
+        "run", virtual_library, json.dumps([filling, warm, lost | {"delete": [str(tmp_path / "store"), 8]}])
     )
     for report in reports:
         assert_clean(report)
@@ -139,28 +140,59 @@ def test_the_frozen_part_leaves_the_device_once_all_is_kept(virtual_library, con
     assert len(validation) == 4
     for line in validation:
         assert 0 < abs(line["val_loss_int8"] / line["val_loss"] - 1) < 1e-2
-    held = [report["held_bytes"] for report in reports]
-    # Batches that are read ahead differ in number, and count as well.
-    assert max(held[1][1:]) + 0.5 * frozen < min(held[0][1:4])  # also after each validation
+    # The fifth update needs the first row that is lost.
+    assert reports[2]["frozen_bytes"] == [frozen, 0, 0, 0, 0, frozen, frozen, frozen]
+    assert reports[1]["end_bytes"] + 0.9 * frozen < reports[2]["end_bytes"]
 
 
-def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, tmp_path):
-    alone = replace(config, batch_size=4, eval_freq=0, save_freq=0, steps=3)
-    pair = replace(alone, batch_size=2, num_workers=2)
-    cpu = request(alone, "cpu", "cpu alone")
-    ranks = [request(pair, f"virtual:{rank}", "pair", rank=rank, rendezvous=str(tmp_path / "place")) for rank in (0, 1)]
-    words = [sys.executable, "-m", "virtual_device.run", str(virtual_library)]
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+def run_pairs(library: Path, folder: Path, runs: Sequence[dict[str, Any]], alone: dict[str, Any]) -> list[list[Any]]:
+    """Run each request with two workers on two devices; return the reports of each rank. Rank 0 runs `alone` before."""
+    ranks = [
+        [
+            one | {"device": f"virtual:{rank}", "rank": rank, "rendezvous": str(folder / f"place-{number}")}
+            for number, one in enumerate(runs)
+        ]
+        for rank in (0, 1)
+    ]
+    words, env = [sys.executable, "-m", "virtual_device.run", str(library)], os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen([*words, json.dumps(one)], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for one in ([cpu, ranks[0]], ranks[1:])
+        for one in ([alone, *ranks[0]], ranks[1])
     ]
+    reports = []
     for process in processes:
         printed, errors = process.communicate()
         assert process.returncode == 0, errors[-3000:]
-        assert_clean(json.loads(printed.splitlines()[-1]))
-    mine, other = (read_jsonl(Path(one["config"]["output_dir"]) / "metrics.jsonl") for one in (ranks[0], cpu))
-    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in other], rel=1e-5)
+        reports.append([json.loads(line) for line in printed.splitlines()][-len(runs) :])
+        for report in reports[-1]:
+            assert_clean(report)
+    return reports
+
+
+def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, tmp_path):
+    """Gradients travel while the next frozen prefix is computed, and exist once, in DDP's buckets; frozen weights stay."""
+    config = replace(config, batch_size=2, num_workers=2, eval_freq=0, save_freq=0, steps=3)
+    alone = request(replace(config, batch_size=4, num_workers=1), "cpu", "alone")
+    runs = [
+        request(config, "", "pair"),
+        request(config, "", "after", prefix_ahead=False),
+        request(replace(config, fsdp=True), "", "sharded"),
+        request(replace(config, grad_accum=1), "", "once"),
+    ]
+    reports = run_pairs(virtual_library, tmp_path, runs, alone)
+    lines = [read_jsonl(Path(one["config"]["output_dir"]) / "metrics.jsonl") for one in (alone, *runs[:3])]
+    losses, *others = ([line["loss"] for line in one] for one in lines)
+    for other in others:
+        assert other == pytest.approx(losses, rel=1e-5)
+    assert others[0] == others[1]
+    setup = make_setup(config)
+    module = get_adapter("pi05").load_module(setup.policy, setup.binding, ModuleOptions.of(config.policy))
+    trained = 4 * sum(one.numel() for one in module.parameters() if one.requires_grad)
+    frozen = sum(one.nbytes for one in module.parameters() if not one.requires_grad)
+    for ours, plain, _, single in reports:
+        assert (ours["prefixes"], plain["prefixes"]) == ([3, 2, 1, 0], [2, 2, 2, 0])
+        assert ours["sent_bytes"]["broadcast"] < trained + frozen // 2
+        assert ours["peak_bytes"] < single["peak_bytes"] + trained // 10
 
 
 @pytest.mark.slow

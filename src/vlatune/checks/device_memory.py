@@ -1,7 +1,6 @@
 """Estimate the device memory of a worker, and what fits GPUs of 24, 48 and 80 GB.
 
     weights + gradients + two AdamW moments (+ EMA)    from the parameters; trained ones are float32
-    + gradients again                                  several workers with --grad_accum: in DDP's buckets
     --fsdp: all of these divided by the workers, + what is gathered at one time
     + the forward pass                                 counted: a constant and bytes per sample
     + prefetched batches                               from the first batch
@@ -58,26 +57,15 @@ class Footprint:
         total = self.weights + (4 if ema else 3) * self.trained
         return -(-total // num_workers) + self.gathered if fsdp else total
 
-    def needed(
-        self,
-        batch_size: int,
-        *,
-        ema: bool,
-        cuda: bool = True,
-        num_workers: int = 1,
-        grad_accum: int = 1,
-        fsdp: bool = False,
-    ) -> int:
+    def needed(self, batch_size: int, *, ema: bool, cuda: bool = True, num_workers: int = 1, fsdp: bool = False) -> int:
         # The current batch, all that are ready, and the one being copied.
         batch_bytes = batch_size * self.row_bytes
         rows = (3 + queued_batches(max(1, batch_bytes))) * batch_bytes
         saved = self.saved + batch_size * self.saved_per_sample
-        # Micro-steps without an exchange accumulate outside of the buckets.
-        buckets = self.trained if num_workers > 1 and grad_accum > 1 and not fsdp else 0
         overhead = (CUDA_BYTES + (NCCL_BYTES if num_workers > 1 else 0)) if cuda else 0
         state = self.state_bytes(ema=ema, num_workers=num_workers, fsdp=fsdp)
         # Every worker loads the complete weights before it keeps its part of them.
-        return max(state + saved + rows + buckets, self.weights) + overhead
+        return max(state + saved + rows, self.weights) + overhead
 
     def largest_batch(self, device_bytes: float, **shared: Any) -> int:
         """Return the largest batch size that fits; 0 if none does. `shared` are options of `needed`."""
@@ -219,8 +207,7 @@ def flags_that_fit(
     for flags, footprint, fsdp in (kept, saving, *(sharded if can_shard else ())):
         if footprint is None:
             continue
-        # A smaller batch accumulates.
-        most = footprint.largest_batch(device_bytes, **shared, grad_accum=2, fsdp=fsdp)
+        most = footprint.largest_batch(device_bytes, **shared, fsdp=fsdp)
         fits = [size for size in range(min(most, config.batch_size), 0, -1) if config.batch_size % size == 0]
         if fits:
             accum = config.grad_accum * config.batch_size // fits[0]

@@ -79,14 +79,13 @@ def check_memory(case: Case) -> Iterator[Finding]:
         device_bytes, device = int(torch.cuda.mem_get_info()[1]), "the GPU"
     else:
         device_bytes, device = int(CPU_SHARE * usable_ram_bytes() / config.num_workers), "a worker without a GPU"
-    sharing: dict[str, Any] = {"ema": ema, "num_workers": config.num_workers, "fsdp": config.fsdp}
-    shared: dict[str, Any] = sharing | {"grad_accum": config.grad_accum}
+    shared: dict[str, Any] = {"ema": ema, "num_workers": config.num_workers, "fsdp": config.fsdp}
     needed = footprint.needed(config.batch_size, cuda=cuda, **shared)
-    state = footprint.state_bytes(**sharing) + footprint.saved
+    state = footprint.state_bytes(**shared) + footprint.saved
     figures = {
         "needed_bytes": needed,
         "device_bytes": device_bytes,
-        "state_bytes": footprint.state_bytes(**sharing),
+        "state_bytes": footprint.state_bytes(**shared),
         "bytes_per_sample": footprint.saved_per_sample,
         "largest_batch": footprint.largest_batch(device_bytes, cuda=cuda, **shared),
         "fits": {size: footprint.largest_batch(size * GB, **shared) for size in GPU_SIZES},
@@ -190,7 +189,7 @@ def check_cost(case: Case) -> Iterator[Finding]:
     kernels = run_cost.count_kernels(module, tensors, config.batch_size)
     trained = sum(one.numel() for one in module.parameters() if one.requires_grad)
     work = run_cost.StepWork(kernels, config.grad_accum, trained, config.num_workers, ema)
-    shared = {"ema": ema, "num_workers": config.num_workers, "grad_accum": config.grad_accum}
+    shared = {"ema": ema, "num_workers": config.num_workers}
     needed = case.footprint and case.footprint.needed(config.batch_size, **shared) / device_memory.USABLE
     found = [run_cost.estimate(config, work, one, case.usd_per_hour, needed) for one in run_cost.DEVICES]
     figures = run_cost.cost_figures(found, work)

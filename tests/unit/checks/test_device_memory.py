@@ -29,11 +29,9 @@ def test_needed_memory_is_the_sum_of_its_parts():
     assert rows.needed(3, ema=False, cuda=False) == (3 + MIN_QUEUED) * 3 * QUEUED_BYTES
 
 
-def test_accumulation_on_several_workers_holds_the_gradients_twice():
+def test_several_workers_need_buffers():
     alone, exchanged = (FULL.needed(2, ema=False, num_workers=workers) for workers in (1, 2))
     assert exchanged - alone == NCCL_BYTES
-    assert FULL.needed(2, ema=False, num_workers=2, grad_accum=2) - exchanged == FULL.trained
-    assert FULL.needed(2, ema=False, num_workers=1, grad_accum=2) == alone
 
 
 def test_sharded_workers_hold_their_part_and_what_is_gathered():
@@ -41,7 +39,7 @@ def test_sharded_workers_hold_their_part_and_what_is_gathered():
     footprint = replace(CHECKPOINTED, gathered=6 * GB)
     held = (13 + 3 * 13) * GB // 2 + 6 * GB
     assert footprint.state_bytes(**options) == held
-    assert footprint.needed(5, **options, grad_accum=2) == held + GB + CUDA_BYTES + NCCL_BYTES
+    assert footprint.needed(5, **options) == held + GB + CUDA_BYTES + NCCL_BYTES
     loaded = 13 * GB + CUDA_BYTES + NCCL_BYTES  # before a worker drops what others hold
     assert footprint.needed(5, **options | {"num_workers": 64}) == loaded
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from vlatune.batch import Columns
+from vlatune.batch import PREFIX, Columns
 from vlatune.checkpoint.state import seed_all
 from vlatune.config.settings import validates
 from vlatune.feed.feed import StageTimes, queued_batches
@@ -45,7 +45,7 @@ from vlatune.train.worker.optimizer import (
     set_learning_rate,
 )
 from vlatune.train.worker.sharding import shard_module
-from vlatune.train.worker.transfer import Prefetcher, Transfer
+from vlatune.train.worker.transfer import DeviceBatch, Prefetcher, Transfer
 from vlatune.train.worker.validation import ReadHeldOut, Validator, validation_options
 from vlatune.train.worker_job import WorkerJob
 
@@ -134,8 +134,11 @@ class Worker:
             on_phase=self._on_save,
         )
         self.first_step, self.loss_sum, self.loss_count = self.checkpointer.restore()
+        is_parallel = self.share.num_workers > 1 and not self.config.fsdp
+        # A frozen prefix does not depend on the update before: computing it hides the exchange of gradients.
+        self.prefix_ahead = is_parallel and setup.adapter.kept_prefix(setup.policy, setup.binding, options) is not None
         self.updater = Updater(
-            make_parallel(module) if self.share.num_workers > 1 and not self.config.fsdp else module,
+            make_parallel(module, accumulates=self.config.grad_accum > 1) if is_parallel else module,
             list(trained.values()),
             self.optimizer,
             clip_norm=optimizer.grad_clip_norm,
@@ -151,6 +154,7 @@ class Worker:
             options = validation_options(self.config, self.device)
             self.validator = Validator(setup, self.share, options, self.config.eval_freq, runtime.read_held_out)
             self.validator.errors = dict(job.recorded.validation_errors)
+        self.ahead: list[DeviceBatch] = []
         self.taken: list[np.ndarray] = []
         self.samples: list[np.ndarray] = []
         self.cached_rows = (0.0, 0)
@@ -169,7 +173,8 @@ class Worker:
         while done < self.last_step and agreed < Request.STOP:
             rate = learning_rate(done, self.config.steps, self.config.optimizer.lr, self.config.scheduler)
             set_learning_rate(self.optimizer, rate)
-            result = self.updater.update(self._take(), self.config.grad_accum)
+            ahead = self._look_ahead if self.prefix_ahead else None
+            result = self.updater.update(self._take(), self.config.grad_accum, ahead)
             done += 1
             self._count(done, result)
             agreed = self.consensus.take()
@@ -227,12 +232,23 @@ class Worker:
     def _take(self) -> Iterator[Batch]:
         """Yield the micro-batches of an update lazily, so that the device holds few of them."""
         self.taken = []
-        for batch in islice(self.batches, self.config.grad_accum):
+        while len(self.taken) < self.config.grad_accum and (self.ahead or self._look_ahead()):
             if self.first_batch_s is None:
                 self.first_batch_s = self.meter.first_batch(self._stages_s())
-            self.taken.append(batch.samples)
+            self.taken.append(self.ahead[0].samples)
             self.driver.progress("batch")
-            yield self.kept.complete(batch.tensors, self.frozen.compute) if self.kept else batch.tensors
+            yield self.ahead.pop().tensors
+
+    def _look_ahead(self) -> bool:
+        """Take and prepare a batch; False after the last one."""
+        for batch in islice(self.batches, 1):
+            tensors = batch.tensors
+            if self.kept:
+                tensors = self.kept.complete(tensors, self.frozen.compute)
+            elif self.prefix_ahead:
+                tensors |= {PREFIX: self.frozen.compute(tensors)}
+            self.ahead.append(DeviceBatch(tensors, batch.samples))
+        return bool(self.ahead)
 
     def _stages_s(self) -> dict[str, float]:
         """Return the seconds so far of each stage that prepares this worker's batches."""

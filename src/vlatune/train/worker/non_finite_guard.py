@@ -35,7 +35,7 @@ class NonFiniteGuard:
         optimizer.found_inf = self._stopped  # pyright: ignore[reportAttributeAccessIssue]
 
     def watch(self, grad_norm: Tensor) -> None:
-        """Check the gradient norm; call between clipping and the optimizer step."""
+        """Check the gradient norm; call before the optimizer step."""
         self._stopped.logical_or_(grad_norm.isfinite().logical_not_())
         self.skipped.add_(self._stopped)
 

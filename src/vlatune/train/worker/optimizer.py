@@ -5,14 +5,16 @@ gradient are skipped on all workers, and so are all later ones; see `non_finite_
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from vlatune.batch import LOSS_GROUPS
@@ -22,6 +24,8 @@ from vlatune.data.loss_groups import LossGroups
 from vlatune.policies.base import PolicyOutput
 from vlatune.train.worker.non_finite_guard import NonFiniteGuard
 
+CLIP_EPS = 1e-6
+"""Added to the gradient norm, as in torch's clipping."""
 RATE_FACTOR = "rate_factor"
 """Key of a parameter group: its factor on the learning rate."""
 
@@ -177,12 +181,39 @@ class StepResult:
     """Norm of the gradient averaged over all workers, before clipping."""
 
 
-def make_parallel(module: nn.Module) -> DistributedDataParallel:
-    """Wrap the module in DDP; gradients are averaged in place.
+def make_parallel(module: nn.Module, *, accumulates: bool) -> DistributedDataParallel:
+    """Wrap the module in DDP; an `Updater` exchanges the gradients.
 
-    Buffers are not broadcast: they are local to each worker, and rank 0's are saved.
+    Frozen weights are not sent: every worker has loaded them. Buffers are not either: they are local
+    to each worker, and rank 0's are saved.
     """
-    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    for one in trained:
+        dist.broadcast(one.detach(), src=0)
+    if accumulates:
+        hold_places(trained)
+    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False)
+
+
+def hold_places(parameters: Iterable[nn.Parameter]) -> None:
+    """Set gradients to zeros that take no memory.
+
+    DDP replaces gradients that exist by views of its buckets when it makes these: once when it is
+    created, and once before the second update. Without views, micro-steps before the last one would
+    accumulate beside the buckets.
+    """
+    for one in parameters:
+        one.grad = one.new_zeros(()).expand_as(one)
+
+
+def start_exchange(pending: list[dist.Work], bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+    """Sum a bucket of gradients over the workers; the update waits for it, not the backward pass."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work
+    pending.append(work)
+    begun: Future[Tensor] = Future()
+    begun.set_result(bucket.buffer())
+    return begun
 
 
 class Updater:
@@ -205,22 +236,33 @@ class Updater:
         self._parameters = parameters
         self._optimizer = optimizer
         self._clip_norm = clip_norm or math.inf
+        self._has_views, self._is_first = parameters[0].grad is not None, True
+        self._num_workers, self._pending = 1, []
+        if isinstance(module, DistributedDataParallel):
+            self._num_workers = dist.get_world_size()
+            module.register_comm_hook(self._pending, start_exchange)
 
-    def update(self, batches: Iterable[Batch], micro_steps: int) -> StepResult:
+    def update(
+        self, batches: Iterable[Batch], micro_steps: int, meanwhile: Callable[[], object] | None = None
+    ) -> StepResult:
         """Accumulate over `micro_steps` batches of equal size, then clip and step.
 
-        The gradient is the mean over the micro-batches. Gradients are exchanged with the last one.
+        The gradient is the mean over the micro-batches. Gradients are exchanged with the last one,
+        during its backward pass and `meanwhile`.
         """
         losses = []
         for batch in islice(batches, micro_steps):
             with self._exchange(last=len(losses) == micro_steps - 1):
                 loss = self.forward(batch)
-                self.backward(loss, 1 / micro_steps)
+                del batch  # may have the prefix, which is large
+                self.backward(loss, 1 / (micro_steps * self._num_workers))
             losses.append(loss.detach())
         if len(losses) != micro_steps:
             raise RuntimeError(
                 f"an update over {micro_steps} micro-batches got only {len(losses)}; the weights are as they were"
             )
+        if meanwhile:
+            meanwhile()
         stacked = torch.stack(losses)
         return StepResult(stacked, stacked.mean(), self.apply())
 
@@ -236,12 +278,20 @@ class Updater:
         loss.backward(loss.detach() * 0.0 + share)
 
     def apply(self) -> Tensor:
-        """Clip, step and free the gradients; return their norm before clipping."""
+        """Wait for the exchange, clip, step and free the gradients; return their norm before clipping."""
+        while self._pending:
+            self._pending.pop().wait()  # on an accelerator, only its stream waits
         grad_norm = complete(nn.utils.get_total_norm([one.grad for one in self._parameters if one.grad is not None]))
-        nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, grad_norm)
         self.guard.watch(grad_norm)
+        # As with GradScaler, a fused step divides by this tensor, which saves a pass over the gradients.
+        scale = ((grad_norm + CLIP_EPS) / self._clip_norm).clamp_min(1.0)
+        self._optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._has_views and self._is_first:
+            hold_places(self._parameters)
+        else:
+            self._optimizer.zero_grad(set_to_none=not self._has_views)
+        self._is_first = False
         return grad_norm
 
     def _exchange(self, *, last: bool) -> AbstractContextManager[None]:
