@@ -62,11 +62,11 @@ class Device:
 
 
 DEVICES = (
-    Device("L4", 121 * TERA, 60 * TERA, 300 * GB, 24 * GB, 10 * GB, 0.80),
-    Device("A10G", 70 * TERA, 35 * TERA, 600 * GB, 24 * GB, 10 * GB, 1.00),
-    Device("A100 80GB", 312 * TERA, 156 * TERA, 2039 * GB, 80 * GB, 200 * GB, 1.80),
-    Device("H100", 989 * TERA, 494 * TERA, 3350 * GB, 80 * GB, 350 * GB, 3.00),
-    Device("RTX 4090", 165 * TERA, 83 * TERA, 1008 * GB, 24 * GB, 10 * GB, 0.70),
+    Device("L4", 121 * TERA, 60 * TERA, 300 * GB, 24 * GB, 10 * GB, 0.78),
+    Device("A10G", 70 * TERA, 35 * TERA, 600 * GB, 24 * GB, 10 * GB, 1.01),
+    Device("A100 80GB", 312 * TERA, 156 * TERA, 2039 * GB, 80 * GB, 200 * GB, 1.79),
+    Device("H100", 989 * TERA, 495 * TERA, 3350 * GB, 80 * GB, 350 * GB, 3.99),
+    Device("RTX 4090", 165 * TERA, 83 * TERA, 1008 * GB, 24 * GB, 10 * GB, 0.69),
 )
 
 
