@@ -68,6 +68,16 @@ def long_fixed_values(dataset: Path) -> None:
     write(dataset / DATA, {name: table.column(name) for name in table.column_names} | {"action": values})
 
 
+def check_rejected(dataset: Path, base: Path, inspected: str, trained: str) -> None:
+    """`inspect` reports the dataset and `train` rejects it, both in little memory."""
+    flags = (f"--dataset.root={dataset}", f"--policy.path={base}", f"--output_dir={dataset.parent / 'out'}")
+    for code, text, words in ((1, inspected, ("inspect", dataset)), (2, trained, ("train", *flags, "--batch_size=4"))):
+        ended = measured(*words)
+        assert (ended.code, text in ended.text) == (code, True), ended.text
+        assert "Traceback" not in ended.text
+        assert ended.peak_bytes < MAX_BYTES
+
+
 GROWING: dict[str, tuple[Callable[[Path], None], str]] = {
     "a text that 3,000 tasks share": (text_of_all_tasks, "1,000,000"),
     "a prefix that 300 tasks share": (prefix_of_all_tasks, "meta/tasks.parquet"),
@@ -78,17 +88,9 @@ GROWING: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), GROWING.values(), ids=GROWING)
-def test_a_small_file_does_not_fill_the_memory(make, message, dataset, small_base, tmp_path) -> None:
+def test_a_small_file_does_not_fill_the_memory(make, message, dataset, small_base) -> None:
     make(dataset)
-    ended = measured("inspect", dataset)
-    assert ended.code == 1, ended.text
-    assert ended.peak_bytes < MAX_BYTES
-    flags = (f"--dataset.root={dataset}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'out'}")
-    ended = measured("train", *flags, "--batch_size=4", "--steps=1")
-    assert ended.code == 2, ended.text
-    assert message in ended.text
-    assert "Traceback" not in ended.text
-    assert ended.peak_bytes < MAX_BYTES
+    check_rejected(dataset, small_base, "", message)
 
 
 def test_a_list_of_one_long_text_is_never_expanded(dataset) -> None:
@@ -109,26 +111,19 @@ def test_many_distinct_instructions_are_read(dataset) -> None:
 
 
 @pytest.mark.parametrize("file", [DATA, EPISODES, TASKS])
-def test_damaged_size_statistics_are_an_error_and_no_abort(file, dataset, small_base, tmp_path) -> None:
+def test_damaged_size_statistics_are_an_error_and_no_abort(file, dataset, small_base) -> None:
     """One byte of the footer makes a column required, which contradicts its histogram of levels."""
     path, name = dataset / file, {DATA: b"timestamp", EPISODES: b"length", TASKS: b"task_index"}[file]
     data, old = path.read_bytes(), b"\x25\x02\x18" + bytes([len(name)]) + name
     assert data.count(old) == 1
     path.write_bytes(data.replace(old, old.replace(b"\x25\x02", b"\x25\x00")))
-    ended = measured("inspect", dataset)
-    assert (ended.code, "is not readable parquet (Definition level histogram" in ended.text) == (1, True), ended.text
-    flags = (f"--dataset.root={dataset}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'out'}")
-    ended = measured("train", *flags, "--batch_size=4", "--steps=1")
-    assert (ended.code, f"{file} is not readable parquet" in ended.text) == (2, True), ended.text
+    damaged = "is not readable parquet (Definition level histogram"
+    check_rejected(dataset, small_base, damaged, f"{file} is not readable parquet")
 
 
 @pytest.mark.parametrize(("file", "name"), [(DATA, "action"), (EPISODES, "length"), (TASKS, "task")])
-def test_two_columns_of_one_name_are_an_error(file, name, dataset, small_base, tmp_path) -> None:
+def test_two_columns_of_one_name_are_an_error(file, name, dataset, small_base) -> None:
     table = pq.read_table(dataset / file)
     pq.write_table(table.append_column(name, table.column(name)), dataset / file)
-    ended = measured("inspect", dataset)
-    assert (ended.code, f"2 columns are named '{name}'" in ended.text) == (1, True), ended.text
-    flags = (f"--dataset.root={dataset}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'out'}")
-    ended = measured("train", *flags, "--batch_size=4", "--steps=1")
-    assert (ended.code, f"{file}: 2 columns are named '{name}'" in ended.text) == (2, True), ended.text
-    assert "Traceback" not in ended.text
+    found = f"2 columns are named '{name}'"
+    check_rejected(dataset, small_base, found, f"{file}: {found}")

@@ -129,11 +129,8 @@ def read_files(
 def read_header(root: Root, file: str) -> VideoHeader:
     """Read the header of an mp4 file; errors of the store are raised."""
     try:
-        if root.is_local:
-            path = root.local_path(file)
-            return within_time(lambda: _parse_header(path, file), file)
-        with root.open(file) as stream:
-            return within_time(lambda: _parse_header(stream, file), file)
+        with root.open_for_ffmpeg(file) as source:
+            return within_time(lambda: _parse_header(source, file), file)
     except FileNotFoundError:
         return VideoHeader(file, error="it is missing")
     except ValueError as error:  # rejected before FFmpeg opened it, or by its checksum

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlatune.storage.parquet import UNREADABLE, check_columns, opened
+from vlatune.storage.parquet import UNREADABLE, check_columns, leaves, opened
 from vlatune.storage.root import Root
 
 CACHED_FILES = 4
@@ -105,12 +105,10 @@ def _keep(key: tuple, rows: RowRange) -> RowRange:
 
 def _is_small(parquet: pq.ParquetFile, columns: Sequence[str]) -> bool:
     """True if the decoded columns are small, judged by the number of values, not encoded sizes."""
-    prefixes, total = tuple(f"{column}." for column in columns), 0
-    for number in range(parquet.num_row_groups):
-        group = parquet.metadata.row_group(number)
-        for chunk in map(group.column, range(group.num_columns)):
-            if f"{chunk.path_in_schema}.".startswith(prefixes):
-                total += max(chunk.num_values * 8, chunk.total_uncompressed_size)
+    numbers, total = leaves(parquet.metadata.schema, columns), 0
+    for group in map(parquet.metadata.row_group, range(parquet.num_row_groups)):
+        chunks = map(group.column, numbers)
+        total += sum(max(chunk.num_values * 8, chunk.total_uncompressed_size) for chunk in chunks)
         if total > COMPLETE_FILE_BYTES:
             return False
     return True

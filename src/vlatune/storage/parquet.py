@@ -103,7 +103,7 @@ class CheckedFile(pq.ParquetFile):
     """
 
     def __init__(self, guard: "PageGuard", metadata: pq.FileMetaData, texts: Sequence[str] = ()) -> None:
-        super().__init__(guard, metadata=metadata, read_dictionary=_leaves(metadata.schema, texts), **READ_OPTIONS)
+        super().__init__(guard, metadata=metadata, read_dictionary=leaves(metadata.schema, texts), **READ_OPTIONS)
         self.guard = guard
         self.text_columns = frozenset(field.name for field in self.schema_arrow if _has_text(field.type))
         """Columns that contain text or bytes at any depth and are not read as dictionaries."""
@@ -149,7 +149,7 @@ class PageGuard(io.RawIOBase):
         """Add columns of a row group that will be read; an earlier reader may still be active."""
         row_group = self._metadata.row_group(group)
         schema = self._metadata.schema
-        numbers = range(len(schema)) if columns is None else _leaves(schema, columns)
+        numbers = range(len(schema)) if columns is None else leaves(schema, columns)
         new = [ChunkPages(row_group.column(number)) for number in numbers] if row_group.num_rows else []
         self._chunks = [chunk for chunk in self._chunks if not chunk.is_done] + new
 
@@ -272,7 +272,7 @@ def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
 
 def check_columns(metadata: pq.FileMetaData, columns: Sequence[str]) -> None:
     """Reject lists and texts that would expand to gigabytes, by the footer."""
-    for number in _leaves(metadata.schema, columns):
+    for number in leaves(metadata.schema, columns):
         column = metadata.schema.column(number)
         if not column.max_repetition_level and "BYTE_ARRAY" not in column.physical_type:
             continue
@@ -288,7 +288,7 @@ def check_columns(metadata: pq.FileMetaData, columns: Sequence[str]) -> None:
             check_limit("parquet_unpacked_bytes", unpacked, f"{what} bytes that unpack from {packed:,} to")
 
 
-def _leaves(schema: pq.ParquetSchema, columns: Sequence[str]) -> list[int]:
+def leaves(schema: pq.ParquetSchema, columns: Sequence[str]) -> list[int]:
     """Return the indices of the parquet columns (leaves) of these columns."""
     prefixes = tuple(f"{column}." for column in columns)
     return [number for number in range(len(schema)) if f"{schema.column(number).path}.".startswith(prefixes)]

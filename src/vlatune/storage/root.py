@@ -18,6 +18,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -126,6 +127,10 @@ class Root:
         path = str(real_path(self.path, name))
         self._verify(name)
         return path
+
+    def open_for_ffmpeg(self, name: str) -> AbstractContextManager[str | IO[bytes]]:
+        """Return a context with the path of a local file, or with an open remote file."""
+        return nullcontext(self.local_path(name)) if self.is_local else self.open(name)
 
     def _verify(self, name: str) -> None:
         """Reject a file that does not match its checksum; do nothing without checksums."""

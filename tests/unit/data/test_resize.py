@@ -38,7 +38,7 @@ def test_pixels_are_lerobots_within_one_step(recorded_hw, target_hw, seed):
 @given(sizes, sizes)
 @example((480, 640), (224, 224))
 @example((101, 100), (50, 51))
-def test_the_picture_lies_where_lerobot_puts_it_and_the_bars_are_black(recorded_hw, target_hw):
+def test_the_image_lies_where_lerobot_puts_it_and_the_bars_are_black(recorded_hw, target_hw):
     white = np.full((*recorded_hw, 3), 255, np.uint8)
     assert np.array_equal(ours(white, target_hw) > 0, lerobots(white, target_hw) > 0)
     top, left, height, width = letterbox_box(recorded_hw, target_hw)
@@ -63,7 +63,7 @@ def test_bars_to_the_left_and_the_top_are_lerobots(recorded_hw, target_hw, seed)
 @example((480, 640), (96, 128), 0)
 @example((96, 96), (96, 96), 0)  # as it is
 @example((30, 40), (224, 224), 0)  # larger
-def test_a_stretched_picture_is_torchvisions_within_one_step(recorded_hw, target_hw, seed):
+def test_a_stretched_image_is_torchvisions_within_one_step(recorded_hw, target_hw, seed):
     """`Resize` on floats, with antialiasing, as LeRobot's Diffusion Policy does it."""
     from torchvision.transforms import Resize
 

@@ -70,14 +70,14 @@ SECRETS = {
 }
 
 
-@pytest.mark.parametrize("said", [*(str(value) for value in SECRETS.values()), *(f"xyz{n}" for n in (1, 6))])
+@pytest.mark.parametrize("secret", [*(str(value) for value in SECRETS.values()), *(f"xyz{n}" for n in (1, 6))])
 @pytest.mark.parametrize("error", [ConnectionError, ValueError, PermissionError, KeyError])
-def test_secrets_are_removed_from_errors(said, error, monkeypatch):
+def test_secrets_are_removed_from_errors(secret, error, monkeypatch):
     """One list: whatever a flag may not hold, no message shows, whoever raised it."""
     monkeypatch.setattr("vlatune.storage.remote_retry.MAX_TRIES", 1)
 
     def fail() -> None:
-        raise error("x" * 295 + said)  # also where the message is cut short
+        raise error("x" * 295 + secret)  # also where the message is cut short
 
     with pytest.raises(Exception, match=r"x+") as caught:
         retried(fail, "'s3://bucket/x'", secrets=secrets_in(SECRETS))

@@ -230,6 +230,16 @@ def test_outputs_never_replace_foreign_files_or_follow_links(sandbox, vlatune) -
     (sandbox.outside / "notes.txt").write_text("x")
     (sandbox.folder / "link").symlink_to(sandbox.outside)
     flags = [word for word in sandbox.train_flags() if not word.startswith("--output_dir")]
+    for name in ("base-eval", "out-doctor"):  # defaults of `eval` and `doctor`, next to the input
+        (sandbox.folder / name).symlink_to(sandbox.outside)
+    evaluated = ["eval", sandbox.base, f"--dataset.root={sandbox.dataset}", "--max_samples=2"]
+    for words in (
+        ["train", *flags, f"--output_dir={sandbox.folder / 'link'}"],
+        ["doctor", *sandbox.train_flags()],
+        evaluated,
+        [*evaluated, f"--output_dir={sandbox.folder / 'link'}"],
+    ):
+        vlatune(*words, code=2, mentions="is a link")
     for words in (
         ["demo", f"--output_dir={sandbox.outside}"],
         ["export", sandbox.run, sandbox.outside],

@@ -57,16 +57,14 @@ class VideoFrames:
     tolerance_s: float
 
     def read_into(self, unit: Unit, frames: np.ndarray, times_s: np.ndarray, out: np.ndarray) -> int:
-        camera, how = self.camera, {"tolerance_s": self.tolerance_s, "pad": self.camera.pad}
+        camera = self.camera
         file, from_s = next((file, from_s) for name, file, from_s in unit.videos if name == camera.name)
         recorded = camera.recorded and replace(camera.recorded, num_frames=unit.num_video_frames)
         place, wanted_s = frame_place(self.root, unit.episode_index, camera.name, file), (from_s + times_s).tolist()
+        how = {"tolerance_s": self.tolerance_s, "recorded": recorded, "pad": camera.pad}
         try:
-            if self.root.is_local:
-                decode_into(self.root.local_path(file), wanted_s, out, place, recorded=recorded, **how)
-                return 0
-            with self.root.open(file) as opened:
-                decode_into(opened, wanted_s, out, place, recorded=recorded, **how)
+            with self.root.open_for_ffmpeg(file) as source:
+                decode_into(source, wanted_s, out, place, **how)
         except FileNotFoundError as error:
             raise ValueError(f"{place}: {MISSING}") from error
         return 0

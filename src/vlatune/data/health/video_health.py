@@ -39,11 +39,8 @@ def inspect_video[T](
             return inspect(container, video_stream(container, place, recorded))
 
     try:
-        if root.is_local:
-            path = root.local_path(file)
-            return within_time(lambda: open_and_inspect(path), place)
-        with root.open(file) as opened:
-            return within_time(lambda: open_and_inspect(opened), place)
+        with root.open_for_ffmpeg(file) as source:
+            return within_time(lambda: open_and_inspect(source), place)
     except FileNotFoundError as error:
         raise ValueError(f"{place}: {MISSING}") from error
     except av.error.FFmpegError as error:
