@@ -101,6 +101,7 @@ class Worker:
         flags = set_performance_flags(self.device, job.torch_threads) | {"compile": compiles}
         seed_all(self.config.seed)
         setup, optimizer = job.setup, self.config.optimizer
+        self.micro_steps = setup.micro_steps(self.share.num_workers)
         source, row_bytes, self.kept = iter(self.feed), job.budget.row_bytes, None
         if setup.kept:
             empty = runtime.transfer.empty
@@ -129,7 +130,7 @@ class Worker:
             setup.order,
             setup.binding,
             learning=Learning(trainable, self.optimizer, averages, self.losses.sums_2G),
-            rank=self.share.rank,
+            share=self.share,
             device=self.device,
             on_phase=self._on_save,
         )
@@ -169,7 +170,7 @@ class Worker:
         while done < self.last_step and agreed < Request.STOP:
             rate = learning_rate(done, self.config.steps, self.config.optimizer.lr, self.config.scheduler)
             set_learning_rate(self.optimizer, rate)
-            result = self.updater.update(self._take(), self.config.grad_accum)
+            result = self.updater.update(self._take(), self.micro_steps)
             done += 1
             self._count(done, result)
             agreed = self.consensus.take()
@@ -227,7 +228,7 @@ class Worker:
     def _take(self) -> Iterator[Batch]:
         """Yield the micro-batches of an update lazily, so that the device holds few of them."""
         self.taken = []
-        for batch in islice(self.batches, self.config.grad_accum):
+        for batch in islice(self.batches, self.micro_steps):
             if self.first_batch_s is None:
                 self.first_batch_s = self.meter.first_batch(self._stages_s())
             self.taken.append(batch.samples)
