@@ -149,6 +149,7 @@ def make_job(config: RunConfig, start: ResumePoint, torch_threads: int = 1, rest
         budget=Budget(block_rows=1, block_bytes=1, readers=1, max_blocks=1),
         torch_threads=torch_threads,
         store_bytes=10**8,
+        num_workers=config.num_workers,
         run_dir=str(config.run_dir),
         checkpoints=start.plan(config),
         restarts=restarts,

@@ -12,6 +12,7 @@ from vlatune.batch import IDS, SLOT, Columns
 from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.data.transforms import apply_all
 from vlatune.evaluate.held_out import read_held_out
+from vlatune.feed.plan import Share
 from vlatune.policies.base import ModuleOptions, trained_tensors
 from vlatune.train.driver.resume_rules import ResumePoint, find_resume_point, open_run
 from vlatune.train.worker.checkpointer import Checkpointer, Learning
@@ -58,7 +59,9 @@ class SmallRun:
         averages = self.ema.tensors() if self.ema else None
         learning = Learning(self.trainable, self.optimizer, averages)
         plan = self.start.plan(self.config, self.lease_id)
-        return Checkpointer(plan, self.config, setup.order, setup.binding, learning=learning, rank=0, device=cpu)
+        return Checkpointer(
+            plan, self.config, setup.order, setup.binding, learning=learning, share=Share(0, 1), device=cpu
+        )
 
     def batch(self) -> dict[str, Tensor]:
         columns: Columns = apply_all(self.start.setup.eval_transforms(0), self.rows)

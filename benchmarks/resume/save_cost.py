@@ -29,6 +29,7 @@ from vlatune.checkpoint.local_store import LocalStore
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig
 from vlatune.data.order.sample_order import OrderSpec
 from vlatune.export.policy_files import make_policy_files
+from vlatune.feed.plan import Share
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.model import Pi05Module
 from vlatune.policies.pi05.weights import build_policy
@@ -97,7 +98,7 @@ class OurSaves:
         plan = CheckpointPlan(str(run_dir), None, resume_step=None, fingerprints={}, policy_files=files)
         learning = Learning(learner.trainable, learner.optimizer)
         self._checkpointer = Checkpointer(
-            plan, config, order, base.binding, learning=learning, rank=0, device=learner.device
+            plan, config, order, base.binding, learning=learning, share=Share(0, 1), device=learner.device
         )
         self._checkpointer.begin()
 

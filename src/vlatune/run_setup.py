@@ -36,7 +36,14 @@ from vlatune.data.order.partition import (
     hold_out_last,
     select_episodes,
 )
-from vlatune.data.order.sample_order import Mixture, OrderSpec, check_order, choose_lanes
+from vlatune.data.order.sample_order import (
+    Mixture,
+    OrderSpec,
+    check_order,
+    choose_lanes,
+    group_sizes,
+    micro_batch,
+)
 from vlatune.data.reader import CameraSpec, ReadSpec
 from vlatune.data.transforms import Transform
 from vlatune.feed.plan import DataPlan
@@ -123,6 +130,14 @@ class Setup(Inputs):
             robots=len(self.binding.parts),
         )
 
+    def for_workers(self, num_workers: int) -> "Setup":
+        """Return the setup of a group of this size: the same global batches in micro-batches that are not larger."""
+        return replace(self, batch_size=micro_batch(self.order.global_batch, num_workers, self.batch_size))
+
+    def micro_steps(self, num_workers: int) -> int:
+        """Return the micro-steps per optimizer step of each worker."""
+        return self.order.global_batch // (num_workers * self.batch_size)
+
     def with_lanes(self, lanes: int) -> "Setup":
         """Return the setup with this number of lanes; a resumed run keeps its checkpoint's."""
         order = replace(self.order, lanes=lanes)
@@ -167,6 +182,7 @@ def make_setup(
         drop_last=config.dataset.drop_last,
     )
     check_order(order)
+    check_workers(config, order.lanes)
     return Setup(
         **vars(inputs),
         training=training,
@@ -176,6 +192,18 @@ def make_setup(
         flow_samples=config.policy.flow_samples,
         augment=_make_augment(config, inputs),
     )
+
+
+def check_workers(config: RunConfig, lanes: int) -> None:
+    """Raise if an elastic run could have only one number of workers."""
+    smallest, largest = config.fewest_workers, config.num_workers
+    if smallest > largest:
+        raise ValueError(f"--min_workers={smallest}: must be at most --num_workers={largest}")
+    if smallest < largest and len(group_sizes(lanes, smallest, largest)) < 2:
+        raise ValueError(
+            f"--num_workers={smallest}:{largest}: no number below {largest} divides the {lanes} lanes of the run; "
+            f"use a smaller MIN, a MAX with more divisors, or another --batch_size"
+        )
 
 
 def _read_inputs(

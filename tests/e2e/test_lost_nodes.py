@@ -107,12 +107,14 @@ def test_lost_reader_node_costs_no_restart_and_lost_head_ends_the_run_with_a_rep
     assert (run_dir / "report.html").exists()
 
 
-def test_checkpoint_is_saved_before_a_node_is_removed(cluster, flags, tmp_path):
-    def drain() -> None:
-        client, deadline_ms = ray._raylet.GcsClient(address=cluster.address), int((time.time() + 3600) * 1000)
-        preemption = 2
-        accepted, reason = client.drain_node(find_node(cluster)[0], preemption, "spot instance", deadline_ms)
-        assert accepted, reason
+def drain(cluster: Cluster, node_id: str) -> None:
+    """Announce that a node will be removed, as a cloud does for spot instances."""
+    client, deadline_ms = ray._raylet.GcsClient(address=cluster.address), int((time.time() + 3600) * 1000)
+    preemption = 2
+    accepted, reason = client.drain_node(node_id, preemption, "spot instance", deadline_ms)
+    assert accepted, reason
 
-    run_dir = train(cluster, tmp_path / "run", flags, (30, drain))
+
+def test_checkpoint_is_saved_before_a_node_is_removed(cluster, flags, tmp_path):
+    run_dir = train(cluster, tmp_path / "run", flags, (30, lambda: drain(cluster, find_node(cluster)[0])))
     assert [step for step in saved_steps(run_dir) if step % 100] == saved_steps(run_dir)[:1]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from vlatune.config.fields import POLICY_OPTIONS, field_types, leaf_types
-from vlatune.config.flag_values import ExpectationError, convert, is_repeatable, load_yaml, shown
+from vlatune.config.flag_values import RANGE, ExpectationError, convert, is_repeatable, load_yaml, shown
 from vlatune.console import warn
 from vlatune.errors import did_you_mean
 from vlatune.registry import find_recipe, get_policy_info, option_types, policy_types
@@ -56,7 +56,7 @@ def parse_command[T](
         layer = _read_file(Path(path.value), cls) | layer
     if lerobot := layer.pop(FROM_LEROBOT, None):
         layer = _lerobot_layer(lerobot.value) | layer
-    return _build(cls, layer, base=_recipe_config(cls, layer)), values
+    return _build(cls, _split_workers(layer), base=_recipe_config(cls, layer)), values
 
 
 def config_from_dict[T](cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -165,6 +165,18 @@ def _read_file(path: Path, cls: type) -> Layer:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--config_path={path}: not a YAML or JSON file: {error}") from None
     return _flatten(cls, values, str(path))
+
+
+def _split_workers(layer: Layer) -> Layer:
+    """Replace num_workers=MIN:MAX by its two settings."""
+    given = layer.get("num_workers")
+    if given is None or ":" not in str(given.value):
+        return layer
+    span = RANGE.fullmatch(given.value)
+    if span is None or not 1 <= int(span[1]) <= int(span[2]):
+        raise ValueError(f"{given.origin}: expected MIN:MAX with MIN from 1 to MAX, as 2:8")
+    numbers = {"min_workers": span[1], "num_workers": span[2]}
+    return layer | {name: Given(number, given.origin) for name, number in numbers.items()}
 
 
 def _lerobot_layer(given: str) -> Layer:

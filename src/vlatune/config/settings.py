@@ -217,7 +217,9 @@ class RunConfig:
     grad_accum: int = setting(1, minimum=1)
     """Micro-steps (gradient accumulation) per optimizer step."""
     num_workers: int = setting(1, minimum=1)
-    """Number of training workers, one per GPU if there are GPUs."""
+    """Number of training workers, one per GPU if there are GPUs; MIN:MAX for as many as the cluster has room for."""
+    min_workers: int | None = setting(None, minimum=1)
+    """Smallest number of workers of an elastic run; --num_workers=MIN:MAX sets it."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer states over the workers (FSDP2): less memory each."""
     torch_threads: int | None = setting(None, minimum=1)
@@ -263,8 +265,12 @@ class RunConfig:
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step, over all workers and micro-steps."""
+        """Samples per optimizer step, over all workers and micro-steps; smaller groups use more micro-steps."""
         return self.batch_size * self.grad_accum * self.num_workers
+
+    @property
+    def fewest_workers(self) -> int:
+        return self.min_workers or self.num_workers
 
     @property
     def kept_best(self) -> int:

@@ -91,7 +91,7 @@ def _check_sharding(config: RunConfig, info: PolicyInfo) -> None:
         able = [one.title for one in map(get_policy_info, policy_types()) if one.shards]
         name = f"{info.title} (--policy.type={info.type})"
         raise ValueError(f"--fsdp=true: {name} cannot be sharded, only {', '.join(able)}; remove the flag")
-    if config.num_workers == 1:
+    if config.fewest_workers == 1:
         raise ValueError("--fsdp=true: one worker holds all weights; add --num_workers=2, or remove the flag")
     for flag in ("compile", "keep_prefix"):
         if getattr(config.policy, flag) == "true":

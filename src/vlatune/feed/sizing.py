@@ -14,7 +14,7 @@ too.
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from vlatune.feed.memory import STORE_FLAG, Budget, plan_budget, plan_store_bytes
@@ -135,6 +135,8 @@ class RunShape:
     """Share of a sample's CPU time that is spent on training; the rest is reading."""
     torch_threads: int | None = None
     """User setting."""
+    sizes: tuple[int, ...] = ()
+    """Numbers of workers that an elastic run may have, largest first."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,21 @@ class Sizing:
     budget: Budget
     warnings: tuple[str, ...]
 
+    def for_workers(self, num_workers: int, nodes: "Sequence[Node]") -> "Sizing":
+        """Return the plan with this number of workers and the readers and memory of these nodes.
+
+        Device, threads and reserved CPUs stay.
+        """
+        store_bytes = min(node.store_bytes for node in nodes if node.cpus or node.gpus or node.trainers)
+        budget = plan_budget(
+            store_bytes=store_bytes,
+            row_bytes=self.run.row_bytes,
+            num_workers=num_workers,
+            num_cpus=max(1, sum(node.cpus for node in nodes) - num_workers * self.reserved_cores),
+        )
+        run = replace(self.run, num_workers=num_workers)
+        return replace(self, run=run, store_bytes=store_bytes, budget=budget)
+
     def reasons(self) -> Iterator[str]:
         """Yield the sizing with its reasons, in two lines."""
         cpus, workers = sum(node.cpus for node in self.nodes), self.run.num_workers
@@ -176,6 +193,7 @@ class Sizing:
 
 def plan_on_host(host: Host, run: RunShape, *, store_bytes: int | None = None) -> Sizing:
     """Plan a local cluster on this machine; `store_bytes` is the user's setting."""
+    run = _largest_that_fits(run, host.gpus or run.num_workers)
     if 0 < host.gpus < run.num_workers:
         raise ValueError(
             f"--num_workers={run.num_workers}: this machine has {host.gpus} GPUs and each worker takes one; "
@@ -200,6 +218,8 @@ def plan_on_nodes(nodes: Sequence[Node], run: RunShape) -> Sizing:
     node and must fit the smallest store.
     """
     usable = tuple(node for node in nodes if node.cpus or node.gpus or node.trainers)
+    places = sum(node.gpus for node in usable) or sum(node.trainers for node in usable)
+    run = _largest_that_fits(run, places or sum(node.cpus for node in usable) - 1)
     reason = f"the smallest of {len(usable)} nodes" if len(usable) > 1 else "the cluster's"
     return _plan(usable, run, reason, "`ray start --object-store-memory`", ())
 
@@ -227,9 +247,15 @@ def _plan(
     )
 
 
-def find_shortage(nodes: Sequence[Node], sizing: Sizing) -> str | None:
+def _largest_that_fits(run: RunShape, places: int) -> RunShape:
+    """Return an elastic run with the largest number of workers for which there are places, else the smallest."""
+    fitting = [size for size in run.sizes if size <= places] or run.sizes[-1:]
+    return replace(run, num_workers=fitting[0]) if fitting else run
+
+
+def find_shortage(nodes: Sequence[Node], sizing: Sizing, num_workers: int | None = None) -> str | None:
     """Describe what the nodes lack for the workers and a reader of a plan; None if nothing."""
-    wanted, cores = sizing.run.num_workers, sizing.reserved_cores
+    wanted, cores = num_workers or sizing.run.num_workers, sizing.reserved_cores
     uses_gpus = any(node.gpus for node in sizing.nodes)
     if uses_gpus or any(node.trainers for node in sizing.nodes):
         places = [(node.gpus if uses_gpus else node.trainers, node.cpus) for node in nodes]

@@ -45,6 +45,8 @@ class WorkerJob:
     config: RunConfig
     setup: Setup
     budget: Budget
+    num_workers: int
+    """Size of this worker group; an elastic run has groups of several sizes."""
     run_dir: str
     checkpoints: CheckpointPlan
     restarts: int

@@ -265,3 +265,17 @@ def test_help_shows_type_text_and_default_of_every_flag(monkeypatch) -> None:
 def test_flags_of_a_config_reproduce_it(argv: list[str]) -> None:
     config = parse_flags(argv, RunConfig)
     assert parse_flags(flags_of(config), RunConfig) == config
+
+
+def test_range_of_workers_sets_both_numbers(tmp_path):
+    config = parse_flags(["--num_workers=2:8"], RunConfig)
+    assert (config.min_workers, config.num_workers, config.global_batch) == (2, 8, 8 * 8)
+    assert parse_flags(flags_of(config), RunConfig) == config
+    (tmp_path / "run.yaml").write_text("num_workers: 2:4\n")
+    assert parse_flags([f"--config_path={tmp_path / 'run.yaml'}"], RunConfig).min_workers == 2
+
+
+@pytest.mark.parametrize("workers", ["8:2", "0:2", "2:", ":2", "2:4:8", "a:b"])
+def test_invalid_range_of_workers_is_a_usage_error(workers):
+    with pytest.raises(ValueError, match=f"^--num_workers={workers}: expected MIN:MAX"):
+        parse_flags([f"--num_workers={workers}"], RunConfig)

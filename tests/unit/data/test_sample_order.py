@@ -16,6 +16,8 @@ from vlatune.data.order.sample_order import (
     choose_lanes,
     cursor_at,
     epoch_order,
+    group_sizes,
+    micro_batch,
     step_samples,
     window_edges,
 )
@@ -224,3 +226,24 @@ def test_the_windows_of_many_lanes_begin_evenly_for_every_worker(num_workers):
         first = [int(window_edges(spec, lane)[1]) for lane in Share(rank, num_workers).lanes(spec)]
         begins = np.bincount(np.asarray(first) - 1, minlength=spec.window_rows)
         assert begins.max() <= 2 * spec.lanes / num_workers / spec.window_rows + 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "accum", "smallest", "largest", "sizes"),
+    [
+        (4, 1, 2, 8, (8, 4, 2)),
+        (2, 3, 1, 6, (6, 4, 3, 2, 1)),
+        (1, 1, 2, 3, (3,)),
+        (8, 1, 2, 3, (3, 2)),
+        (1, 1, 1, 1, (1,)),
+    ],
+)
+def test_groups_of_every_size_serve_the_same_batches(batch, accum, smallest, largest, sizes):
+    global_batch = batch * accum * largest
+    lanes = choose_lanes(global_batch, largest)
+    assert group_sizes(lanes, smallest, largest) == sizes
+    for size in sizes:
+        micro = micro_batch(global_batch, size, batch)
+        assert micro <= batch
+        assert global_batch % (size * micro) == 0
+    assert micro_batch(global_batch, largest, batch) == batch

@@ -42,7 +42,7 @@ def test_thread_settings_of_the_driver_reach_workers_of_any_cluster(monkeypatch,
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "secret")
-    job: Any = SimpleNamespace(config=RunConfig())
+    job: Any = SimpleNamespace(config=RunConfig(), num_workers=1)
     trainer = make_trainer(job, None, resources={"CPU": 1}, is_local=is_local, name="attempt")
     sent = trainer.run_config.worker_runtime_env.get("env_vars", {})
     assert "HF_TOKEN" not in sent

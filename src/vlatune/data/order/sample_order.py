@@ -195,6 +195,17 @@ def choose_lanes(global_batch: int, num_workers: int) -> int:
     return max([n for n in fits if n <= MAX_LANES], default=min(fits))
 
 
+def group_sizes(lanes: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """Return the numbers of workers in this range that can share the lanes, largest first."""
+    return tuple(size for size in range(largest, smallest - 1, -1) if lanes % size == 0)
+
+
+def micro_batch(global_batch: int, num_workers: int, most: int) -> int:
+    """Return the largest micro-batch of up to `most` samples that divides a worker's samples of a step."""
+    samples = global_batch // num_workers
+    return next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
+
+
 def check_order(spec: OrderSpec) -> None:
     if spec.num_samples < spec.global_batch:
         raise ValueError(

@@ -17,6 +17,7 @@ from vlatune.config.settings import RunConfig
 from vlatune.config.validate import validate
 from vlatune.console import redacted, say
 from vlatune.data.health.bad_episodes import skip_line
+from vlatune.data.order.sample_order import group_sizes
 from vlatune.findings import raise_failed
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
@@ -127,20 +128,29 @@ def _run_attempts(
         try:
             progress.begin(from_step=start.step or 0, restarts=attempt)
             with closing(RunWriter(folder, start.step or 0, log_samples=config.log_samples)) as writer:
+                sizing = supervisor.wait_for_resources()
+                num_workers, setup = sizing.run.num_workers, start.setup.for_workers(sizing.run.num_workers)
+                if config.min_workers:
+                    steps = setup.micro_steps(num_workers)
+                    _say(
+                        f"training with {num_workers} of {config.num_workers} workers: {steps} x {setup.batch_size} samples each"
+                    )
                 job = WorkerJob(
                     config=config,
-                    setup=start.setup,
-                    budget=cluster.sizing.budget,
-                    torch_threads=cluster.sizing.torch_threads,
-                    store_bytes=cluster.sizing.store_bytes,
+                    setup=setup,
+                    budget=sizing.budget,
+                    torch_threads=sizing.torch_threads,
+                    store_bytes=sizing.store_bytes,
+                    num_workers=num_workers,
                     run_dir=str(folder.resolve()),
                     checkpoints=start.plan(config, termination.lease.id if termination.lease else None),
                     restarts=attempt,
                     recorded=writer.recorded,
                     base=base,
                 )
-                supervisor.run(job, writer)
-            return
+                if supervisor.run(job, writer):
+                    return
+            start, attempt = find_resume_point(config, start.setup, say=_say), attempt + 1
         except Exception as error:
             log = new_log(folder, "failure")
             write_text(log, redacted("".join(traceback.format_exception(error))))
@@ -175,6 +185,7 @@ def run_shape(config: RunConfig, setup: Setup) -> "RunShape":
         run_rows=max(setup.order.run_length, setup.order.window_rows),  # as plan.py splits them
         compute_share=compute_share(step_flops=step_flops, pixels=pixels),
         torch_threads=config.torch_threads,
+        sizes=group_sizes(setup.order.lanes, config.min_workers, config.num_workers) if config.min_workers else (),
     )
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import ray
-from ray.util import placement_group, remove_placement_group
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 
 from vlatune.console import say, warn
 from vlatune.errors import RunStoppedError
@@ -31,6 +32,8 @@ UNWIND_S = 10.0
 """Seconds in which the main thread may end the run itself; it may be blocked in a call to Ray."""
 POLL_S = 1.0
 WAIT_POLL_S = 0.2
+SMALLER_S = 10.0
+"""Seconds after which an elastic run tries a smaller group; those of an ended group are freed sooner."""
 REPORT_AFTER_S, REPORT_S, LATER_REPORT_S = 2.0, 15.0, 60.0
 
 
@@ -58,6 +61,9 @@ class HeadWatch:
         """Nodes that will be removed."""
         self.places: Mapping[str, tuple[str, int]] = {}
         """Node id -> address and port of its raylet, for all nodes that Ray believes to be alive."""
+        self.has_room_since_s: float | None = None
+        """Time at which Ray had reserved what `reserve` asked for."""
+        self._room: PlacementGroup | None = None
         threading.Thread(target=self._watch, name="head-watch", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=CALL_THREAD, daemon=True)
         self._reader.start()
@@ -65,6 +71,16 @@ class HeadWatch:
     def close(self) -> None:
         self._closed.set()
         self._reader.join(2 * POLL_S if self.is_answering else 0)
+
+    def reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
+        """Ask Ray to reserve resources when nodes have joined; autoscalers may add some."""
+        self._room, self.has_room_since_s = placement_group([dict(one) for one in bundles]), None
+
+    def release(self) -> None:
+        """Withdraw what `reserve` asked for."""
+        if self._room and self.is_answering:
+            remove_placement_group(self._room)
+        self._room = self.has_room_since_s = None
 
     def _watch(self) -> None:
         seen_s = time.monotonic()
@@ -100,6 +116,9 @@ class HeadWatch:
                         for node in ray.nodes()
                         if node["Alive"]
                     }
+                    room = self._room
+                    if room and self.has_room_since_s is None and placement_group_table(room)["state"] == "CREATED":
+                        self.has_room_since_s = time.monotonic()
 
 
 def find_silent_nodes(states: Sequence[RankState], limit_s: float = SILENT_S) -> list[str]:
@@ -138,12 +157,17 @@ def wait_for_resources(
     read_nodes: Callable[[], Sequence[Node]],
     check: Callable[[], None],
     say: Callable[[str], None],
-) -> None:
+) -> Sizing:
     """Wait until Ray can reserve the resources of all workers and a CPU for readers at once.
 
-    Ray decides with a placement group, which also makes autoscalers add nodes; it is removed before
-    the workers start. `check` raises if the run must end.
+    Returns the plan of the worker group. An elastic run gets the largest group that fits the nodes
+    and that Ray can reserve within some seconds. Ray decides with a placement group, which also
+    makes autoscalers add nodes; it is removed before the workers start. `check` raises if the run
+    must end.
     """
+    sizes: Sequence[int] = sizing.run.sizes or (sizing.run.num_workers,)
+    most, size, asked_s, fitting = sizes[0], 0, 0.0, list(sizes)
+    nodes: Sequence[Node] = ()
     bundle = {name: amount for name, amount in worker.items() if amount}
     report, began_s, read_s, text, group = WaitReport(say), time.monotonic(), 0.0, "", None
     try:
@@ -154,13 +178,21 @@ def wait_for_resources(
                 report.update("the head of the cluster", now_s - began_s)
                 time.sleep(WAIT_POLL_S)
                 continue
-            group = group or placement_group([bundle] * sizing.run.num_workers + [{"CPU": 1}])
+            if group is None or now_s - read_s >= POLL_S:
+                nodes, read_s = read_nodes(), now_s
+                text = find_shortage(nodes, sizing, sizes[-1]) or "resources that other programs of the cluster use"
+                fitting = [one for one in sizes if one <= most and not find_shortage(nodes, sizing, one)]
+                fitting = fitting or [sizes[-1]]
+            if group is None or fitting[0] != size:
+                if group:
+                    remove_placement_group(group)
+                size, asked_s = fitting[0], now_s
+                group = placement_group([bundle] * size + [{"CPU": 1}])
             if group.wait(WAIT_POLL_S):
                 report.end(now_s - began_s)
-                return
-            if now_s - read_s >= POLL_S:
-                text = find_shortage(read_nodes(), sizing) or "resources that other programs of the cluster use"
-                read_s = now_s
+                return sizing.for_workers(size, nodes) if sizing.run.sizes else sizing
+            if now_s - asked_s > SMALLER_S and len(fitting) > 1:
+                most, read_s = fitting[1], 0.0
             report.update(text, now_s - began_s)
     finally:
         if group and head.is_answering:  # Ray removes it with the job, too

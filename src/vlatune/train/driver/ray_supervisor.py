@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vlatune.config.settings import RunConfig
 from vlatune.errors import TerminatedError
-from vlatune.feed.sizing import Node
+from vlatune.feed.sizing import Node, Sizing, find_shortage
 from vlatune.ray_internals import CALL_THREAD, job_groups, remove_group
 from vlatune.run.run_folder import new_log
 from vlatune.run.summary import read_summary
@@ -42,6 +42,8 @@ STARTUP_FACTOR = 3
 """Factor on `hang_timeout_s` before a worker's first micro-batch, while it loads the model."""
 GROUP_END_S = 60.0
 """Maximum wait for Ray Train to notice killed workers, and for a node to respond."""
+JOIN_MORE_S = 10.0
+"""Seconds to wait for further nodes before an elastic run continues in a larger group."""
 CLUSTER_END_S = 20.0
 """Maximum wait after the cluster died; Ray exits the process a minute after losing the GCS."""
 
@@ -87,19 +89,20 @@ class Supervisor:
         self._config, self._folder, self._cluster, self._say = config, folder, cluster, say
         self._attempt, self._requested, self._began = 0, NO_REQUEST, False
         self._termination = termination
+        self._num_workers, self._is_resizing, self._has_asked = 0, False, False
         self._announced_nodes: set[str] = set()
         self._groups = job_groups() if cluster.head else set[str]()
         """Placement groups that a caller of `train` in this process has made."""
         self.states: Sequence[RankState] = ()
         """Latest state of the workers of this attempt; empty before they start."""
 
-    def run(self, job: WorkerJob, writer: RunWriter) -> None:
-        """Run the workers when there are resources, and write their records.
+    def run(self, job: WorkerJob, writer: RunWriter) -> bool:
+        """Run the workers and write their records; False if they have stopped to continue in a group of another size.
 
         Raises their error, or the reason why they were killed.
         """
         resources = worker_resources(self._cluster.sizing)
-        self._wait_for_resources(resources)
+        self._num_workers, self._is_resizing = job.num_workers, False
         trainer = make_trainer(
             job,
             self._monitor,
@@ -107,29 +110,42 @@ class Supervisor:
             is_local=self._cluster.is_local,
             name=f"attempt-{os.getpid()}-{job.restarts}",
         )
-        self.watch(trainer.fit, job.restarts, writer)
+        try:
+            self.watch(trainer.fit, job.restarts, writer)
+        finally:
+            if self._cluster.head:
+                self._cluster.head.release()
+        return not self._is_resizing or read_summary(self._folder) is not None
 
-    def _wait_for_resources(self, worker: Mapping[str, float]) -> None:
+    def wait_for_resources(self) -> Sizing:
+        """Wait until there are resources for a worker group, and return its plan."""
         head, sizing = self._cluster.head, self._cluster.sizing
         if head is None:  # a local cluster has what was planned
-            return
+            return sizing
         if head.is_answering:
             for left in job_groups() - self._groups:  # of a worker group whose controller was killed
                 remove_group(left)
-
-        def read() -> list[Node]:
-            return read_nodes(lambda node: answers(node["NodeManagerAddress"], node["NodeManagerPort"], POLL_S))
 
         def check() -> None:
             self._termination.check()
             if head.lost:
                 raise head.lost
 
-        wait_for_resources(head, sizing, worker, read, check, self._say)
+        return wait_for_resources(head, sizing, worker_resources(sizing), self._read_nodes, check, self._say)
+
+    def _read_nodes(self) -> list[Node]:
+        """Return the nodes that answer and will not be removed."""
+        leaving = self._cluster.head.draining if self._cluster.head else set[str]()
+        return read_nodes(
+            lambda node: (
+                node["NodeID"] not in leaving and answers(node["NodeManagerAddress"], node["NodeManagerPort"], POLL_S)
+            )
+        )
 
     def watch(self, fit: Callable[[], object], attempt: int, writer: RunWriter) -> None:
         """Call `fit` on a thread and supervise the workers that it starts."""
         self._attempt, self._requested, self._began, self.states = attempt, NO_REQUEST, False, ()
+        self._has_asked = False
         with handle_signals(self._termination):  # a restarted cluster has set Ray's handler again
             outcome = _run_on_thread(fit)
             killed = self._poll_until_done(outcome, writer)
@@ -177,6 +193,7 @@ class Supervisor:
                 self._request_stop()
                 stop_by_s = now_s + self._config.grace_s
             self._save_before_nodes_are_removed()
+            self._grow_if_nodes_joined()
             if lost := self._find_lost_node():
                 return self._kill_rest_of_group(outcome, lost)
             if find_hung(self.states, self._config.hang_timeout_s):
@@ -215,8 +232,30 @@ class Supervisor:
         removed = draining & {state.node_id for state in self.states} - self._announced_nodes
         if removed and not self._termination.is_set():
             self._announced_nodes |= removed
-            self._say(f"{len(removed)} of the workers' nodes will be removed: saving a checkpoint")
-            self._request(Request.SAVE)
+            text = f"{len(removed)} of the workers' nodes will be removed: saving a checkpoint"
+            nodes, sizing = self._read_nodes(), self._cluster.sizing
+            if any(not find_shortage(nodes, sizing, size) for size in sizing.run.sizes):
+                self._resize(f"{text}, and continuing on other nodes")
+            else:
+                self._say(text)
+                self._request(Request.SAVE)
+
+    def _grow_if_nodes_joined(self) -> None:
+        """Continue an elastic run in a larger group once Ray has reserved the resources of more workers."""
+        head, sizing = self._cluster.head, self._cluster.sizing
+        larger = [size for size in sizing.run.sizes if size > self._num_workers]
+        if not (head and larger and self.states and head.is_answering) or self._is_resizing:
+            return
+        if not self._has_asked:
+            self._has_asked = True
+            head.reserve([worker_resources(sizing)] * (larger[-1] - self._num_workers))
+        elif head.has_room_since_s and time.monotonic() - head.has_room_since_s >= JOIN_MORE_S:
+            self._resize("there are resources for more workers: saving a checkpoint to continue with them")
+
+    def _resize(self, text: str) -> None:
+        self._say(text)
+        self._is_resizing = True
+        self._request(Request.STOP)
 
     def _request(self, request: Request) -> None:
         """Set the request to send with this and all later polls."""

@@ -53,14 +53,14 @@ def make_trainer(
     """Return a trainer that runs the workers of `job` once, in a process group."""
     for setting, value in TRAIN_SETTINGS.items():
         os.environ.setdefault(setting, value)
-    use_gpu, num_workers = "GPU" in resources, job.config.num_workers
+    use_gpu = "GPU" in resources
     # Workers of a local cluster inherit the driver's environment.
     forwarded = {} if is_local else {name: os.environ[name] for name in os.environ if name.startswith(FORWARDED)}
     return DataParallelTrainer(
         run_worker,
         train_loop_config={"job": job, "monitor": monitor},
         backend_config=TorchGroup("nccl" if use_gpu else "gloo", job.config.deterministic),
-        scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
+        scaling_config=ScalingConfig(num_workers=job.num_workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=RunConfig(
             name=name,
             # Ray Train stores nothing for us, and must not need a disk that all nodes share.

@@ -29,7 +29,7 @@ from vlatune.run.run_folder import (
     read_settings,
 )
 from vlatune.run.summary import SUMMARY_FILE, read_summary
-from vlatune.run_setup import Setup, make_setup
+from vlatune.run_setup import Setup, check_workers, make_setup
 from vlatune.storage.files import (
     make_folder,
     make_output_folder,
@@ -49,7 +49,7 @@ MAY_CHANGE += ("dataset.revision", "dataset.storage_options", "policy.path", "po
 # Where and when the same numbers are computed.
 MAY_CHANGE += ("dataset.cache", "dataset.cache_bytes", "policy.gradient_checkpointing", "ray")
 # The split of the global batch, whose size is compared.
-MAY_CHANGE += ("batch_size", "grad_accum", "num_workers", "fsdp")
+MAY_CHANGE += ("batch_size", "grad_accum", "num_workers", "min_workers", "fsdp")
 # The end of the run, and when it is stopped.
 MAY_CHANGE += ("steps", "early_stop", "hang_timeout_s", "grace_s", "max_restarts", "max_spilled_bytes")
 # What is logged, evaluated and saved.
@@ -85,7 +85,8 @@ def check_changes(config: RunConfig, stored: TrainState, found: Mapping[str, str
             f"--num_workers={config.num_workers} does not divide the {stored.lanes} lanes of the run; "
             f"use a number that divides {stored.lanes}"
         )
-    if config.num_workers != stored.num_workers:
+    check_workers(config, stored.lanes)
+    if not config.fewest_workers <= stored.num_workers <= config.num_workers:
         changes.append(Change("", "the order of samples stays; gradients are summed in another order"))
     return accepted(changes, config.allow_changed, f"checkpoint {where} differs from this command")
 

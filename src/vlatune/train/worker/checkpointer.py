@@ -38,6 +38,7 @@ from vlatune.checkpoint.store import WriteFile, open_store
 from vlatune.config.settings import RunConfig, to_json
 from vlatune.data.order.sample_order import OrderSpec, cursor_at
 from vlatune.export.policy_files import POLICY_FOLDER
+from vlatune.feed.plan import Share
 from vlatune.policies.base import Binding
 from vlatune.storage.lease import check_lease, lease_file
 from vlatune.train.worker_job import CheckpointPlan
@@ -66,13 +67,13 @@ class Checkpointer:
         binding: Binding,
         *,
         learning: Learning,
-        rank: int,
+        share: Share,
         device: torch.device,
         on_phase: OnPhase = no_phase,
     ) -> None:
         self._report_phase = on_phase
         self._plan, self._config, self._order, self._binding = plan, config, order, binding
-        self._learning, self._rank, self._device = learning, rank, device
+        self._learning, self._share, self._device = learning, share, device
         self._store = open_store(Path(plan.run_dir), plan.storage_path)
         self._staging = Staging(TorchHost(device), most_bytes=config.save_buffer_bytes)
         self._writer: BackgroundWriter | None = None
@@ -91,16 +92,17 @@ class Checkpointer:
             load_optimizer(folder, self._learning.trainable, self._learning.optimizer)
             if self._learning.ema is not None:
                 load_ema(folder, self._learning.ema)
-            self._rng = load_rng(folder, self._rank, self._config.num_workers)
+            rank, num_workers = self._share.rank, self._share.num_workers
+            self._rng = load_rng(folder, rank, num_workers)
             if self._learning.loss_sums is not None:
-                load_loss_sums(folder, self._rank, self._config.num_workers, self._learning.loss_sums)
-        return state.optimizer_step, zero + state.loss_sum(self._rank, self._config.num_workers), state.loss_count
+                load_loss_sums(folder, rank, num_workers, self._learning.loss_sums)
+        return state.optimizer_step, zero + state.loss_sum(rank, num_workers), state.loss_count
 
     def begin(self) -> None:
         """Restore the random states and start the writer of rank 0."""
         if self._rng is not None:
             set_rng(self._rng, self._device)
-        if self._rank == 0:
+        if self._share.rank == 0:
             self._check_lease()  # before the writer removes what an interrupted save has left
             keep = Keep(self._config.keep_checkpoints, self._config.kept_best)
             self._writer = BackgroundWriter(

@@ -101,6 +101,7 @@ class Worker:
         flags = set_performance_flags(self.device, job.torch_threads) | {"compile": compiles}
         seed_all(self.config.seed)
         setup, optimizer = job.setup, self.config.optimizer
+        self.micro_steps = setup.micro_steps(self.share.num_workers)
         source, row_bytes, self.kept = iter(self.feed), job.budget.row_bytes, None
         if setup.kept:
             empty = runtime.transfer.empty
@@ -129,7 +130,7 @@ class Worker:
             setup.order,
             setup.binding,
             learning=Learning(trainable, self.optimizer, averages, self.losses.sums_2G),
-            rank=self.share.rank,
+            share=self.share,
             device=self.device,
             on_phase=self._on_save,
         )
@@ -138,7 +139,7 @@ class Worker:
         # A frozen prefix does not depend on the update before: computing it hides the exchange of gradients.
         self.prefix_ahead = is_parallel and setup.adapter.kept_prefix(setup.policy, setup.binding, options) is not None
         self.updater = Updater(
-            make_parallel(module, accumulates=self.config.grad_accum > 1) if is_parallel else module,
+            make_parallel(module, accumulates=self.micro_steps > 1) if is_parallel else module,
             list(trained.values()),
             self.optimizer,
             clip_norm=optimizer.grad_clip_norm,
@@ -174,7 +175,7 @@ class Worker:
             rate = learning_rate(done, self.config.steps, self.config.optimizer.lr, self.config.scheduler)
             set_learning_rate(self.optimizer, rate)
             ahead = self._look_ahead if self.prefix_ahead else None
-            result = self.updater.update(self._take(), self.config.grad_accum, ahead)
+            result = self.updater.update(self._take(), self.micro_steps, ahead)
             done += 1
             self._count(done, result)
             agreed = self.consensus.take()
@@ -232,7 +233,7 @@ class Worker:
     def _take(self) -> Iterator[Batch]:
         """Yield the micro-batches of an update lazily, so that the device holds few of them."""
         self.taken = []
-        while len(self.taken) < self.config.grad_accum and (self.ahead or self._look_ahead()):
+        while len(self.taken) < self.micro_steps and (self.ahead or self._look_ahead()):
             if self.first_batch_s is None:
                 self.first_batch_s = self.meter.first_batch(self._stages_s())
             self.taken.append(self.ahead[0].samples)

@@ -93,7 +93,7 @@ class MetricsLogger:
             peak_object_store_bytes=self.spill.peak_bytes,
             restarts=self.job.restarts,
             object_store_capacity_bytes=self.job.store_bytes,
-            num_readers=self.job.budget.readers * self.job.config.num_workers,
+            num_readers=self.job.budget.readers * self.job.num_workers,
             time_s=totals["time_s"],
             other_process_share=totals["other_process_share"],
             kept_prefix_samples=totals.get("kept_prefix_samples"),
