@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -183,30 +183,6 @@ class PolicyOutput(NamedTuple):
     """Loss of each sample, whose mean is `loss`; required with several robots."""
 
 
-class PolicyModule(Protocol):
-    """The torch side of a policy, an `nn.Module`."""
-
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> PolicyOutput:
-        """Compute the loss without a host sync. PREFIX may replace images."""
-        ...
-
-    def compute_kept(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return PREFIX (B, tokens, width) from images, if `kept_prefix` has a layout."""
-        ...
-
-    def prefix_modules(self) -> Sequence[torch.nn.Module]:
-        """Return the modules that neither `forward` with PREFIX nor training uses."""
-        ...
-
-    def predict(self, batch: Mapping[str, torch.Tensor], noise_BTP: torch.Tensor) -> torch.Tensor:
-        """Return normalised action chunks (B, T, A) without a host sync; may ignore the noise."""
-        ...
-
-    def as_lerobot(self) -> Any:
-        """Return the trained LeRobot policy for `save_pretrained`; do not train further."""
-        ...
-
-
 class PolicyAdapter[S: PolicySpec](ABC):
     """The interface of a policy to the rest of vlatune.
 
@@ -270,9 +246,9 @@ class PolicyAdapter[S: PolicySpec](ABC):
         *,
         stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
-        """Return a `PolicyModule` whose trainable weights are those of `options.train`.
+        """Return the module (docs/adding_a_policy.md), whose trainable weights are those of `options.train`.
 
-        Weights move to `device` one at a time. `stats` may be empty if nothing is computed.
+        `forward(batch)` returns a `PolicyOutput`. Weights move to `device` one at a time. `stats` may be empty if nothing is computed.
         """
 
     def rate_factors(self, spec: S, lr: float) -> Mapping[str, float]:

@@ -43,10 +43,6 @@ def resolve_folder(path: str, revision: str | None, on_chunk: Callable[[], objec
     )
 
 
-def fetch_file(repository: str, name: str) -> Path:
-    return fetch(repository, lambda hub: hub.hf_hub_download(repository, name))
-
-
 def read_config(folder: Path, schema: Schema, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read and validate config.json, with the run's overrides applied."""
     config = checked_config(read_object(folder, CONFIG), schema, f"policy '{folder}': {CONFIG}")

@@ -14,6 +14,7 @@ from vlatune.batch import ACTION, STATE
 from vlatune.config.flags import quote_flags
 from vlatune.data.features import RESERVED, SELECT_DIMS, as_flag, dim_names, likely_name, narrow_flags, numpy_type
 from vlatune.data.transforms import MixtureMasks
+from vlatune.errors import did_you_mean
 from vlatune.policies.base import Binding, PolicySpec, SelectedDims
 from vlatune.policies.normalisation import relative_dims
 from vlatune.registry import get_policy_info, policy_types
@@ -26,8 +27,7 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
     """Match features by name after applying `rename_map`, and check their dims."""
     for name in rename_map:
         if name not in meta.features:
-            close = difflib.get_close_matches(name, meta.features, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(meta.cameras)}"
+            hint = did_you_mean(name, meta.features) or f"; it has {', '.join(meta.cameras)}"
             raise ValueError(f"--rename_map: dataset '{meta.root.url}' has no feature '{name}'{hint}")
     renamed = {name: rename_map.get(name, name) for name in meta.cameras}
     _check_targets(spec, meta, rename_map, renamed)
@@ -157,8 +157,7 @@ def _check_targets(
     """Raise on invalid, duplicate or incompatible camera mappings, which would drop a camera."""
     for name, target in rename_map.items():
         if name in meta.cameras and target not in spec.cameras:
-            close = difflib.get_close_matches(target, spec.cameras, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(spec.cameras)}"
+            hint = did_you_mean(target, spec.cameras) or f"; it has {', '.join(spec.cameras)}"
             raise ValueError(f"--rename_map: the policy has no camera '{target}' (for '{name}'){hint}")
         if name not in meta.cameras and target in spec.cameras:
             raise ValueError(
@@ -177,13 +176,9 @@ def _check_targets(
         recorded = meta.features[name].height_width
         if target in spec.cameras and spec.fixed_inputs and spec.pad != "none" and recorded != spec.image_hw:
             raise ValueError(
-                f"dataset '{meta.root.url}': camera '{name}' is recorded at {_size(recorded)}, but the policy '{spec.folder}' "
-                f"expects {_size(spec.image_hw)} and does not resize; re-encode the videos, or train without --policy.path"
+                f"dataset '{meta.root.url}': camera '{name}' is recorded at {recorded[0]} x {recorded[1]}, but the policy '{spec.folder}' "
+                f"expects {spec.image_hw[0]} x {spec.image_hw[1]} and does not resize; re-encode the videos, or train without --policy.path"
             )
-
-
-def _size(height_width: tuple[int, int]) -> str:
-    return f"{height_width[0]} x {height_width[1]}"
 
 
 def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> str:

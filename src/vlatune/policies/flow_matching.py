@@ -71,6 +71,7 @@ FLOW_FIELDS = make_fields(
     plain_map="rtc_config",
 )
 """Fields of config.json that all of these policies have."""
+FLOW_TIME = (1.5, 1.0, 0.999, 0.001)
 USED_ONCE = r"embed_tokens|lm_head|position_embedding|layernorm\.dense"
 """Weights that no token multiplies."""
 
@@ -84,7 +85,7 @@ class FlowSpec(PolicySpec):
     vocab_size: int
     """Rows of the embedding table; token ids are below it."""
     max_tokens: int
-    flow_time: tuple[float, float, float, float] = (1.5, 1.0, 0.999, 0.001)
+    flow_time: tuple[float, float, float, float] = FLOW_TIME
     """Time is Beta(first, second) * third + fourth."""
     dtype: str = "float32"
     """Of the base model."""
@@ -103,10 +104,8 @@ class PadActions:
     dims: int
 
     def __call__(self, columns: Columns) -> Columns:
-        action_NTA = columns[ACTION]
-        padded = np.zeros((*action_NTA.shape[:-1], self.dims), dtype=np.float32)
-        padded[..., : action_NTA.shape[-1]] = action_NTA
-        return columns | {ACTION: padded}
+        missing = self.dims - columns[ACTION].shape[-1]
+        return columns | {ACTION: np.pad(columns[ACTION].astype(np.float32), ((0, 0), (0, 0), (0, missing)))}
 
 
 @dataclass(frozen=True)
@@ -118,24 +117,20 @@ class FlowNoise:
     workers, and the device does no sampling.
     """
 
-    seed: int
+    spec: NoiseSpec
     horizon: int
     dims: int
-    samples: int = 1
-    by_frame: bool = False
-    alpha: float = 1.5
-    beta: float = 1.0
-    scale: float = 0.999
-    offset: float = 0.001
+    flow_time: tuple[float, float, float, float] = FLOW_TIME
 
     def __call__(self, columns: Columns) -> Columns:
-        rows = len(columns["index" if self.by_frame else SLOT])
-        noise = np.empty((rows, self.samples, self.horizon, self.dims), dtype=np.float32)
-        time = np.empty((rows, self.samples), dtype=np.float32)
-        for row, rng in enumerate(NoiseSpec(self.seed, by_frame=self.by_frame).generators(columns)):
-            for draw in range(self.samples):  # in sequence: the first must not depend on how many follow
+        generators, samples = [*self.spec.generators(columns)], self.spec.flow_samples
+        noise = np.empty((len(generators), samples, self.horizon, self.dims), dtype=np.float32)
+        time = np.empty((len(generators), samples), dtype=np.float32)
+        alpha, beta, scale, offset = self.flow_time
+        for row, rng in enumerate(generators):
+            for draw in range(samples):  # in sequence: the first must not depend on how many follow
                 rng.standard_normal(out=noise[row, draw], dtype=np.float32)
-                time[row, draw] = rng.beta(self.alpha, self.beta) * self.scale + self.offset
+                time[row, draw] = rng.beta(alpha, beta) * scale + offset
         return columns | {NOISE: noise, TIME: time}
 
 
@@ -220,9 +215,7 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
             self.make_prompt(binding),
             Tokenise(spec.tokenizer, spec.max_tokens, spec.vocab_size),
             PadActions(spec.max_action_dim),
-            FlowNoise(
-                noise.seed, spec.horizon, spec.max_action_dim, noise.flow_samples, noise.by_frame, *spec.flow_time
-            ),
+            FlowNoise(noise, spec.horizon, spec.max_action_dim, spec.flow_time),
             *masks,
             Select((*cameras, STATE, ACTION, ACTION_IS_PAD, TOKENS, TOKEN_MASK, NOISE, TIME, *IDS, SLOT, *also)),
         )

@@ -161,6 +161,24 @@ def image_scale(spec: PolicySpec, stats: Stats) -> tuple[Tensor, Tensor]:
     return mean, deviation + float(NORMALISE_EPS)
 
 
+class ImageModule(nn.Module):
+    """A policy of LeRobot without a prompt, which normalises images on the device."""
+
+    image_mean_V311: Tensor
+    image_std_V311: Tensor
+
+    def __init__(self, policy: Any, spec: PolicySpec, stats: Stats) -> None:
+        super().__init__()
+        self.policy, self.cameras = policy, spec.cameras
+        mean, deviation = image_scale(spec, stats)
+        self.register_buffer("image_mean_V311", mean, persistent=False)
+        self.register_buffer("image_std_V311", deviation, persistent=False)
+
+    def as_lerobot(self) -> Any:
+        """Return the policy for saving; LeRobot restores what was changed from the config."""
+        return self.policy
+
+
 LARGEST_KERNEL = 16
 """Largest patch side in pixels for which a convolution is as fast as a matrix product."""
 LONGEST_SUM = 2304
@@ -175,11 +193,10 @@ class PatchProduct(nn.Conv2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        rows, columns = self.kernel_size
-        height, width = (pixels // side for pixels, side in zip(input.shape[2:], self.kernel_size, strict=True))
-        cropped = input[:, :, : height * rows, : width * columns]  # drop pixels that fill no patch
-        split = cropped.unflatten(2, (height, rows)).unflatten(4, (width, columns))
-        patches_NK = split.permute(0, 2, 4, 1, 3, 5).reshape(len(input) * height * width, -1)
+        side = self.kernel_size[0]
+        height, width = (pixels // side for pixels in input.shape[2:])
+        cropped = input[:, :, : height * side, : width * side]  # drop pixels that fill no patch
+        patches_NK = functional.pixel_unshuffle(cropped, side).permute(0, 2, 3, 1).flatten(0, 2)
         weight_DK = self.weight.flatten(1)
         size = patches_NK.shape[1]
         groups = next(n for n in range(-(-size // LONGEST_SUM), size + 1) if size % n == 0)
@@ -196,7 +213,7 @@ def multiply_large_patches(policy: nn.Module) -> None:
         if type(layer) is not nn.Conv2d or min(layer.kernel_size) <= LARGEST_KERNEL:
             continue
         is_plain = layer.padding in ("valid", (0, 0)) and layer.dilation == (1, 1) and layer.groups == 1
-        if is_plain and layer.kernel_size == layer.stride:
+        if is_plain and layer.kernel_size == layer.stride and len({*layer.kernel_size}) == 1:
             layer.__class__ = PatchProduct
 
 
@@ -299,6 +316,12 @@ class FlowModule(nn.Module):
     """Patterns of the parameters that each fine-tuning mode trains."""
     adapted: ClassVar[str]
     """Pattern of the linear layers that get LoRA, if their output is used."""
+    build_policy: ClassVar[Callable[[Any, str | None], Any]]
+    """Build LeRobot's class from a spec and a dtype, with parameters on the meta device."""
+    set_dtypes: ClassVar[Callable[[Any, ModuleOptions], None]]
+    """Drop heads that no forward calls, and set the dtype of every parameter of a policy."""
+    unused: ClassVar[Callable[[Any, Any], str]]
+    """Return a pattern of a policy's parameters that no mode trains, because they cannot affect the loss."""
     rounded: ClassVar[str] = "(?!)"
     """Pattern of frozen parameters that an export reads from the base again, if they are bfloat16."""
     policy: Any
@@ -351,21 +374,6 @@ class FlowModule(nn.Module):
         return module if tensors is not None else module.to("meta")
 
     @staticmethod
-    def build_policy(spec: Any, dtype: str | None) -> Any:
-        """Build LeRobot's class with parameters on the meta device."""
-        raise NotImplementedError
-
-    @staticmethod
-    def set_dtypes(policy: Any, options: ModuleOptions) -> None:
-        """Drop heads that no forward calls, and set the dtype of every parameter."""
-        raise NotImplementedError
-
-    @staticmethod
-    def unused(policy: Any, spec: Any) -> str:
-        """Return a pattern of the parameters that no mode trains, because they cannot affect the loss."""
-        raise NotImplementedError
-
-    @staticmethod
     def tower(policy: Any) -> Any:
         """Return the vision tower."""
         raise NotImplementedError
@@ -381,7 +389,7 @@ class FlowModule(nn.Module):
         merge_adapters(self.policy)
         folder, complete = (
             Path(self.spec.folder),
-            self.build_policy(self.spec, getattr(self.policy.config, "dtype", None)),
+            type(self).build_policy(self.spec, getattr(self.policy.config, "dtype", None)),
         )
         tensors, ours = find_tensors(folder, complete, self.spec.type), dict(self.policy.named_parameters())
         dropped = [name for name, _ in complete.named_parameters() if name not in ours]

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from vlatune.batch import TASK, TOKEN_MASK, TOKENS, Columns
-from vlatune.policies.base_folder import TOKENIZER, fetch_file, read_object
+from vlatune.policies.base_folder import TOKENIZER, read_object
 from vlatune.policies.processors import PREPROCESSOR, is_hub_name
 from vlatune.policies.transformers_tokenizer import load_in_child
 from vlatune.storage.files import real_path
+from vlatune.storage.hub import fetch
 from vlatune.storage.limits import check_limit
 
 MAX_LENGTH = "tokenizer_max_length"
@@ -146,8 +147,8 @@ def find_tokenizer(folder: Path, name: str) -> Path:
             f"policy '{folder}': {PREPROCESSOR} names the tokenizer '{name}', which is not there; put its folder into the "
             f"policy's own, as '{folder / 'tokenizer'}'"
         )
-    fetch_file(name, CONFIG)
-    return fetch_file(name, TOKENIZER)
+    _, file = (fetch(name, lambda hub, file=file: hub.hf_hub_download(name, file)) for file in (CONFIG, TOKENIZER))
+    return file
 
 
 def load_tokenizer(

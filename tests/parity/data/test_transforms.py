@@ -179,7 +179,7 @@ def ids(*slots: int, index: int = 3, dataset: int = 0) -> Columns:
 
 
 def test_noise_depends_on_seed_and_slot_alone():
-    draw = FlowNoise(seed=1, horizon=3, dims=4)
+    draw = FlowNoise(NoiseSpec(1), horizon=3, dims=4)
     together, apart = draw(ids(7, 8, 9)), draw(ids(100, 9, 7, index=4, dataset=1))
     for key in (NOISE, TIME):
         assert np.array_equal(together[key][0], apart[key][2])
@@ -187,7 +187,7 @@ def test_noise_depends_on_seed_and_slot_alone():
 
 
 def test_validation_noise_depends_on_seed_and_frame_alone():
-    draw = FlowNoise(seed=1, horizon=3, dims=4, by_frame=True)
+    draw = FlowNoise(NoiseSpec(1, by_frame=True), horizon=3, dims=4)
     one, again, other, in_a_mixture = (
         draw(ids(place, index=index, dataset=dataset))[NOISE]
         for place, index, dataset in ((7, 3, 0), (100, 3, 0), (7, 4, 0), (7, 3, 1))
@@ -199,7 +199,7 @@ def test_validation_noise_depends_on_seed_and_frame_alone():
 
 def test_noise_differs_between_slots_seeds_and_uses():
     samples = [
-        FlowNoise(seed, horizon=3, dims=4, by_frame=by_frame)(ids(first, first + 1, first + 2) | frames)
+        FlowNoise(NoiseSpec(seed, by_frame=by_frame), horizon=3, dims=4)(ids(first, first + 1, first + 2) | frames)
         for seed in (0, 1)
         for by_frame in (False, True)
         for first in (0, 1000)
@@ -213,9 +213,9 @@ def test_noise_differs_between_slots_seeds_and_uses():
 
 def test_noise_is_normal_and_time_is_lerobots_beta(small_base):
     config = json.loads((small_base / "config.json").read_text())
-    draw = FlowNoise(seed=3, horizon=4, dims=5)
-    assert (draw.alpha, draw.beta) == (config["time_sampling_beta_alpha"], config["time_sampling_beta_beta"])
-    assert (draw.scale, draw.offset) == (config["time_sampling_scale"], config["time_sampling_offset"])
+    draw = FlowNoise(NoiseSpec(3), horizon=4, dims=5)
+    assert draw.flow_time[:2] == (config["time_sampling_beta_alpha"], config["time_sampling_beta_beta"])
+    assert (draw.flow_time[2], draw.flow_time[3]) == (config["time_sampling_scale"], config["time_sampling_offset"])
     out = draw(ids(*range(4000)))
     noise, time = out[NOISE].astype(np.float64), out[TIME].astype(np.float64).reshape(-1)
     assert abs(noise.mean()) < 4 / np.sqrt(noise.size)

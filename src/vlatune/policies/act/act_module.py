@@ -25,7 +25,7 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE
 from vlatune.policies.act.act_spec import PRETRAINED, ActSpec
 from vlatune.policies.base import PolicyOutput, Stats
 from vlatune.policies.loading import fill_all
-from vlatune.policies.modeling import image_scale, num_valid
+from vlatune.policies.modeling import ImageModule, num_valid
 from vlatune.policies.weight_files import SINGLE_FILE
 from vlatune.storage.files import real_path
 from vlatune.storage.hub import fetch as fetch_from_hub
@@ -35,21 +35,13 @@ BRANCH_GAIN = 0.25
 variance."""
 
 
-class ActModule(nn.Module):
+class ActModule(ImageModule):
     """An `ACTPolicy` that takes batches as `batch.py` describes them."""
 
-    image_mean_V311: Tensor
-    image_std_V311: Tensor
-
     def __init__(self, policy: ACTPolicy, spec: ActSpec, stats: Stats) -> None:
-        super().__init__()
-        self.policy = policy
-        self.cameras = spec.cameras
+        super().__init__(policy, spec, stats)
         self.has_latent = spec.latent_dim > 0
         self.kl_weight = float(spec.config["kl_weight"])
-        low, span = image_scale(spec, stats)
-        self.register_buffer("image_mean_V311", low, persistent=False)
-        self.register_buffer("image_std_V311", span, persistent=False)
         for part in policy.modules():
             if isinstance(part, nn.MultiheadAttention):
                 part.register_forward_pre_hook(_skip_weights, with_kwargs=True)
@@ -76,9 +68,6 @@ class ActModule(nn.Module):
             return self._decode(batch, self._zero_latent(batch))
         finally:
             self.train(was_training)
-
-    def as_lerobot(self) -> ACTPolicy:
-        return self.policy
 
     def _action_loss(self, predicted_BTA: Tensor, batch: Mapping[str, Tensor]) -> PolicyOutput:
         error_BTA = F.l1_loss(batch[ACTION], predicted_BTA, reduction="none")

@@ -24,7 +24,7 @@ from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
 from vlatune.policies.base import ModuleOptions, PolicyOutput, Stats
 from vlatune.policies.diffusion.diffusion_spec import DiffusionSpec
 from vlatune.policies.loading import decode_config, fill_all
-from vlatune.policies.modeling import image_scale, num_valid
+from vlatune.policies.modeling import ImageModule, num_valid
 from vlatune.policies.processors import plain_processors
 from vlatune.storage.files import atomic_folder
 
@@ -35,19 +35,16 @@ ENCODER_GAIN, ENCODER_BIAS = 4.0, 1.0
 """Initial gain and bias of the tiny encoder's last layer, see `_keep_relu_active`."""
 
 
-class DiffusionModule(nn.Module):
+class DiffusionModule(ImageModule):
     """A `DiffusionPolicy` that takes batches as `batch.py` describes them."""
 
     signal: Tensor
     """sqrt(a_t) by time step, the coefficient of the actions."""
     noise_share: Tensor
     """sqrt(1 - a_t) by time step, the coefficient of the noise."""
-    image_mean_V311: Tensor
-    image_std_V311: Tensor
 
     def __init__(self, policy: DiffusionPolicy, spec: DiffusionSpec, stats: Stats) -> None:
-        super().__init__()
-        self.policy = policy
+        super().__init__(policy, spec, stats)
         self.spec = spec
         self._scheduler: Any = policy.diffusion.noise_scheduler
         self._scheduler.set_timesteps(policy.diffusion.num_inference_steps)
@@ -59,9 +56,6 @@ class DiffusionModule(nn.Module):
         alphas = self._scheduler.alphas_cumprod
         self.register_buffer("signal", alphas**0.5, persistent=False)
         self.register_buffer("noise_share", (1 - alphas) ** 0.5, persistent=False)
-        mean, deviation = image_scale(spec, stats)
-        self.register_buffer("image_mean_V311", mean, persistent=False)
-        self.register_buffer("image_std_V311", deviation, persistent=False)
 
     def forward(self, batch: Mapping[str, Tensor]) -> PolicyOutput:
         """Return the mean squared error of the predicted noise or actions."""
@@ -88,10 +82,6 @@ class DiffusionModule(nn.Module):
             output = self.policy.diffusion.unet(sample, time_B, global_cond=condition)
             sample = self._scheduler.step(output, time, sample, generator=generators).prev_sample
         return sample
-
-    def as_lerobot(self) -> DiffusionPolicy:
-        """Return the policy for saving; LeRobot restores resize and crop from the config."""
-        return self.policy
 
     def changing_buffers(self) -> dict[str, Tensor]:
         """Return BatchNorm's running statistics by the module's names."""

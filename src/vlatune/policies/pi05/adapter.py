@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vlatune.data.transforms import Transform
 from vlatune.policies.base import NO_OVERRIDES, Binding, Fit
 from vlatune.policies.base_folder import read_config, read_steps
-from vlatune.policies.flow_matching import FLOW_FIELDS, FlowAdapter, FlowSpec
+from vlatune.policies.flow_matching import FLOW_FIELDS, FLOW_TIME, FlowAdapter, FlowSpec
 from vlatune.policies.pi05.size import NUM_KV_HEADS, Pi05Size, read_size
 from vlatune.policies.pi05.spec import EMBEDDING, PALIGEMMA, StatePrompt, model_names
 from vlatune.policies.processors import (
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIANTS = ("gemma_2b", "gemma_300m")
-FLOW_TIME = {"beta_alpha": 1.5, "beta_beta": 1.0, "scale": 0.999, "offset": 0.001}
-"""Defaults of the fields time_sampling_*."""
+TIME_FIELDS = tuple(f"time_sampling_{name}" for name in ("beta_alpha", "beta_beta", "scale", "offset"))
 CONFIG_FIELDS: Fields = {
     **FLOW_FIELDS,
     **make_fields(
@@ -42,7 +41,7 @@ CONFIG_FIELDS: Fields = {
         step_count="num_inference_steps",
         flag="use_relative_actions gradient_checkpointing",
         texts="relative_exclude_joints action_feature_names",
-        number=" ".join(f"time_sampling_{name}" for name in FLOW_TIME),
+        number=" ".join(TIME_FIELDS),
         sides="image_resolution",
     ),
 }
@@ -61,7 +60,7 @@ def _defaults(normalisation: str) -> dict[str, Any]:
         "action_expert_variant": VARIANTS[1],
         "dtype": "float32",
         "image_resolution": (224, 224),
-        **{f"time_sampling_{name}": value for name, value in FLOW_TIME.items()},
+        **dict(zip(TIME_FIELDS, FLOW_TIME, strict=True)),
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": normalisation, "ACTION": normalisation},
     }
 
@@ -92,7 +91,7 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
             "image_hw": (height, width),
             "relative_exclude": tuple(config["relative_exclude_joints"]) if config["use_relative_actions"] else None,
             "vocab_size": size.vocab_size,
-            "flow_time": tuple(float(config[f"time_sampling_{name}"]) for name in FLOW_TIME),
+            "flow_time": tuple(float(config[name]) for name in TIME_FIELDS),
             "dtype": str(config["dtype"]),
             "num_patches": num_patches,
             "image_tokens": num_patches,
