@@ -238,11 +238,16 @@ def no_ray() -> Iterator[None]:
     class LocalSupervisor:
         states = ()
 
-        def __init__(self, *_: object, **__: object) -> None: ...
+        def __init__(self, config: object, folder: object, cluster: Any, *_: object, **__: object) -> None:
+            self._sizing = cluster.sizing
 
-        def run(self, job: WorkerJob, _: object) -> None:
+        def wait_for_resources(self) -> Any:
+            return self._sizing
+
+        def run(self, job: WorkerJob, _: object) -> bool:
             with _restored_process():
                 make_worker(job, Share(0, 1), NoDriver()).run()
+            return True
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "local_ray", local_ray)

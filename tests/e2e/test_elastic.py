@@ -53,6 +53,7 @@ def test_workers_come_and_go_with_the_nodes(cluster, dataset_v3, small_base, tmp
         "--save_every_s=0",
         "--eval_freq=0",
         "--log_samples=true",
+        "--max_restarts=3",
     )
     flags, run_dir = train_flags(dataset_v3, small_base, *common, "--torch_threads=1"), tmp_path / "run"
     workers = ("--num_workers=2:4", "--batch_size=2")

@@ -30,6 +30,7 @@ from vlatune.checkpoint.state import (
 from vlatune.checkpoint.state_file import TrainState, parse_state, read_state, state_bytes
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config.settings import OptimizerConfig, RunConfig
+from vlatune.feed.plan import Share
 from vlatune.policies.base import Binding
 
 CPU = torch.device("cpu")
@@ -246,7 +247,7 @@ def test_only_rank_0_has_a_timer_and_a_writer(config):
     run.checkpointer.begin()
     assert run.checkpointer.is_due()
     second = SmallRun(replace(config, save_every_s=1e-9))
-    second.checkpointer._rank = 1
+    second.checkpointer._share = Share(1, 2)
     second.checkpointer.begin()
     assert not second.checkpointer.is_due()
     second.checkpointer.save(1, second.loss_sum, 0, gather=lambda mine: [mine])
