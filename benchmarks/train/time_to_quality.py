@@ -111,6 +111,9 @@ def measure_quality(
     for samples in noise_samples(job, options):
         program = programs.ours(job, folder(f"ours-{samples}"), save_freq=save_freq, flow_samples=samples)
         courses[f"ours, {samples} noise samples"] = run(f"vlatune train, flow_samples={samples}", program, our_folder)
+    if job.cache_epochs:
+        program = programs.ours_cached(job, folder("ours-cached"), steps=job.config.steps, save_freq=save_freq)
+        courses["ours, frame cache"] = run("vlatune train, frame cache", program, our_folder)
     return courses
 
 

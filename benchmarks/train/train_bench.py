@@ -36,7 +36,7 @@ from benchmarks.train.train_figures import RunFigures, figures_of, share_of_idea
 from vlatune.feed.sizing import usable_cpus
 from vlatune.run.summary import read_summary
 
-OURS, CACHED = "vlatune train", "vlatune train, frame cache"
+OURS, CACHED = "vlatune train", "vlatune train, frame cache or kept prefix"
 PEERS = {"lerobot": "lerobot-train", "template": "the template"}
 COLUMNS = (
     "program",
@@ -140,7 +140,7 @@ class Rounds:
         return rate
 
     def _run_cached(self) -> float:
-        """Return the rate from the second epoch on, when all frames are cached."""
+        """Return the rate from the second epoch on, when all frames are cached or all prefixes kept."""
         self._run(CACHED, programs.ours_cached(self.job, self.clean_folder("cached")))
         last = self.by_program[CACHED][-1]
         later = last.by_epoch[1:] or last.by_epoch

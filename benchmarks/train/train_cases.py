@@ -56,14 +56,16 @@ class Case:
     """Width of the created language model; 0 for the tiny model."""
     depth: int = 0
     cache_epochs: int = 0
-    """Epochs of a further run of vlatune with the frame cache; 0 for none."""
+    """Epochs of a further run of vlatune with the frame cache or a kept prefix; 0 for none."""
 
 
 VIDEO = Case("full", steps=96, batch_size=16, store_bytes=96 * MIB, lr=1e-3, image_size=96, cache_epochs=3)
 PI_CASES = {
     "demo": Case("full", steps=800, batch_size=32, store_bytes=128 * MIB, lr=3e-3),
     "video": VIDEO,
-    "expert-balanced": Case("expert", 320, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=128, depth=2),
+    "expert-balanced": Case(
+        "expert", 320, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=128, depth=2, cache_epochs=4
+    ),
     "expert-step": Case("expert", 160, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=256, depth=4),
     "full-video": Case("full", 240, 16, store_bytes=256 * MIB, lr=1e-3, image_size=224, width=128, depth=2),
 }

@@ -50,12 +50,16 @@ def ours(job: TrainJob, folder: Path, *, save_freq: int = 0, flow_samples: int =
     )
 
 
-def ours_cached(job: TrainJob, folder: Path) -> Program:
-    """Return `vlatune train` for some epochs with an empty frame cache."""
-    steps = job.cache_epochs * job.steps_per_epoch
+def ours_cached(job: TrainJob, folder: Path, *, steps: int = 0, save_freq: int = 0) -> Program:
+    """Return `vlatune train` with an empty frame cache, or with a kept prefix if the policy has a frozen one.
+
+    It trains `cache_epochs`, or the given number of steps.
+    """
+    steps = steps or job.cache_epochs * job.steps_per_epoch
     dataset = replace(job.config.dataset, cache=str(folder / "frames"))
-    config = replace(job.config, dataset=dataset, steps=steps, log_freq=choose_log_freq(steps))
-    return ours(replace(job, config=config), folder)
+    policy = replace(job.config.policy, keep_prefix="true" if job.config.policy.train == "expert" else "false")
+    config = replace(job.config, dataset=dataset, policy=policy, steps=steps, log_freq=choose_log_freq(steps))
+    return ours(replace(job, config=config), folder, save_freq=save_freq)
 
 
 def lerobot(job: TrainJob, folder: Path, *, save_freq: int = 0) -> Program:
