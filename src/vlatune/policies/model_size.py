@@ -45,7 +45,7 @@ class ModelSize:
     mlp_dim: int
     """Hidden size of the language model's MLP."""
     head_dim: int
-    """Attention head size of language model and action expert."""
+    """Attention head size of language model and action expert; even."""
     vision_width: int
     """Hidden size of the vision tower; a multiple of vision_heads."""
     vision_depth: int
@@ -65,6 +65,13 @@ class ModelSize:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{self.title}'s size: {field.name}={value!r}: must be an integer above 0")
             check_limit("model_depth" if "depth" in field.name else "model_width", value, f"{field.name}:")
+        if self.head_dim % 2:
+            raise ValueError(f"{self.title}'s size: head_dim={self.head_dim}: must be even, for rotary embeddings")
+        if self.vision_width % self.vision_heads:
+            raise ValueError(
+                f"{self.title}'s size: vision_width={self.vision_width}: must be a multiple of "
+                f"vision_heads={self.vision_heads}"
+            )
 
 
 def read_size_file[S: ModelSize](folder: Path, size_class: type[S]) -> S | None:

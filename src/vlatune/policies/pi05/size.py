@@ -65,6 +65,13 @@ class Pi05Size(ModelSize):
     expert_mlp_dim: int = 4096
     """Hidden size of the action expert's MLP."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expert_width % 2:
+            raise ValueError(
+                f"{self.title}'s size: expert_width={self.expert_width}: must be even, for its time embedding"
+            )
+
 
 def read_size(folder: Path) -> Pi05Size | None:
     """Read the size of a pretrained_model folder; None means the published size."""
