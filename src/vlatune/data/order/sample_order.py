@@ -29,7 +29,9 @@ the shortest lane, so the shares hold over any stretch of steps to within a few 
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -43,11 +45,13 @@ def cut_runs(starts: np.ndarray, lengths: np.ndarray, run_length: int, rng: np.r
     """Split episodes that start at samples `starts` into runs, the first with a random length."""
     first = np.minimum(rng.integers(1, run_length + 1, size=len(lengths)), lengths)
     runs = 1 + -(-(lengths - first) // run_length)
-    episode = np.repeat(np.arange(len(lengths)), runs)
-    nth = np.arange(runs.sum()) - np.repeat(np.cumsum(runs) - runs, runs)
-    begin = starts[episode] + np.where(nth == 0, 0, first[episode] + (nth - 1) * run_length)
-    end = np.minimum(starts[episode] + first[episode] + nth * run_length, starts[episode] + lengths[episode])
-    return begin, end
+    last_run = np.cumsum(runs) - 1
+    sizes = np.full(runs.sum(), run_length)
+    sizes[last_run] = lengths - first - (runs - 2) * run_length
+    sizes[last_run - runs + 1] = first
+    end = np.cumsum(sizes)
+    end += np.repeat(starts + lengths - end[last_run], runs)
+    return end - sizes, end
 
 
 def take_stretch(runs: Ranges, first: int, last: int) -> Ranges:
@@ -122,8 +126,7 @@ def mixed_runs(mixture: Mixture, lengths: np.ndarray, run_length: int, *, seed: 
             rng = make_generator(Stream.MIXTURE, seed, number, nth)
             runs = _shuffle_runs(cut_runs(starts[chosen], lengths[chosen], run_length, rng), rng)
             parts.append(take_stretch(runs, first - nth * frames, last - nth * frames))
-    begins, ends = zip(*parts, strict=True)
-    return np.concatenate(begins), np.concatenate(ends)
+    return _join_runs(parts)
 
 
 def _shuffle_runs(runs: Ranges, rng: np.random.Generator) -> Ranges:
@@ -136,8 +139,6 @@ MAX_LANES = 512
 """Upper limit of the number of lanes. One lane per sample mixes best, because samples of one lane
 and step come from the same few runs. Each lane holds half a window of decoded rows on average.
 """
-STAGGERED_IN_LINE = 64
-"""Orders of up to this many lanes use linear staggering, which existing checkpoints rely on."""
 GOLDEN_16 = 40503
 """Fraction of the golden ratio in units of 1 / 65536; integers are exact on every machine."""
 
@@ -158,7 +159,7 @@ class OrderSpec:
     drop_last: bool = True
     """Drop the incomplete last batch of an epoch instead of filling it up."""
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         return sum(self.lengths)
 
@@ -224,20 +225,44 @@ def cursor_at(spec: OrderSpec, optimizer_steps: int) -> Cursor:
     return Cursor(epoch, batch)
 
 
-def epoch_order(spec: OrderSpec, epoch: int) -> np.ndarray:
-    """Return flat samples (lanes, samples per lane); step k takes columns [k*s, (k+1)*s)."""
-    rng, lengths = make_generator(Stream.ORDER, spec.seed, epoch), np.asarray(spec.lengths, dtype=np.int64)
-    if spec.mixture is None:
-        runs = _shuffle_runs(cut_runs(np.cumsum(lengths) - lengths, lengths, spec.run_length, rng), rng)
-        # Drop the excess, or fill up from the start of the epoch.
-        lanes = np.resize(concatenate_runs(runs), (spec.lanes, spec.samples_per_lane))
-    else:
-        runs = mixed_runs(spec.mixture, lengths, spec.run_length, seed=spec.seed, epoch=epoch)
-        lanes = _deal_lanes(spec, _alternate(spec, spec.mixture, _shuffle_runs(runs, rng)))
-    for lane in range(spec.lanes):
-        for begin, end in itertools.pairwise(window_edges(spec, lane)):
-            rng.shuffle(lanes[lane, begin:end])
+def epoch_order(spec: OrderSpec, epoch: int, begin: int = 0, end: int | None = None) -> np.ndarray:
+    """Return the flat samples of steps [begin, end) of the epoch, (lanes, samples per lane).
+
+    Only the runs are shuffled as a whole: they fit in memory where the samples of an epoch do not.
+    """
+    first, last = (one * spec.samples_per_lane_step for one in (begin, spec.batches_per_epoch if end is None else end))
+    run_begin, run_end = _epoch_runs(spec, epoch)
+    stream_end = np.cumsum(run_end - run_begin)
+    lanes = np.empty((spec.lanes, last - first), dtype=np.int64)
+    for lane, start in enumerate(range(0, spec.lanes * spec.samples_per_lane, spec.samples_per_lane)):
+        edges = window_edges(spec, lane, first, last)
+        a, b = start + edges[0], start + edges[-1]
+        left, right = np.searchsorted(stream_end, (a, b - 1), side="right")
+        inside = slice(left, right + 1)
+        skipped = stream_end[left] - (run_end[left] - run_begin[left])
+        rows = concatenate_runs(take_stretch((run_begin[inside], run_end[inside]), a - skipped, b - skipped))
+        for window, stop in itertools.pairwise(edges.tolist()):
+            make_generator(Stream.WINDOW, spec.seed, epoch, lane, window).shuffle(
+                rows[window - edges[0] : stop - edges[0]]
+            )
+        lanes[lane] = rows[first - edges[0] : last - edges[0]]
     return lanes
+
+
+def _epoch_runs(spec: OrderSpec, epoch: int) -> Ranges:
+    """Return the shuffled runs of all lanes, one lane after the other."""
+    rng, lengths = make_generator(Stream.ORDER, spec.seed, epoch), np.asarray(spec.lengths, dtype=np.int64)
+    if spec.mixture is not None:
+        runs = mixed_runs(spec.mixture, lengths, spec.run_length, seed=spec.seed, epoch=epoch)
+        return _deal_lanes(spec, _alternate(spec, spec.mixture, _shuffle_runs(runs, rng)))
+    runs = _shuffle_runs(cut_runs(np.cumsum(lengths) - lengths, lengths, spec.run_length, rng), rng)
+    missing = spec.lanes * spec.samples_per_lane - spec.num_samples
+    return _join_runs([runs, take_stretch(runs, 0, missing)]) if missing > 0 else runs
+
+
+def _join_runs(parts: Sequence[Ranges]) -> Ranges:
+    begins, ends = zip(*parts, strict=True)
+    return np.concatenate(begins), np.concatenate(ends)
 
 
 def _alternate(spec: OrderSpec, mixture: Mixture, runs: Ranges) -> Ranges:
@@ -253,7 +278,7 @@ def _alternate(spec: OrderSpec, mixture: Mixture, runs: Ranges) -> Ranges:
     return begin[order], end[order]
 
 
-def _deal_lanes(spec: OrderSpec, runs: Ranges) -> np.ndarray:
+def _deal_lanes(spec: OrderSpec, runs: Ranges) -> Ranges:
     """Assign each run to the shortest lane; fill gaps from the excess, then the epoch's start."""
     begin, end = runs
     shortest = [(0, lane) for lane in range(spec.lanes)]
@@ -261,36 +286,33 @@ def _deal_lanes(spec: OrderSpec, runs: Ranges) -> np.ndarray:
     for run, size in enumerate((end - begin).tolist()):
         filled, lane_of[run] = shortest[0]
         heapq.heapreplace(shortest, (filled + size, int(lane_of[run])))
-    own = [np.flatnonzero(lane_of == lane) for lane in range(spec.lanes)]
-    rows = [concatenate_runs((begin[of_lane], end[of_lane])) for of_lane in own]
-    spare = np.concatenate([*(row[spec.samples_per_lane :] for row in rows), concatenate_runs(runs)])
-    lanes, used = np.empty((spec.lanes, spec.samples_per_lane), dtype=np.int64), 0
-    for lane, row in zip(lanes, rows, strict=True):
-        missing = max(0, len(lane) - len(row))
-        lane[:] = np.concatenate([row[: len(lane)], spare[used : used + missing]])
-        used += missing
-    return lanes
+    filled = np.array([filled for filled, _ in sorted(shortest, key=lambda one: one[1])])
+    missing, length = np.maximum(spec.samples_per_lane - filled, 0), spec.samples_per_lane
+    by_lane = np.split(np.argsort(lane_of, kind="stable"), np.cumsum(np.bincount(lane_of, minlength=spec.lanes))[:-1])
+    own = [(begin[of_lane], end[of_lane]) for of_lane in by_lane]
+    excess = [take_stretch(one, length, int(most)) for one, most in zip(own, filled, strict=True)]
+    spare, used = _join_runs([*excess, take_stretch(runs, 0, int(missing.sum()))]), np.cumsum(missing)
+    parts = [
+        part
+        for one, first, last in zip(own, used - missing, used, strict=True)
+        for part in (take_stretch(one, 0, length), take_stretch(spare, first, last))
+    ]
+    return _join_runs(parts)
 
 
-def window_edges(spec: OrderSpec, lane: int) -> np.ndarray:
-    """Return the positions where mixing windows begin: 0, first, first + window, ..., end."""
-    per_lane = spec.samples_per_lane
-    first = _first_edge(spec, lane)
-    return np.unique(np.minimum(np.r_[0, np.arange(first, per_lane + spec.window_rows, spec.window_rows)], per_lane))
+def window_edges(spec: OrderSpec, lane: int, first: int = 0, last: int | None = None) -> np.ndarray:
+    """Return where the mixing windows with samples [first, last) of a lane begin, and where the last one ends.
 
-
-def _first_edge(spec: OrderSpec, lane: int) -> int:
-    """Return the length of a lane's first window, which staggers its windows.
-
-    With linear staggering, the lanes of one of many workers would start their windows within a few
-    steps of each other. Multiples of the golden ratio spread any range of lanes evenly.
+    The first window of a lane is shorter, which staggers the windows. Multiples of the golden ratio
+    spread any range of lanes evenly.
     """
-    if spec.lanes <= STAGGERED_IN_LINE:
-        return max(1, spec.window_rows * (lane + 1) // spec.lanes)
-    return 1 + spec.window_rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
+    per_lane, rows = spec.samples_per_lane, spec.window_rows
+    cut = rows - 1 - rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
+    numbers = np.arange((first + cut) // rows, ((per_lane if last is None else last) - 1 + cut) // rows + 2)
+    return np.clip(numbers * rows - cut, 0, per_lane)
 
 
 def step_samples(spec: OrderSpec, order: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
-    """Return the flat samples of steps [begin, end) of the epoch, (steps, global batch), lane by lane."""
-    lanes = order.reshape(spec.lanes, spec.batches_per_epoch, -1)[:, begin:end]
+    """Return the flat samples of steps [begin, end) of an order, (steps, global batch), lane by lane."""
+    lanes = order.reshape(spec.lanes, -1, spec.samples_per_lane_step)[:, begin:end]
     return lanes.transpose(1, 0, 2).reshape(-1, spec.global_batch)
