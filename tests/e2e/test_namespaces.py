@@ -96,7 +96,7 @@ def test_workers_that_cannot_connect_fail_with_the_address(dataset_v3, small_bas
     words = command(dataset_v3, small_base, tmp_path / "run")
     done = train_on_two_nodes(words, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert any(f"rank {rank} on {address} " in done.stderr for rank, address in enumerate(ADDRESSES)), done.stderr
+    assert any(f"rank {rank} on {address} " in done.stderr for rank in (0, 1) for address in ADDRESSES), done.stderr
 
 
 def test_node_without_power_is_noticed_and_replaced(dataset_v3, small_base, tmp_path):
