@@ -130,9 +130,11 @@ def mixed_runs(mixture: Mixture, lengths: np.ndarray, run_length: int, *, seed: 
 
 
 def _shuffle_runs(runs: Ranges, rng: np.random.Generator) -> Ranges:
-    begin, end = runs
-    shuffled = rng.permutation(len(begin))
-    return begin[shuffled], end[shuffled]
+    """Shuffle the runs in place, because copies of millions of them need much memory."""
+    shuffled = rng.permutation(np.arange(len(runs[0]), dtype=np.uint32))
+    for one in runs:
+        one[:] = one[shuffled]
+    return runs
 
 
 MAX_LANES = 512
