@@ -144,7 +144,7 @@ def test_a_missing_or_damaged_file_is_named(base: Path, name: str) -> None:
         (base / name).write_text(content)
         assert f"{name} is not readable JSON" in error(base)
     (base / name).unlink()
-    assert f"no {name} in it; --policy.path must be a LeRobot pretrained_model folder" in error(base)
+    assert f"no {name} in it; expected a LeRobot pretrained_model folder" in error(base)
 
 
 @pytest.mark.parametrize(
