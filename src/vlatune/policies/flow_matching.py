@@ -129,9 +129,9 @@ class FlowNoise:
         time = np.empty((len(generators), samples), dtype=np.float32)
         alpha, beta, scale, offset = self.flow_time
         for row, rng in enumerate(generators):
-            for draw in range(samples):  # in sequence: the first must not depend on how many follow
-                rng.standard_normal(out=noise[row, draw], dtype=np.float32)
-                time[row, draw] = rng.beta(alpha, beta) * scale + offset
+            for sample in range(samples):  # in sequence: the first must not depend on how many follow
+                rng.standard_normal(out=noise[row, sample], dtype=np.float32)
+                time[row, sample] = rng.beta(alpha, beta) * scale + offset
         return columns | {NOISE: noise, TIME: time}
 
 

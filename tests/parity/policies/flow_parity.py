@@ -99,7 +99,7 @@ class Case:
     @cached_property
     def samples(self) -> dict[str, Tensor]:
         """Four samples with SAMPLES noise samples each; one prompt is shorter, some actions are padding."""
-        batch = draw_batch(self.setup)
+        batch = make_batch(self.setup)
         batch[ACTION_IS_PAD][2:, 3:] = True
         short = int(batch[TOKEN_MASK][0].sum()) - 2
         batch[TOKEN_MASK][0, short:] = False
@@ -145,12 +145,12 @@ def make_base(folder: Path, kind: str, fit: Fit, **settings: Any) -> Path:
     return folder
 
 
-def draw_batch(setup: Any, samples: int = SAMPLES) -> dict[str, Tensor]:
+def make_batch(setup: Any, samples: int = SAMPLES) -> dict[str, Tensor]:
     """Return four samples of the dataset as training gets them."""
     frames = np.arange(4)
     rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))
-    draw = NoiseSpec(seed=7, flow_samples=samples)
-    transforms = setup.adapter.make_transforms(setup.policy, setup.binding, setup.stats, draw)
+    noise = NoiseSpec(seed=7, flow_samples=samples)
+    transforms = setup.adapter.make_transforms(setup.policy, setup.binding, setup.stats, noise)
     return {key: torch.from_numpy(values) for key, values in apply_all(transforms, rows).items()}
 
 

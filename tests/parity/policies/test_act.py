@@ -65,7 +65,7 @@ def setup(dataset_v3, base):
 
 @pytest.fixture(scope="module")
 def rows(setup):
-    """The beginning of an episode and its end, where chunks reach past it."""
+    """The start of an episode and its end, where chunks reach past it."""
     last = int(setup.metas[0].episodes.length[1]) - 1
     frames = np.array([0, last - 3, last - 1, last])
     return read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))

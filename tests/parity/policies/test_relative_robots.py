@@ -111,7 +111,7 @@ def test_a_robots_rows_are_those_of_lerobots_processors(mixture, number, tmp_pat
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_statistics_are_lerobots_over_the_offsets_that_are_trained(mixture, number):
-    """LeRobot counts neighbouring rows: every second or third row of an episode is an episode of its own for it."""
+    """LeRobot counts neighbouring rows: so every second or third row of an episode is given to it as a separate episode."""
     setup, stride = mixture.setup, STRIDES[number]
     meta, part = setup.metas[number], setup.binding.parts[number]
     episode, frame = (np.concatenate(list(read_parts(meta, key)))[:, 0] for key in ("episode_index", "frame_index"))
