@@ -158,14 +158,6 @@ def test_a_dataset_is_read_right_through_faults(s3: Proxy, dataset_v3: Path, kin
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def test_memory_url(memory: Any, dataset_v3: Path) -> None:
-    memory.put(str(dataset_v3), "/robots/v3", recursive=True)
-    local, remote = load_meta(str(dataset_v3)), load_meta("memory://robots/v3")
-    here, there = read_episode(local, 0), read_episode(remote, 0)
-    for name, values in here.items():
-        np.testing.assert_array_equal(there[name], values, err_msg=name)
-
-
 # --- how much is read ----------------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ MAX_LANES = 512
 and step come from the same few runs. Each lane holds half a window of decoded rows on average.
 """
 STAGGERED_IN_LINE = 64
-"""Orders of up to this many lanes use linear staggering, which existing checkpoints rely on."""
+"""Up to this many lanes are staggered linearly, which is exactly even over all lanes together."""
 GOLDEN_16 = 40503
 """Fraction of the golden ratio in units of 1 / 65536; integers are exact on every machine."""
 
