@@ -245,7 +245,7 @@ def test_a_reader_on_another_node_fills_a_folder_of_its_own(recording: Path, tmp
 
 @dataclass
 class CountedSource:
-    """A source of known frames that records what it was asked for."""
+    """A source of known frames that records which frames were read."""
 
     decoded: list[int] = field(default_factory=list)
 

@@ -12,11 +12,11 @@ from vlatune.storage import remote_file, remote_retry
 from vlatune.storage.remote_file import BLOCK_BYTES, RemoteFile
 
 SMALL = {"BLOCK_BYTES": 8, "MAX_BLOCKS": 6, "CACHED_BLOCKS": 12}
-"""The constants, made so small that a few hundred bytes meet every case."""
+"""Constants so small that a few hundred bytes cover every case."""
 
 
 class Store:
-    """A filesystem with one object, that notes the ranges it is asked for."""
+    """A filesystem with one object, that records the requested ranges."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
