@@ -51,11 +51,11 @@ def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarr
 def allocate(spec: ReadSpec, rows: int) -> Columns:
     """Return uninitialised buffers for `rows` rows; zeroing the pages would be expensive."""
     columns: Columns = {}
-    for one in (*spec.cameras, *spec.absent, *spec.vectors):
-        window = () if one.offsets is None else (len(one.offsets),)
-        columns[one.column] = one.empty(rows, *window)
-        if one.offsets is not None:
-            columns[f"{one.column}_is_pad"] = np.empty((rows, *window), dtype=bool)
+    for feature in (*spec.cameras, *spec.absent, *spec.vectors):
+        window = () if feature.offsets is None else (len(feature.offsets),)
+        columns[feature.column] = feature.empty(rows, *window)
+        if feature.offsets is not None:
+            columns[f"{feature.column}_is_pad"] = np.empty((rows, *window), dtype=bool)
     for name in ("dataset_index", "index", "episode_index", "frame_index", "task_index", SLOT):
         columns[name] = np.empty(rows, dtype=np.int64)
     columns["timestamp"] = np.empty(rows, dtype=np.float32)
@@ -115,11 +115,11 @@ def read_unit(spec: ReadSpec, unit: Unit) -> Columns:
     return read_units({unit.dataset_index: spec}, [unit])
 
 
-def _frames_of(one: CameraSpec | VectorSpec, unit: Unit, columns: Columns, rows: slice) -> np.ndarray:
-    """Return the frames of each row, (N,) or (N, T) for a window, whose pad mask is filled in."""
-    if one.offsets is None:
+def _frames_of(feature: CameraSpec | VectorSpec, unit: Unit, columns: Columns, rows: slice) -> np.ndarray:
+    """Return the frame of each row, (N,), or fill the pad mask of windows and return their frames, (N, T)."""
+    if feature.offsets is None:
         return unit.frames
-    frames_NT, columns[f"{one.column}_is_pad"][rows] = window_frames(unit.frames, one.offsets, unit.length)
+    frames_NT, columns[f"{feature.column}_is_pad"][rows] = window_frames(unit.frames, feature.offsets, unit.length)
     return frames_NT
 
 
