@@ -73,6 +73,7 @@ def read_rows(
             return _keep(key, found).cut(begin - first, end - first)
     with opened(root, name, [column for column in columns if column not in optional], texts=texts) as parquet:
         there = [column for column in columns if column in parquet.schema_arrow.names]
+        parquet.require_numbers(there)
         check_columns(parquet.metadata, there)
 
         def convert(table: pa.Table) -> RowRange:

@@ -30,6 +30,7 @@ MAX_LINES_BYTES = 4 << 30
 """Maximum size of files that are read line by line: metrics.jsonl, samples.jsonl."""
 MAX_DEPTH = 16
 FILE_TYPES = {stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 WRITE = os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW = WRITE | os.O_WRONLY | os.O_EXCL
 
@@ -65,9 +66,16 @@ def real_path(folder: Path | str, name: str) -> Path:
 def open_file(folder: Path | str, name: str, *, max_bytes: int | None = None) -> IO[bytes]:
     """Open a file below a folder for reading."""
     real = real_path(folder, name)
-    if max_bytes is not None:
-        _require_size(Path(folder) / name, real.stat().st_size, max_bytes)
-    return real.open("rb")
+    descriptor = os.open(real, READ)
+    try:
+        found = os.fstat(descriptor)
+        _require_regular(real, found.st_mode)
+        if max_bytes is not None:
+            _require_size(Path(folder) / name, found.st_size, max_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
 
 
 def read_file(folder: Path | str, name: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:

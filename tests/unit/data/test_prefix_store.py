@@ -71,19 +71,33 @@ def test_another_prompt_dataset_or_sample_is_missing(tmp_path):
     assert read(open_store(tmp_path, identity=b"other"), columns) == [None, None]
 
 
-@pytest.mark.parametrize("damage", ["byte", "swapped"])
+@pytest.mark.parametrize("damage", ["byte", "truncated", "swapped", "link", "folder"])
 def test_damaged_rows_are_missing_and_can_be_written_again(tmp_path, damage: str):
     folder = tmp_path / "store"
     store, columns = open_store(folder), make_columns([9, 9])
     rows = fill(store, columns)
     first, second = (folder / key.part.name for key in store.keys(columns))
     data = first.read_bytes()
-    first.write_bytes(second.read_bytes() if damage == "swapped" else data[:-1] + bytes([data[-1] ^ 1]))
+    first.unlink()
+    if damage == "byte":
+        first.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "truncated":
+        first.write_bytes(data[:-8])
+    elif damage == "swapped":
+        first.write_bytes(second.read_bytes())
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        first.symlink_to(tmp_path / "elsewhere")
+    else:
+        first.mkdir()
     found = read(store, columns)
     assert found[0] is None
     np.testing.assert_array_equal(found[1], rows[1])
-    fill(store, columns)
-    np.testing.assert_array_equal(np.stack(read(store, columns)), np.stack(rows))
+    if damage != "folder":
+        fill(store, columns)
+        np.testing.assert_array_equal(np.stack(read(store, columns)), np.stack(rows))
+    if damage == "link":
+        assert (tmp_path / "elsewhere").read_bytes() == data
 
 
 def test_rows_stay_within_the_budget(tmp_path):

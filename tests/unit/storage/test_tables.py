@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vlatune.data.tables import read_rows, to_numpy
+from vlatune.data.tables import CACHED_FILES, read_rows, to_numpy
 from vlatune.storage.root import Root
 
 
@@ -110,12 +110,48 @@ def test_a_file_that_is_not_readable_is_named(damage, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_converted_files_are_cached(tmp_path):
+    root = write(tmp_path, index=pa.array([1, 2]))
+    first, second = (read_columns(root, "rows.parquet", ["index"])["index"] for _ in range(2))
+    assert np.shares_memory(first, second)
+
+
 def test_a_file_that_was_replaced_is_read_again(tmp_path):
     root = write(tmp_path, index=pa.array([1, 2]))
     read_columns(root, "rows.parquet", ["index"])
     write(tmp_path, index=pa.array([3, 4]))
     os.utime(tmp_path / "rows.parquet", ns=(1, 1))  # another time, however coarse the clock
     assert read_columns(root, "rows.parquet", ["index"])["index"].tolist() == [3, 4]
+
+
+def test_the_least_recently_used_file_is_evicted(tmp_path):
+    names = [f"{number}.parquet" for number in range(CACHED_FILES + 1)]
+    for number, name in enumerate(names):
+        root = write(tmp_path, name, index=pa.array([number]))
+
+    def read(name: str) -> np.ndarray:
+        return read_columns(root, name, ["index"])["index"]
+
+    first = [read(name) for name in names[:-1]]
+    assert np.shares_memory(read(names[0]), first[0])  # used again: now names[1] is the oldest
+    read(names[-1])
+    assert np.shares_memory(read(names[0]), first[0])
+    assert not np.shares_memory(read(names[1]), first[1])
+
+
+def test_a_denied_file_is_not_reported_as_damaged(tmp_path, monkeypatch):
+    root = write(tmp_path, index=pa.array([1]))
+
+    def deny(self: Root, name: str):
+        raise PermissionError(f"'{name}': access denied")
+
+    monkeypatch.setattr(Root, "open", deny)
+    for read in (
+        lambda: read_columns(root, "rows.parquet", ["index"]),
+        lambda: read_rows(root, "rows.parquet", ["index"], 0, 1),
+    ):
+        with pytest.raises(PermissionError, match="access denied"):
+            read()
 
 
 def test_valid_rows_are_read_from_a_file_with_invalid_ones(tmp_path):
