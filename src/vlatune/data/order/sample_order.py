@@ -141,6 +141,8 @@ MAX_LANES = 512
 """Upper limit of the number of lanes. One lane per sample mixes best, because samples of one lane
 and step come from the same few runs. Each lane holds half a window of decoded rows on average.
 """
+STAGGERED_IN_LINE = 64
+"""Up to this many lanes are staggered linearly, which is exactly even over all lanes together."""
 GOLDEN_16 = 40503
 """Fraction of the golden ratio in units of 1 / 65536; integers are exact on every machine."""
 
@@ -302,15 +304,18 @@ def _deal_lanes(spec: OrderSpec, runs: Ranges) -> Ranges:
     return _join_runs(parts)
 
 
-def window_edges(spec: OrderSpec, lane: int, first: int = 0, last: int | None = None) -> np.ndarray:
-    """Return where the mixing windows with samples [first, last) of a lane begin, and where the last one ends.
+def window_edges(spec: OrderSpec, lane: int, begin: int = 0, end: int | None = None) -> np.ndarray:
+    """Return where the mixing windows with samples [begin, end) of a lane begin, and where the last one ends.
 
-    The first window of a lane is shorter, which staggers the windows. Multiples of the golden ratio
-    spread any range of lanes evenly.
+    The first window of a lane is shorter, which staggers the windows.
     """
     per_lane, rows = spec.samples_per_lane, spec.window_rows
-    cut = rows - 1 - rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
-    numbers = np.arange((first + cut) // rows, ((per_lane if last is None else last) - 1 + cut) // rows + 2)
+    if spec.lanes <= STAGGERED_IN_LINE:
+        first = max(1, rows * (lane + 1) // spec.lanes)
+    else:  # multiples of the golden ratio also spread the lanes of one of many workers evenly
+        first = 1 + rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
+    cut = rows - first
+    numbers = np.arange((begin + cut) // rows, ((per_lane if end is None else end) - 1 + cut) // rows + 2)
     return np.clip(numbers * rows - cut, 0, per_lane)
 
 
