@@ -28,22 +28,22 @@ class Hub:
     folder: Path
     """What the repository holds."""
     token: str | None = None
-    """Without this one, requests are refused."""
+    """Requests without this token are rejected."""
     refusal: tuple[int, str] = (401, "RepoNotFound")
-    """Status and X-Error-Code of a refused request."""
+    """Status and X-Error-Code of a rejected request."""
     revisions: tuple[str, ...] = ("main", COMMIT)
     exists: bool = True
     private: bool = False
     refused_path: str | None = None
     """Requests to paths that hold this are answered with `refusal`, whatever their token."""
     refused_times: float = float("inf")
-    """How often they are; then they are answered."""
+    """Number of rejected requests; later ones are answered."""
     seen: list[str] = field(default_factory=list)
     """Authorization headers, as they came."""
     asked: list[str] = field(default_factory=list)
     """Method and path of every request."""
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Of LFS, by SHA-256."""
+    """LFS objects by SHA-256."""
     commits: list[str] = field(default_factory=list)
     """Their messages."""
     endpoint: str = ""

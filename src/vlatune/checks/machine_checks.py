@@ -94,7 +94,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
         f"{format_bytes(needed)} per worker at batch size {config.batch_size}: {format_bytes(state)} for weights and "
         f"optimizer, {format_bytes(footprint.saved_per_sample)} per sample; {device} has {format_bytes(device_bytes)}"
     )
-    sizes = ", ".join(f"{batch or 'none'} on {size} GB" for size, batch in figures["fits"].items())
+    sizes = ", ".join(f"{_batch_text(batch)} on {size} GB" for size, batch in figures["fits"].items())
     text = f"{text}; largest batch on a GPU: {sizes}"
     if needed <= device_memory.USABLE * device_bytes:
         yield Finding("pass", "memory", text, figures=figures)
@@ -113,6 +113,10 @@ def check_memory(case: Case) -> Iterator[Finding]:
     if not flags and footprint.gathered and not config.fsdp:
         remedy += ", or shard over several GPUs (--num_workers=2 --fsdp=true)"
     yield Finding("fail" if cuda else "warn", "memory", text, remedy=remedy, flags=flags, figures=figures)
+
+
+def _batch_text(batch: int) -> str:
+    return f"{batch:,} or more" if batch == device_memory.MAX_BATCH else f"{batch:,}" if batch else "none"
 
 
 def check_reading(case: Case) -> Iterator[Finding]:

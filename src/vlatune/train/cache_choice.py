@@ -46,7 +46,7 @@ USED = "used"
 
 @dataclass(frozen=True)
 class StoreLevel:
-    """What storing one result of all samples costs and saves; a row of the table."""
+    """Costs and savings of storing one result of all samples; a row of the table."""
 
     name: str
     sample_bytes: int

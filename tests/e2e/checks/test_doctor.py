@@ -73,7 +73,7 @@ def intact(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(intact, tmp_path) -> Path:
-    """Return a copy; the base contains the name of its own folder."""
+    """Return a copy; the base contains the name of its folder."""
     return Path(shutil.copytree(intact, tmp_path / "a folder", symlinks=True))
 
 

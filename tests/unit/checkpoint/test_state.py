@@ -194,7 +194,7 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
     ],
 )
 def test_damaged_random_states_are_named(tmp_path, change, told):
-    """With a manifest that fits: whoever can write the folder can write that, too."""
+    """The manifest fits: whoever can write the folder can write the manifest, too."""
     stored = stack_rng([get_rng(CPU)])
     made = change(stored)
     (tmp_path / RNG).write_bytes(made) if isinstance(made, bytes) else save_numpy(made, tmp_path / RNG)
