@@ -222,8 +222,8 @@ def _skipped(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def doctor_page(found: Examination) -> str:
-    batch = found.case.batch
-    why = next((one.text for one in found.findings if one.check == "first batch"), "it was not read")
+    read = next((one for one in found.findings if one.check == "first batch"), None)
+    why = read.text if read else "it was not read"
     body = [
         _head(found),
         _checks(found.findings),
@@ -232,8 +232,8 @@ def doctor_page(found: Examination) -> str:
             tag("p", "With all flags from above:" if found.has_flags else "The run as given:"),
             command(found.command.split(" ")),
         ),
-        _first_batch(found.case, batch)
-        if batch
+        _first_batch(found.case)
+        if read and read.level == "pass"
         else section("The first batch", tag("p", f"Not shown: {why}.", class_="missing")),
         *(section(title, tag("pre", "\n".join(_table(found.findings, check)))) for check, title in TABLES.items()),
     ]
@@ -268,8 +268,8 @@ def _checks(findings: Sequence[Finding]) -> Html:
     return section("Checks", tag("table", tag("tbody", *rows), class_="checks"))
 
 
-def _first_batch(case: Case, batch: FirstBatch) -> Html:
-    shown = min(MAX_SAMPLES, num_rows(batch.rows))
+def _first_batch(case: Case) -> Html:
+    batch, shown = case.batch, min(MAX_SAMPLES, num_rows(case.batch.rows))
     height, width = case.policy.image_hw
     text = (
         f"The first {shown} samples of worker 0: images resized to {height} x {width}, the prompt with its tokens, "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from vlatune.checks.device_memory import GB, rows_of
 from vlatune.config.settings import RunConfig
-from vlatune.formatting import format_number, format_seconds, plural
+from vlatune.formatting import format_number, format_seconds, plural, text_table
 
 TERA = 10**12
 PRODUCT_SHARE, TRAFFIC_SHARE = 0.5, 0.85
@@ -155,12 +155,11 @@ def cost_table(estimates: Iterable[Estimate], config: RunConfig) -> list[str]:
         times = (f"{format_number(1000 * one.step_s, digits=3)} ms", format_number(one.samples_per_s, digits=3))
         prices = (f"{one.usd_per_hour:.2f}", f"{one.usd:.2f}")
         rows.append((one.device, *times, format_seconds(3600 * one.hours), *prices, fits[one.fits], one.bound))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         f"{config.steps:,} steps on {plural(config.num_workers, 'GPU')}, estimated from counted kernels, not measured:",
         f"{PRODUCT_SHARE:.0%} of peak products, {TRAFFIC_SHARE:.0%} of memory bandwidth, {1e6 * LAUNCH_S:.0f} us per launch;",
         "without start-up, waiting for data, validation and checkpoints",
-        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        *text_table(rows),
     ]
 
 
