@@ -134,8 +134,8 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
                 case ["", "someone", "base.git", "info", "lfs", "objects", "batch"]:
                     self._json({"transfer": "basic", "objects": list(map(self._wanted, json.loads(body)["objects"]))})
                 case ["", "lfs", "verify"]:
-                    told = json.loads(body)
-                    self._send(200 if len(hub.objects[told["oid"]]) == told["size"] else 422, b"")
+                    sent = json.loads(body)
+                    self._send(200 if len(hub.objects[sent["oid"]]) == sent["size"] else 422, b"")
                 case ["", "commit", "main"]:
                     self._commit([json.loads(line) for line in body.splitlines()])
                 case _:

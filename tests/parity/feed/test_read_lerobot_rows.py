@@ -160,7 +160,7 @@ def reencode(root: Path, encoder: str, options: dict[str, str]) -> None:
     """Encode with long GOPs, B-frames and a variable frame rate, in the mp4 files and in the rows."""
     meta = load_meta(str(root))
     wander = np.random.default_rng(0).integers(0, 60, int(meta.episodes.length.max()))
-    wander[0] = 0  # meta/episodes tells when an episode begins
+    wander[0] = 0  # meta/episodes states when an episode begins
     for camera in meta.cameras:
         files = {meta.video_path(position, camera) for position in range(len(meta.episodes))}
         for file in files:
