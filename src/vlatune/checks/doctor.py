@@ -202,8 +202,8 @@ def finding_text(one: Finding, *, width: int) -> str:
 def outcome_text(found: Examination, page: Path | None, *, width: int) -> str:
     """Return the lines after the findings: skipped checks, verdict, and command."""
     lines = [finding_text(one, width=width) for one in _skipped(found.findings)]
-    for check in TABLES:
-        lines += ["", *map(printable, _table(found.findings, check))]
+    for table in _tables(found.findings).values():
+        lines += ["", *map(printable, table)]
     lines += ["", found.verdict]
     if found.has_flags:
         lines += ["command with all these flags:", f"  {found.command}"]
@@ -235,7 +235,7 @@ def doctor_page(found: Examination) -> str:
         _first_batch(found.case)
         if read and read.level == "pass"
         else section("The first batch", tag("p", f"Not shown: {why}.", class_="missing")),
-        *(section(title, tag("pre", "\n".join(_table(found.findings, check)))) for check, title in TABLES.items()),
+        *(section(title, tag("pre", "\n".join(table))) for title, table in _tables(found.findings).items()),
     ]
     return make_page(f"{found.given.job_name} · vlatune doctor", join(body))
 
@@ -328,6 +328,7 @@ def _action_plots(case: Case, batch: FirstBatch, row: int) -> Iterator[Html]:
             yield draw(chart)
 
 
-def _table(findings: Iterable[Finding], check: str) -> Sequence[str]:
-    """Return the lines of a check's table."""
-    return next((one.figures.get("table", ()) for one in findings if one.check == check), ())
+def _tables(findings: Iterable[Finding]) -> dict[str, Sequence[str]]:
+    """Return title -> lines of the tables that the checks made."""
+    made = {one.check: one.figures["table"] for one in findings if "table" in one.figures}
+    return {title: made[check] for check, title in TABLES.items() if check in made}
