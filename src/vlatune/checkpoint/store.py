@@ -30,6 +30,7 @@ from vlatune.checkpoint.local_store import (
     share,
 )
 from vlatune.storage.files import sync
+from vlatune.storage.paths import run_url
 from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
 from vlatune.storage.url_folder import cache_folder, upload_file
@@ -45,18 +46,23 @@ def open_store(run_dir: Path, storage_path: str | None) -> Store:
     """Open the checkpoints in the run's folder, or below `storage_path` under the run's name."""
     if storage_path is None:
         return LocalStore(run_dir / CHECKPOINTS)
-    url = f"{storage_path.rstrip('/')}/{run_dir.resolve().name}/{CHECKPOINTS}"
-    try:
-        root = Root(url, has_checksums=False)
-        root.filesystem()
-    except (ValueError, RuntimeError) as error:  # unknown scheme, missing driver, or a password
-        reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")
-        raise type(error)(f"--storage_path: {reason}") from None
+    root = storage_root(f"{run_url(run_dir, storage_path)}/{CHECKPOINTS}")
     if root.is_local:
         return LocalStore(Path(root.path))
     # A worker on another node does not have the run's folder, and must not create one.
     staging = run_dir if run_dir.is_dir() else cache_folder() / "staging" / run_dir.resolve().name
     return RemoteStore(root, staging / CHECKPOINTS)
+
+
+def storage_root(url: str, what: str = "--storage_path") -> Root:
+    """Return a folder of a run in storage; raise if it cannot be one."""
+    try:
+        root = Root(url, has_checksums=False)
+        root.filesystem()
+    except (ValueError, RuntimeError) as error:  # unknown scheme, missing driver, or a password
+        reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")
+        raise type(error)(f"{what}: {reason}") from None
+    return root
 
 
 def absolute_storage(storage_path: str | None) -> str | None:

@@ -28,6 +28,7 @@ import psutil
 from vlatune.errors import RunStoppedError
 from vlatune.storage.files import make_output_folder, open_to_append, parse_json, read_file, write_atomic
 from vlatune.storage.json_types import checked
+from vlatune.storage.paths import run_url
 from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
 
@@ -169,7 +170,7 @@ LeaseFile = LocalLeaseFile | RemoteLeaseFile
 
 def lease_file(run_dir: Path, storage_path: str) -> LeaseFile:
     """Return the lease of the run's checkpoints below `storage_path`."""
-    return open_lease_file(Root(f"{storage_path.rstrip('/')}/{run_dir.resolve().name}", has_checksums=False))
+    return open_lease_file(Root(run_url(run_dir, storage_path), has_checksums=False))
 
 
 def open_lease_file(root: Root) -> LeaseFile:
@@ -189,12 +190,7 @@ class Lease:
 
     def acquire(self) -> None:
         """Take the lease, or raise and name the process that holds it."""
-        found = self._file.read()
-        if found is not None:
-            holder = _parse(found[0], self._file.where)
-            is_here = bool(self._own.machine) and holder.machine == self._own.machine
-            if not (is_here and is_dead(holder.pid)) and self._now() - holder.renewed_s < EXPIRY_S:
-                raise self._held_by(holder)
+        found = self.check_free()
         self._own = replace(self._own, renewed_s=self._now())
         try:
             is_written = self._file.write(self._bytes(), found[1] if found else None)
@@ -206,6 +202,16 @@ class Lease:
             now = self._file.read()  # another process was faster
             raise self._held_by(_parse(now[0], self._file.where) if now else self._own)
         self.check()
+
+    def check_free(self) -> tuple[bytes, str] | None:
+        """Return content and version of an expired lease, or None; raise if a process holds it."""
+        found = self._file.read()
+        if found is not None:
+            holder = _parse(found[0], self._file.where)
+            is_here = bool(self._own.machine) and holder.machine == self._own.machine
+            if not (is_here and is_dead(holder.pid)) and self._now() - holder.renewed_s < EXPIRY_S:
+                raise self._held_by(holder)
+        return found
 
     def renew(self) -> None:
         """Extend the lease; raise if it was lost."""
