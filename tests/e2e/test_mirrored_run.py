@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from driving import exit_code, output, started, step_of, wait_until
+from driving import exit_code, output, started, wait_until
 from local_runs import assert_same_run, train_flags
 from unit.checkpoint.upload_server import environment, running_upload_server
 from unit.storage.loopback_s3 import ACCESS_KEY, BUCKET, SECRET_KEY, Fault, Proxy
@@ -22,7 +22,7 @@ from vlatune.run.summary import read_summary
 pytestmark = pytest.mark.timeout(900)
 STORAGE = f"s3://{BUCKET}/runs"
 RUN = f"{STORAGE}/run"
-STEPS = 300
+STEPS = 600
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +88,16 @@ def resumed(dataset_v3, small_base, flags, server, tmp_path_factory) -> Machine:
             dataset_v3, machine.base(small_base), f"--steps={STEPS}", f"--storage_path={STORAGE}", *flags
         )
 
+    fs = s3(server)
     with started(first.run_dir, *words(first), environment=first.env) as process:
-        wait_until(lambda: step_of(first.run_dir) >= 130, process, first.run_dir)
+        wait_until(lambda: fs.exists(f"{RUN}/checkpoints/00000100/manifest.json"), process, first.run_dir)
         for pid in processes_in(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.wait(60)
-    fs = s3(server)
-    assert fs.exists(f"{RUN}/checkpoints/00000100/manifest.json")
     assert not fs.exists(f"{RUN}/summary.json")
+    saved = int(max(fs.ls(f"{RUN}/checkpoints", detail=False)).rpartition("/")[2])
     mirrored = [json.loads(line) for line in fs.cat_file(f"{RUN}/metrics.jsonl").splitlines()]
-    assert mirrored[99]["optimizer_step"] == 100, "a committed checkpoint has its metrics in the store"
+    assert mirrored[saved - 1]["optimizer_step"] == saved, "a committed checkpoint has its metrics in the store"
     shutil.rmtree(first.folder)
     with started(second.run_dir, *words(second), environment=second.env) as process:
         assert exit_code(process, second.run_dir) == 0, output(second.run_dir)
@@ -118,7 +118,8 @@ def test_run_resumed_on_another_machine_equals_an_uninterrupted_one(resumed, cle
     assert_same_run(copy, clean)
     events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
     starts = [one["optimizer_step"] for one in events if one["event"] == "start"]
-    assert starts == [0, 100]
+    assert len(starts) == 2
+    assert 0 == starts[0] < starts[1] < STEPS
 
 
 def test_store_has_all_files_of_the_finished_run(resumed, server):
