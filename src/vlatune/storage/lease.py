@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 
@@ -120,7 +121,7 @@ class LocalLeaseFile:
 
 @dataclass(frozen=True)
 class RemoteLeaseFile:
-    """An object, replaced with the conditional writes of S3 (If-Match) where the store has them."""
+    """An object, replaced with the conditional writes of S3 (If-Match) and GCS (ifGenerationMatch)."""
 
     root: Root
 
@@ -133,9 +134,10 @@ class RemoteLeaseFile:
 
         def read_once() -> tuple[bytes, str]:
             fs.invalidate_cache(self.root.path)
-            version = fs.info(path).get("ETag")  # before the content, so that it is never newer
+            info = fs.info(path)  # before the content, so that the version is never newer
+            version = info.get("ETag") or info.get("generation")
             data = fs.cat_file(path, start=0, end=MAX_BYTES)
-            return data, version or hashlib.sha256(data).hexdigest()
+            return data, str(version) if version else hashlib.sha256(data).hexdigest()
 
         with suppress(FileNotFoundError):
             return retried(read_once, self.where)
@@ -144,10 +146,16 @@ class RemoteLeaseFile:
     def write(self, data: bytes, version: str | None) -> bool:
         fs, path = self.root.filesystem(), self.root.join(LEASE_FILE)
         match = {"IfMatch": version} if "s3" in fs.protocol else {}
+        is_renewed_on_gcs = "gs" in fs.protocol and version is not None and version.isdecimal()
         failed: Exception | None = None
         try:
             try:
-                fs.pipe_file(path, data, **({"mode": "create"} if version is None else match))
+                if is_renewed_on_gcs:  # pipe_file has no condition but "create"
+                    bucket, key, _ = fs.split_path(path)
+                    url = f"{fs.base.replace('/storage/', '/upload/storage/')}b/{quote(bucket)}/o"
+                    fs.call("POST", url, uploadType="media", name=key, ifGenerationMatch=version, data=data)
+                else:
+                    fs.pipe_file(path, data, **({"mode": "create"} if version is None else match))
             except (NotImplementedError, TypeError, OSError) as error:
                 if isinstance(error, OSError) and error.errno != errno.ENOSYS:
                     raise
