@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from unit.storage.loopback_s3 import ACCESS_KEY, BUCKET, SECRET_KEY, Fault, Prox
 
 from benchmarks.processes import processes_in
 from vlatune.run.summary import read_summary
+from vlatune.storage.lease import EXPIRY_S
 
 pytestmark = pytest.mark.timeout(900)
 STORAGE = f"s3://{BUCKET}/runs"
@@ -150,6 +153,31 @@ def test_run_is_evaluated_exported_and_reported_from_its_url(resumed, machine):
     machine.call("report", RUN, str(resumed.run_dir))
     assert (machine.folder / "comparison.html").is_file()
     assert not list(machine.folder.glob("run*/checkpoints"))
+
+
+def test_second_driver_is_rejected_and_takes_over_an_expired_lease(
+    clean, flags, dataset_v3, small_base, server, tmp_path
+):
+    server.reset()
+    first, second = (Machine(tmp_path / name, server) for name in ("first", "second"))
+    fs, run_dirs = s3(server), [one.run_dir.with_name("shared") for one in (first, second)]
+    words = train_flags(dataset_v3, small_base, f"--steps={STEPS}", f"--storage_path={STORAGE}", *flags)
+    with started(run_dirs[0], *words, environment=first.env) as process:
+        wait_until(lambda: fs.exists(f"{STORAGE}/shared/lease.json"), process, run_dirs[0])
+        rejected = second.call("train", f"--output_dir={run_dirs[1]}", *words, code=2)
+        assert f"is in use by process {process.pid} on {socket.gethostname()}, started " in rejected
+        assert not run_dirs[1].exists()
+        wait_until(lambda: fs.exists(f"{STORAGE}/shared/checkpoints/00000100/manifest.json"), process, run_dirs[0])
+        for pid in processes_in(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+    lease = json.loads(fs.cat_file(f"{STORAGE}/shared/lease.json")) | {"machine": "another"}
+    fs.pipe_file(f"{STORAGE}/shared/lease.json", json.dumps(lease | {"renewed_s": time.time()}).encode())
+    assert "is in use by process" in second.call("train", f"--output_dir={run_dirs[1]}", *words, code=2)
+    fs.pipe_file(f"{STORAGE}/shared/lease.json", json.dumps(lease | {"renewed_s": time.time() - EXPIRY_S}).encode())
+    second.call("train", f"--output_dir={run_dirs[1]}", *words)
+    fs.get(f"{STORAGE}/shared/checkpoints/", f"{run_dirs[1]}/checkpoints/", recursive=True)
+    assert_same_run(run_dirs[1], clean)
 
 
 @pytest.mark.parametrize("command", ["eval", "export", "report"])
