@@ -124,12 +124,11 @@ def train(config: RunConfig) -> None:
 def evaluate(options: EvalConfig, path: str) -> None:
     if options.dataset.root is not None:
         require_dataset(options.dataset.root, argument="--dataset.root")
-    if "://" not in path and not (Path(path) / PRETRAINED_FOLDER).is_dir():  # LeRobot's has a separate message
-        require_run(Path(path), files=(CONFIG_FILE,))
     from vlatune.run.mirror import opened_run
 
     with opened_run(path) as run:
-        require_run(run.folder, files=(CONFIG_FILE,)) if run.is_copy else None
+        if not (run.folder / PRETRAINED_FOLDER).is_dir():  # LeRobot checkpoints have a separate message
+            require_run(run.folder, files=(CONFIG_FILE,))
         from vlatune.evaluate.evaluate_run import evaluate_run
 
         if run.is_copy and options.output_dir is None:
