@@ -135,7 +135,7 @@ def test_anyscale_files_name_each_other() -> None:
     comments = (DEPLOY / "anyscale_compute.yaml").read_text(encoding="utf-8")
     assert f"compute-config create -n {JOB['compute_config']} -f deploy/anyscale_compute.yaml" in comments
     assert COMPUTE["head_node"]["resources"]["GPU"] == train_config(JOB["entrypoint"]).num_workers
-    assert str(train_config(JOB["entrypoint"]).run_dir) in JOB["entrypoint"].partition(";")[2]
+    assert str(train_config(JOB["entrypoint"]).storage_path).startswith("s3://"), "it holds the copy of the run folder"
     assert all(group["min_nodes"] == group["max_nodes"] for group in COMPUTE["worker_nodes"])
 
 

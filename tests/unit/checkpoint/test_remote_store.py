@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,27 @@ def test_round_trip_with_the_manifest_last(store, s3):
         assert (folder / "policy" / "config.json").read_text() == "{}"
     assert not folder.exists()
     assert list(store.staging.iterdir()) == []
+
+
+def test_processes_of_a_machine_share_one_copy(store, s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_checkpoint(store, 5, files())
+    s3.reset()
+    copies: list[Path] = []
+    threads = [threading.Thread(target=lambda: copies.append(store.local_copy(5))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (copy,) = set(copies)
+    assert len(copies) == 3
+    assert (load_file(copy / FILE)["weights"] == WEIGHTS).all()
+    assert len(s3.gets(FILE)) == 1
+    store.drop_copy(copy)
+    put(s3, key(store, f"00000005/{FILE}"), bytes(100))
+    with pytest.raises(RuntimeError, match="is damaged"):
+        store.local_copy(5)
+    assert not copy.exists()
 
 
 def test_what_need_not_be_kept_goes_after_the_new_one_is_there(store, s3):
