@@ -64,20 +64,6 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_last_bit(config):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_snapshot_is_of_its_moment(config):
-    """The loop goes on while the thread still writes."""
-    with running(config) as run:
-        train(run, 1)
-        before = {name: value.detach().clone() for name, value in run.trainable.items()}
-        run.save()
-        train(run, 2)
-    stored = load_file(config.run_dir / "checkpoints" / "00000001" / TRAINABLE)
-    assert all(torch.equal(stored[name], before[name]) for name in before)
-    assert not torch.equal(
-        before["policy.model.action_in_proj.bias"], run.trainable["policy.model.action_in_proj.bias"]
-    )
-
-
 def test_a_checkpoint_holds_only_what_trains_in_safetensors_and_json(config):
     make_finished(config)
     (folder,) = list_checkpoints(config.run_dir)

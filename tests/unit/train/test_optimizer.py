@@ -27,13 +27,6 @@ def test_rates_equal_lerobots(total_steps):
         theirs.step()
 
 
-def test_the_optimizer_is_fused_and_has_the_configs_numbers():
-    config = OptimizerConfig(lr=0.5, betas=(0.8, 0.7), eps=1e-6, weight_decay=0.25)
-    (group,) = make_optimizer([torch.nn.Parameter(torch.zeros(1))], config).param_groups
-    assert group["fused"] is True
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.7), 1e-6, 0.25)
-
-
 def rates_of(theirs, optimizer: torch.optim.Optimizer, steps: int) -> list[list[float]]:
     """Return the learning rates of the groups at each step of LeRobot's scheduler."""
     found = []
@@ -79,12 +72,6 @@ def test_each_group_has_its_learning_rate_and_no_parameter_is_lost():
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 0.025]
     assert all(group["fused"] for group in optimizer.param_groups)
-
-
-def test_adam_is_torchs_adam():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer([weight], OptimizerConfig(lr=0.1, weight_decay=0.5, type="adam"))
-    assert type(optimizer) is torch.optim.Adam
 
 
 def test_groups_resume_bit_exactly(tmp_path):
