@@ -112,12 +112,6 @@ def test_time_is_counted_from_the_last_save(store):
     assert not BackgroundWriter(store, Keep(last=1), every_s=0, clock=lambda: 1e9).is_due()
 
 
-def test_what_a_killed_writer_left_is_gone_when_the_next_begins(store):
-    store.begin(7)
-    BackgroundWriter(store, Keep(last=1))
-    assert list(store.staging.iterdir()) == []
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 6 MB."""

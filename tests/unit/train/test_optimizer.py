@@ -4,9 +4,7 @@ import pytest
 import torch
 from lerobot.optim import CosineDecayWithWarmupSchedulerConfig
 from lerobot.optim.schedulers import ConstantWithWarmupSchedulerConfig, DiffuserSchedulerConfig
-from safetensors.torch import save_file
 
-from vlatune.checkpoint.state import load_optimizer, load_trainable, tensors_to_save
 from vlatune.config.settings import OptimizerConfig, SchedulerConfig
 from vlatune.train.worker.optimizer import learning_rate, make_groups, make_optimizer, set_learning_rate
 
@@ -72,33 +70,3 @@ def test_each_group_has_its_learning_rate_and_no_parameter_is_lost():
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 0.025]
     assert all(group["fused"] for group in optimizer.param_groups)
-
-
-def test_groups_resume_bit_exactly(tmp_path):
-    """Moments of every group, by name, through the files of a checkpoint."""
-
-    def begun() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
-        generator = torch.Generator().manual_seed(3)
-        names = ("neck.w", "backbone.w", "head.w")
-        weights = {name: torch.nn.Parameter(torch.randn(4, generator=generator)) for name in names}
-        return weights, make_optimizer(make_groups(weights, 0.1, {"backbone": 0.01}), OptimizerConfig(lr=0.1))
-
-    def stepped(weights, optimizer, steps) -> None:
-        for step in steps:
-            set_learning_rate(optimizer, 0.1 / (1 + step))
-            sum(
-                (weight * (step + 1 + place)).square().sum() for place, weight in enumerate(weights.values())
-            ).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    through, optimizer = begun()
-    stepped(through, optimizer, range(3))
-    for name, tensors in tensors_to_save(through, optimizer).items():
-        save_file(dict(tensors), tmp_path / name)
-    stepped(through, optimizer, range(3, 6))
-    again, fresh = begun()
-    load_trainable(tmp_path, again)
-    load_optimizer(tmp_path, again, fresh)
-    stepped(again, fresh, range(3, 6))
-    assert all(torch.equal(again[name], through[name]) for name in through)
