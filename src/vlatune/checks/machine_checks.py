@@ -293,13 +293,17 @@ def check_cluster(case: Case) -> Iterator[Finding]:
         found, _, remedy = problem.partition("; ")
         yield Finding("fail", "cluster", found, remedy=remedy)
         return
-    if case.config.policy.compile == "true" and not os.environ.get("RAY_ADDRESS"):
-        from vlatune.train.worker.device import compiler_problem
+    wanted = case.config.policy.compile
+    if (wanted == "true" or (wanted == "auto" and gpus)) and not os.environ.get("RAY_ADDRESS"):
+        from vlatune.train.worker.device import compiler_problem, may_compile
 
-        if problem := compiler_problem("cuda" if gpus else "cpu"):
+        problem = compiler_problem("cuda" if gpus else "cpu")
+        if problem and (wanted == "true" or may_compile(case.config)):
             found, _, remedy = problem.partition("; ")
-            yield Finding("fail", "cluster", found, remedy=remedy, flags=("--policy.compile=false",))
-            return
+            flags = ("--policy.compile=false",)
+            yield Finding("fail" if wanted == "true" else "warn", "cluster", found, remedy=remedy, flags=flags)
+            if wanted == "true":
+                return
     if os.environ.get("RAY_ADDRESS") and case.setup is not None:
         from vlatune.train.driver.ray_nodes import check_nodes
 

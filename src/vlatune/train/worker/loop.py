@@ -94,10 +94,7 @@ class Worker:
         self.while_running = ExitStack()
         if self.config.deterministic:
             self.while_running.enter_context(deterministic_kernels())
-        wanted = self.config.policy.compile
-        if wanted == "auto" and self.config.fsdp:
-            wanted = "false"
-        compiles = uses_compiler(wanted, self.device, deterministic=self.config.deterministic)
+        compiles = uses_compiler(self.config, self.device)
         flags = set_performance_flags(self.device, job.torch_threads) | {"compile": compiles}
         seed_all(self.config.seed)
         setup, optimizer = job.setup, self.config.optimizer
