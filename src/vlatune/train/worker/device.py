@@ -51,7 +51,9 @@ def uses_compiler(config: RunConfig, device: torch.device) -> bool:
     if problem and wanted == "true":
         raise ValueError(f"--policy.compile=true: {problem}, or use --policy.compile=false")
     if problem is None and wanted == "auto":  # an error of the compiler must not end a run that did not ask for it
-        torch._dynamo.config.suppress_errors = True
+        from torch._dynamo import config as compiler_config
+
+        compiler_config.suppress_errors = True
     return problem is None
 
 
