@@ -100,7 +100,7 @@ def test_the_report_shows_versions_and_checkpoints_of_the_run(first_run):
     ("name", "steps", "weights"), [("first_run", [4, 8, 12], "trained"), ("other_run", [2], "ema")]
 )
 def test_validation_during_training_equals_eval_of_that_checkpoint(name, steps, weights, request):
-    """To the last bit, also with several noise samples and averaged weights."""
+    """The runs are equal to the last bit, also with several noise samples and averaged weights."""
     folder = request.getfixturevalue(name)
     validations = read_jsonl(folder / "validation.jsonl")
     assert [line["optimizer_step"] for line in validations] == steps

@@ -56,7 +56,7 @@ def test_actions_equal_those_of_a_run_on_one_robot(
     mixed: Columns,  # noqa: F811
     number: int,
 ) -> None:
-    """In a batch of all robots, with different cameras and dims."""
+    """A batch has all robots, with different cameras and dims."""
     single, part, mine = alone(config, number), setup.binding.parts[number], mixed["dataset_index"] == number
     raw = rows_of(setup, number) | {"dataset_index": np.zeros(mine.sum(), np.int64)}
     raw |= {STATE: raw[STATE][..., : part.state_dim], ACTION: raw[ACTION][..., : part.action_dim]}

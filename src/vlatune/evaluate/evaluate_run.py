@@ -154,7 +154,7 @@ def _figures(setup: Inputs, group: Group, rollouts: Sequence[Rollout]) -> dict[s
 
 
 def _joint_figures(setup: Inputs, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Average losses and errors of several robots by samples; `datasets` has those of each."""
+    """Average losses and errors of several robots by samples; `datasets` has each dataset's."""
     counts = [one["num_samples"] for one in each]
     averaged = [key for key, value in each[0].items() if isinstance(value, float)]
     rolled = [one["rollouts"] for one in each if "rollouts" in one]

@@ -63,7 +63,7 @@ def check_limit(name: str, found: float, what: str) -> None:
     shown = f"{found:,}" if isinstance(found, int) and found < 10**18 else str(found)[:30]
     scale = math.ceil(min(found, 10**18) / LIMITS.get(name, 1))
     raise TooMuchError(
-        f"{what} {shown}, above the limit of {limit(name):,}; the file is damaged or not what its name says; "
+        f"{what} {shown}, above the limit of {limit(name):,}; the file is damaged, or another file under this name; "
         f"if it is right, set {MAX_DECODE_S if name == 'decode_s' else SCALE}={scale}"
     )
 

@@ -34,6 +34,8 @@ DATA_PAGES = (5, 8)
 """Header fields of data pages, versions 1 and 2."""
 SCHEMA_KEY, INERT_KEY = b"ARROW:schema", b"inert:schema"
 """The replacement has the same length, which keeps all offsets."""
+MAX_LISTED = 8
+"""Maximum number of column names in a message."""
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """Exceptions of damaged parquet files. Handle PermissionError first: it is an OSError, too."""
 READ_OPTIONS = {"buffer_size": BUFFER_BYTES, "pre_buffer": False, "arrow_extensions_enabled": False}
@@ -64,9 +66,11 @@ def opened(
                 raise ValueError(f"{where}: {error}") from error
             missing = [column for column in columns if column not in parquet.schema_arrow.names]
             if missing:
+                names = parquet.schema_arrow.names
+                listed = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
                 raise ValueError(
-                    f"{where} lacks the column '{missing[0]}'; it has {', '.join(parquet.schema_arrow.names)}; "
-                    f"download the file again, or correct meta/info.json"
+                    f"{where} lacks the column '{missing[0]}' (it has {listed}); download the file again, or correct "
+                    f"meta/info.json"
                 )
             parquet.require_numbers(columns)
             check_columns(parquet.metadata, [*columns, *texts])

@@ -18,7 +18,7 @@ BASES = "bases"
 
 @dataclass(frozen=True)
 class BaseSource:
-    """Where a node finds the base model; plain values, sent to every worker."""
+    """Location of the base model for a node; plain values, sent to every worker."""
 
     folder: str
     """Folder of the driver, used where it exists with the same content."""

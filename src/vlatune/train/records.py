@@ -113,7 +113,7 @@ def new_records(parcel: Parcel, end: int) -> Sequence[Record]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the run folder holds up to the checkpoint that an attempt resumes from."""
+    """Records of the run folder up to the checkpoint that an attempt resumes from."""
 
     last_loss: float = float("nan")
     validation_errors: dict[int, float] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from vlatune.config.settings import DatasetConfig, EvalConfig, PolicyConfig, Run
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.order.sample_order import epoch_order, step_samples
 from vlatune.evaluate.held_out import read_held_out
-from vlatune.evaluate.predictions import predict
+from vlatune.evaluate.predictions import predict_all
 from vlatune.feed.plan import Share, count_actions
 from vlatune.policies.base import ModuleOptions
 from vlatune.registry import get_adapter
@@ -106,7 +106,7 @@ def test_the_validation_loss_is_the_same_for_every_batch_size(config, module):
     rows = read_held_out(setup, 12)
     assert rows[ACTION_IS_PAD].any()
     module.eval()
-    losses = [predict(setup, module, rows, EvalConfig(batch_size=size)).loss for size in (12, 5, 1)]
+    losses = [predict_all(setup, module, rows, EvalConfig(batch_size=size))["none"].loss for size in (12, 5, 1)]
     module.train()
     assert losses == pytest.approx([losses[0]] * 3, rel=2e-6)
 
@@ -136,7 +136,7 @@ def test_valid_actions_are_counted(dataset_v3, small_base, offsets):
 
 
 def test_each_robot_has_its_own_count(dataset_v3, dataset_v21, small_base):
-    """As if all rows of a micro-batch were its own; without several robots all rows count together."""
+    """Compute the loss as if all rows of a micro-batch were its own; without several robots all rows count together."""
     config = RunConfig(
         dataset=DatasetConfig(root=(str(dataset_v3), str(dataset_v21)), weight=(1.0, 3.0), run_length=4, window_rows=8),
         policy=PolicyConfig(path=str(small_base), train="heads"),

@@ -1,4 +1,4 @@
-"""Saving in the background: one at a time, and a failure is told at the next step with its cause and remedy."""
+"""Saving in the background: one at a time, and a failure is raised at the next step with its cause and remedy."""
 
 import errno
 import os
@@ -100,10 +100,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_reported(store, monkeypatch
     writer.save(1, tensors(SMALL), score=NO_SCORE)
     writer.wait()
 
-    def refuse(*_: object) -> None:
+    def fail_to_remove(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(store, "remove", refuse)
+    monkeypatch.setattr(store, "remove", fail_to_remove)
     writer.save(2, tensors(SMALL), score=NO_SCORE)
     with pytest.raises(RunStoppedError, match="00000002 is written, but an older one could not be removed: Permission"):
         writer.wait()
@@ -172,7 +172,7 @@ def test_a_file_size_limit_ends_the_run_and_the_last_good_one_loads(store):
 
 @pytest.fixture
 def as_nobody() -> Iterator[Path]:
-    """A folder that this process may read but not write: root, who may always write, becomes nobody meanwhile."""
+    """Make a folder that this process may read but not write; root, which may always write, changes its user."""
     uid = os.geteuid()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

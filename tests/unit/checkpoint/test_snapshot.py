@@ -1,4 +1,4 @@
-"""Saves through a bounded buffer: the right bytes, the memory that is allowed, and nobody waits for ever."""
+"""Saves through a bounded buffer write the right bytes within the allowed memory, and never block forever."""
 
 import threading
 from dataclasses import replace
@@ -117,21 +117,21 @@ def test_a_copy_that_fails_lets_the_writer_go(tmp_path):
     files = make_files()
     snapshot = staging(48).begin(files)
     files["second.safetensors"].clear()  # as if the device were gone in between
-    told = []
+    reported = []
 
     def write() -> None:
         try:
             for name in snapshot.layouts:
                 snapshot.write(name, tmp_path / name)
         except SaveAbortedError:
-            told.append(True)
+            reported.append(True)
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     with pytest.raises(KeyError):
         snapshot.copy()
     thread.join(timeout=60)
-    assert told == [True]
+    assert reported == [True]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint does exactly what it would have done, random draws included."""
+"""Training that resumes from a checkpoint equals uninterrupted training, random numbers included."""
 
 import math
 import random
@@ -65,7 +65,7 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_last_bit(config):
 
 
 def test_a_snapshot_is_of_its_moment(config):
-    """The loop goes on while the thread still writes."""
+    """The loop continues while the thread still writes."""
     with running(config) as run:
         train(run, 1)
         before = {name: value.detach().clone() for name, value in run.trainable.items()}
@@ -183,7 +183,7 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda _: b"no tensors", "header"),
         (lambda stored: {name: value for name, value in stored.items() if name != "numpy"}, "'numpy' is missing"),
@@ -193,12 +193,12 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
         (lambda stored: {"python": stored["python"]}, "torch"),
     ],
 )
-def test_damaged_random_states_are_named(tmp_path, change, told):
-    """With a manifest that fits: whoever can write the folder can write that, too."""
+def test_damaged_random_states_are_named(tmp_path, change, reason):
+    """The manifest fits: whoever can write the folder can write the manifest, too."""
     stored = stack_rng([get_rng(CPU)])
     made = change(stored)
     (tmp_path / RNG).write_bytes(made) if isinstance(made, bytes) else save_numpy(made, tmp_path / RNG)
-    with pytest.raises(ValueError, match=rf"'{tmp_path}/{RNG}' is damaged \(.*{told}.*restore the checkpoint"):
+    with pytest.raises(ValueError, match=rf"'{tmp_path}/{RNG}' is damaged \(.*{reason}.*restore the checkpoint"):
         load_rng(tmp_path, 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Which runs may start in a folder, and which resume."""
+"""Runs that may start in a folder, and runs that resume."""
 
 import errno
 import fcntl

@@ -93,7 +93,7 @@ def test_a_list_that_cannot_be_read_stops_the_run(text, tmp_path):
 
 
 def test_statistics_are_computed_without_the_bad_rows(config, root, dataset_v3):
-    """Without meta/stats.json they come from the data files, one of which is damaged."""
+    """There is no meta/stats.json: statistics come from the data files, one of which is damaged."""
     restore_video(root, dataset_v3)
     (root / "meta/stats.json").unlink()
     (root / "data/chunk-000/file-001.parquet").write_bytes(b"")

@@ -235,7 +235,7 @@ def blocks_of_rows() -> Iterator[Columns]:
 
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
 def test_rows_are_copied_twice_on_the_host(device):
-    """Out of the object store and into the batch; cut prompts once more."""
+    """Copy out of the object store and into the batch; cut prompts again."""
     transfer = HostTransfer() if device == "cpu" else StreamTransfer(FakeAccelerator())
     order = OrderSpec((24,), seed=0, global_batch=BATCH, lanes=BATCH, run_length=4, window_rows=4)
     plan, segment, times = (

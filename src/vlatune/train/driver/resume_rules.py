@@ -92,7 +92,7 @@ def check_changes(config: RunConfig, stored: TrainState, found: Mapping[str, str
 
 
 def accepted(changes: list[Change], allow: tuple[str, ...], what: str) -> list[str]:
-    """Return the descriptions of changes; reject those of groups that are not in `allow`."""
+    """Return the descriptions of changes; reject changes of groups that are not in `allow`."""
     rejected = [change for change in changes if change.group and change.group not in allow]
     if rejected:
         flags = " ".join(f"--allow_changed={group}" for group in dict.fromkeys(change.group for change in rejected))
