@@ -18,7 +18,6 @@ from test_robots import (  # noqa: F401  (fixtures, and tests that every policy 
     rows_of,
     setup,
     test_loss_of_a_mixed_batch_equals_each_robots_loss,
-    test_losses_by_dataset_are_summed_without_host_sync,
     test_noise_samples_of_one_sample_are_averaged,
     test_rows_equal_those_of_a_run_on_one_robot,
 )

@@ -113,6 +113,8 @@ class DataRecord(TypedDict):
     num_tasks: int
     task_episodes: NotRequired[tuple[int, ...]]
     stores: NotRequired[StoresRecord]
+    base: NotRequired[str]
+    """Name of the base model in --storage_path, if it was a folder of the driver."""
 
 
 class EpisodeError(TypedDict):

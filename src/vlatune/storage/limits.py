@@ -38,6 +38,7 @@ LIMITS = {
     "token_chars": 1_000,  # one added token: <loc0000> has 9
     "added_tokens": 100_000,  # Gemma has 6,400
     "listed_files": 10_000,  # of a base model below a URL
+    "run_bytes": 4 << 30,  # a mirrored run folder, without checkpoints
     "run_records": 5_000_000,  # lines of metrics.jsonl
     "run_array_bytes": 512 << 20,  # one array in eval_samples.npz, uncompressed
 }

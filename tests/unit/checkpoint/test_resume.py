@@ -13,7 +13,6 @@ from small_run import make_finished, running, small_config
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config.fields import leaf_types
 from vlatune.config.settings import OptimizerConfig, RunConfig
-from vlatune.config.validate import validate
 from vlatune.train import fingerprint
 from vlatune.train.driver.resume_rules import MAY_CHANGE, ResumePoint, check_run, find_resume_point
 
@@ -38,10 +37,6 @@ def test_the_same_command_resumes_silently(config):
     start, printed = start_of(config)
     assert start.step == 2
     assert printed == []
-
-
-def test_a_new_run_starts_from_nothing(config, tmp_path):
-    assert start_of(replace(config, output_dir=str(tmp_path / "new")))[0].step is None
 
 
 def change_weights(config: RunConfig) -> None:
@@ -197,12 +192,3 @@ def test_a_run_whose_folder_is_lost_resumes_from_its_storage_path(config, tmp_pa
     assert start.step == 2
     with pytest.raises(ValueError, match="--resume=true: there is no run in"):
         check_run(replace(resumed, storage_path=str(tmp_path / "empty")))
-
-
-def test_wrong_settings_are_rejected_before_anything_starts(config):
-    for changed, text in (
-        ({"save_every_s": -1.0}, "--save_every_s=-1.0: must be 0 or more"),
-        ({"keep_best": -1}, "--keep_best=-1: must be 0 or more"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            validate(replace(config, **changed))

@@ -30,7 +30,6 @@ from vlatune.checkpoint.state import (
 from vlatune.checkpoint.state_file import TrainState, parse_state, read_state, state_bytes
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config.settings import OptimizerConfig, RunConfig
-from vlatune.feed.plan import Share
 from vlatune.policies.base import Binding
 
 CPU = torch.device("cpu")
@@ -239,20 +238,6 @@ def test_weights_that_are_no_finite_floats_are_rejected(tmp_path, file, value):
     save_file(stored | {"0.weight": value}, tmp_path / file)
     with pytest.raises(ValueError, match=rf"{file}': '0\.weight'"):
         load_result(tmp_path, trainable)
-
-
-def test_only_rank_0_has_a_timer_and_a_writer(config):
-    """The others learn of its decision, and give it what they have."""
-    run = SmallRun(replace(config, save_every_s=1e-9))
-    run.checkpointer.begin()
-    assert run.checkpointer.is_due()
-    second = SmallRun(replace(config, save_every_s=1e-9))
-    second.checkpointer._share = Share(1, 2)
-    second.checkpointer.begin()
-    assert not second.checkpointer.is_due()
-    second.checkpointer.save(1, second.loss_sum, 0, gather=lambda mine: [mine])
-    second.checkpointer.finish()
-    assert list_checkpoints(config.run_dir) == []
 
 
 def test_the_state_is_parsed_as_it_was_written():

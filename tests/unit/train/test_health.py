@@ -34,14 +34,6 @@ def test_wait_is_reported_at_first_when_it_changes_and_in_intervals():
     assert printed == [*expected, f"{cpus}, 01:50", f"{cpus}, 02:50", "waited 03:20; starting the workers"]
 
 
-def test_short_wait_is_not_reported():
-    printed: list[str] = []
-    report = WaitReport(printed.append)
-    report.update("1 of 2 GPUs", 1.0)
-    report.end(1.5)
-    assert printed == []
-
-
 def test_signal_ends_a_wait():
     termination = Termination()
     termination.check()

@@ -106,12 +106,3 @@ def test_all_episodes_bad(config, root):
     shutil.rmtree(root / "data")
     with pytest.raises(ValueError, match="all 7 episodes are bad, so there is nothing to read; the first: dataset"):
         make_setup(config)
-
-
-def test_storage_options_reach_the_dataset_and_secrets_do_not(config):
-    plain = replace(config, dataset=replace(config.dataset, storage_options='{"anon": true}'))
-    assert make_setup(plain).metas[0].root.storage_options == {"anon": True}
-    secret = replace(config, dataset=replace(config.dataset, storage_options='{"secret": "hunter2"}'))
-    with pytest.raises(ValueError, match="'secret' looks like a secret") as caught:
-        make_setup(secret)
-    assert "hunter2" not in str(caught.value)
