@@ -129,14 +129,6 @@ class ResumeBench(BenchOptions):
     """Training workers of the tiny model's run."""
     timeout_s: float = 600.0
     """Timeout in seconds for each start, each restart, and the rest of the run."""
-    width: int = 2048
-    """Width of the large model's language model; other widths follow in PI0.5's proportions."""
-    depth: int = 3
-    """Layers of the large model's language model and action expert (published PI0.5: 18)."""
-    vision_depth: int = 4
-    """Layers of the large model's vision tower (published PI0.5: 27)."""
-    rounds: int = 3
-    """Rounds; each saves the large model once per implementation."""
     seed: int = 0
     """Seed of dataset, weights and sample order."""
 
