@@ -228,3 +228,19 @@ class TableBench(BenchOptions):
 class CostBench(BenchOptions):
     rounds: int = 7
     """Measured steps per configuration; the median counts."""
+
+
+@dataclass(frozen=True)
+class PlanBench(BenchOptions):
+    episodes: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    """Numbers of episodes, smallest first; repeat the flag for several."""
+    frames: int = 1000
+    """Mean frames per episode."""
+    num_workers: int = 512
+    """Training workers."""
+    batch_size: int = 2
+    """Samples per worker and micro-step."""
+    lanes: int = 1024
+    """Lanes of the order, a divisor of num_workers * batch_size and a multiple of num_workers."""
+    plot: str | None = None
+    """Draw seconds and memory in this SVG file."""

@@ -84,6 +84,17 @@ COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, str]]]] = {
             ("redone_steps", "steps repeated"),
         ),
     ),
+    "plan": (
+        "Planning a run with 512 workers",
+        (
+            ("episodes", "episodes"),
+            ("frames", "frames"),
+            ("seconds", "seconds"),
+            ("cpu_seconds", "CPU seconds"),
+            ("peak_bytes", "peak memory, bytes"),
+            ("sent_bytes", "plan, bytes"),
+        ),
+    ),
 }
 """Benchmark -> title of its table, and (figure, heading) of its columns."""
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +140,13 @@ def test_the_train_benchmark_has_a_row_for_the_frame_cache(dataset_v3: Path, tmp
     assert figures["cached_over_uncached"] > 0 < figures["first_epoch_over_uncached"]
     (run,) = figures["rounds"][CACHED]
     assert len(run["by_epoch"]) == 2
+
+
+def test_the_plan_benchmark_measures_and_draws_every_size(tmp_path, capsys):
+    flags = ["--episodes=[20, 40]", "--frames=50", "--num_workers=4", "--lanes=8", f"--plot={tmp_path / 'plan.svg'}"]
+    assert main(["plan", *flags], BENCHMARKS) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(figures["sizes"]) == ["20", "40"]
+    assert 0 < figures["sizes"]["20"]["frames"] < figures["frames"]
+    assert figures["seconds"] == sum(figures["stages"].values())
+    assert ElementTree.fromstring((tmp_path / "plan.svg").read_text()).tag.endswith("svg")
