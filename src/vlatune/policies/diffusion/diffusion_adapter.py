@@ -25,7 +25,6 @@ from vlatune.policies.base import (
     ModuleOptions,
     NoiseSpec,
     PolicyAdapter,
-    PolicySpec,
     Stats,
 )
 from vlatune.policies.base_folder import (
@@ -39,6 +38,7 @@ from vlatune.policies.base_folder import (
     with_defaults,
 )
 from vlatune.policies.diffusion import DiffusionOptions
+from vlatune.policies.diffusion.diffusion_spec import DiffusionSpec
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import Schema, make_fields
 from vlatune.policies.weight_files import count_flops
@@ -81,18 +81,6 @@ SCHEMA = Schema(
         "gradient_checkpointing clip_sample compile_model do_mask_loss_for_padding",
     ),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffusionSpec(PolicySpec):
-    crop_hw: tuple[int, int] | None
-    """Crop of the delivered image; None keeps all of it."""
-    crop_is_random: bool
-    """Crop randomly in training, independently for cameras with separate encoders, as in
-    LeRobot."""
-    one_encoder: bool
-    """All cameras share one encoder."""
-    num_train_timesteps: int
 
 
 @dataclass(frozen=True)

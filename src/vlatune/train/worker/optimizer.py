@@ -141,7 +141,7 @@ Batch = Mapping[str, Tensor]
 class LossTable:
     """Losses by robot, task, action dim and episode, summed on the device.
 
-    `pipeline/loss_groups.py` defines the columns.
+    `data/loss_groups.py` defines the columns.
     """
 
     def __init__(self, groups: LossGroups, device: torch.device) -> None:
