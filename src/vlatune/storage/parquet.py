@@ -36,6 +36,8 @@ SCHEMA_KEY, INERT_KEY = b"ARROW:schema", b"inert:schema"
 """The replacement has the same length, which keeps all offsets."""
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """Exceptions of damaged parquet files. Handle PermissionError first: it is an OSError, too."""
+MAX_LISTED = 20
+"""Maximum number of columns that an error lists."""
 READ_OPTIONS = {"buffer_size": BUFFER_BYTES, "pre_buffer": False, "arrow_extensions_enabled": False}
 
 
@@ -62,10 +64,11 @@ def opened(
                 raise
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-            missing = [column for column in columns if column not in parquet.schema_arrow.names]
-            if missing:
+            known = parquet.schema_arrow.names
+            if missing := [column for column in columns if column not in known]:
+                more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
                 raise ValueError(
-                    f"{where} lacks the column '{missing[0]}'; it has {', '.join(parquet.schema_arrow.names)}; "
+                    f"{where} lacks the column '{missing[0]}' (it has {', '.join(known[:MAX_LISTED])}{more}); "
                     f"download the file again, or correct meta/info.json"
                 )
             parquet.require_numbers(columns)

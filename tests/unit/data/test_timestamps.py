@@ -144,7 +144,7 @@ def test_a_required_column_that_info_does_not_name_is_reported(v21: Path, capsys
     assert cli.main(["inspect", str(v21)]) == cli.FAILED
     text = " ".join(capsys.readouterr().out.split())
     assert "lacks the column 'episode_index'" in text
-    with pytest.raises(ValueError, match=r"lacks the column 'episode_index'; it has observation.state"):
+    with pytest.raises(ValueError, match=r"lacks the column 'episode_index' \(it has observation.state"):
         read_ids(v21)
 
 

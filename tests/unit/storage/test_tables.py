@@ -86,7 +86,7 @@ def test_nulls_are_rejected(array):
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
     root = write(tmp_path, index=pa.array([1]), actions=pa.array([2]))
-    message = r"rows.parquet lacks the column 'action'; it has index, actions"
+    message = r"rows.parquet lacks the column 'action' \(it has index, actions\)"
     with pytest.raises(ValueError, match=message) as caught:
         read_columns(root, "rows.parquet", ["index", "action"])
     assert str(tmp_path) in str(caught.value)

@@ -16,6 +16,7 @@ from vlatune.config.flags import quote_flags
 from vlatune.config.settings import RunConfig, makes_base, makes_small
 from vlatune.data.features import SELECT_DIMS, as_flag, likely_name, narrow_flags
 from vlatune.data.meta.dataset_meta import DatasetMeta
+from vlatune.formatting import plural
 from vlatune.policies.base import Fit
 from vlatune.policies.binding import why_one_robot
 from vlatune.registry import get_policy_info, recipes_for
@@ -37,6 +38,7 @@ def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callabl
         return config
     config = replace(config, policy=replace(config.policy, path=str((config.run_dir / BASE).resolve())))
     if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / BASE).is_dir():
+        check_run(config)  # before the base is read, which may be another policy's
         return config  # already used by the run
     policy = get_policy_info(config.policy.type)
     mixed = config.dataset.robots != "one" and _are_several_robots(config, metas)
@@ -134,7 +136,7 @@ def _ensure(run_dir: Path, config: RunConfig, fit: Fit, say: Callable[[str], Non
             return
     say(
         f"no --policy.path: making a {'small ' if small else ''}{policy.title} with random weights for {', '.join(fit.cameras)}, "
-        f"{fit.state_dim} state and {fit.action_dim} action dims, {len(fit.tasks)} tasks in {base}"
+        f"{fit.state_dim} state and {fit.action_dim} action dims, {plural(len(fit.tasks), 'task')} in {base}"
     )
     policy.adapter().make_base(partial, fit, small=small, place=base)
     write_json(partial / MADE_FOR, made_for)
