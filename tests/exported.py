@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
-from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.factory import make_pre_post_processors
+from parity.policies.flow_parity import load_lerobot
 from torch import Tensor
 
 from vlatune.batch import STATE, TASK
@@ -16,26 +17,21 @@ from vlatune.config.settings import ExportConfig
 from vlatune.evaluate.predictions import in_own_units
 from vlatune.export.export import export_run
 from vlatune.policies.base import Binding, PolicySpec
-from vlatune.policies.model_size import building_at
-from vlatune.policies.pi05.size import read_size
 
 
-def load_lerobot(folder: Path) -> Any:
-    """Load the policy with LeRobot's factory at the size of the tiny model."""
-    size = read_size(folder)
-    assert size is not None
-    with building_at(size):
-        return get_policy_class(PreTrainedConfig.from_pretrained(folder).type).from_pretrained(folder)
+def our_actions(run: Any) -> np.ndarray:
+    """Return the actions of a SmallRun's held-out rows as evaluation computes them."""
+    setup = run.start.setup
+    chunk = run.module.eval().predict(run.batch(), noise_for(setup.policy, run.rows)).numpy()
+    return in_own_units(setup.eval_transforms(0), chunk, run.rows[STATE])
 
 
-def check_actions(run: Any, folder: Path) -> None:
+def check_actions(run: Any, folder: Path, *, atol: float = 1e-6) -> None:
     """Export the checkpoint of a SmallRun to `folder`, and compare the actions of LeRobot with ours."""
     export_run(run.config.run_dir, folder, ExportConfig(), warn=pytest.fail)
-    setup, noise = run.start.setup, noise_for(run.start.setup.policy, run.rows)
-    chunk = run.module.eval().predict(run.batch(), noise).numpy()
-    ours = in_own_units(setup.eval_transforms(0), chunk, run.rows[STATE])
-    theirs = lerobot_actions(folder, load_lerobot(folder), run.rows, setup.binding, noise)
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
+    setup, policy = run.start.setup, load_lerobot(folder)
+    theirs = lerobot_actions(folder, policy, run.rows, setup.binding, noise_for(setup.policy, run.rows))
+    np.testing.assert_allclose(theirs, our_actions(run), rtol=0, atol=atol)
 
 
 def noise_for(spec: PolicySpec, rows: Mapping[str, np.ndarray]) -> Tensor:

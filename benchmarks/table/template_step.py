@@ -23,9 +23,10 @@ from torch.amp.grad_scaler import GradScaler
 from benchmarks.step.host_sync import HostSyncSpy
 from vlatune.batch import ACTION, IMAGE_PREFIX, STATE, TASK, Columns
 from vlatune.data.meta.dataset_meta import DatasetMeta
+from vlatune.policies.loading import train_only
 from vlatune.policies.model_size import building_at
 from vlatune.policies.pi05.size import read_size
-from vlatune.policies.pi05.weights import CLASSES, parse_config, set_trainable
+from vlatune.policies.pi05.weights import CLASSES, TRAINED, parse_config, unused
 
 type Batch = dict[str, Any]
 CLIP_NORM = 1.0
@@ -122,7 +123,7 @@ def load_policy(base: Path, train: str) -> Any:
     config.dtype = "float32"
     with building_at(size) if size is not None else nullcontext():
         policy = CLASSES[config.type][1].from_pretrained(base, config=config)
-    set_trainable(policy, train)
+    train_only(policy, TRAINED[train], unused=unused(policy))
     return policy.train()
 
 

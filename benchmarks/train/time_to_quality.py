@@ -33,7 +33,7 @@ from vlatune.batch import Columns
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config.settings import EvalConfig, ExportConfig
 from vlatune.evaluate.held_out import read_held_out
-from vlatune.evaluate.predictions import predict
+from vlatune.evaluate.predictions import predict_all
 from vlatune.export.export import export_run
 from vlatune.export.policy_files import TOKENIZER_FOLDER
 from vlatune.policies.base import ModuleOptions
@@ -78,7 +78,7 @@ class ErrorMeter:
         setup = make_setup(config)
         options = ModuleOptions(config.policy.train, "float32")
         module = setup.adapter.load_module(setup.policy, setup.binding, options, stats=setup.stats)
-        return predict(setup, module.eval(), self._rows, self._options).error()
+        return predict_all(setup, module.eval(), self._rows, self._options)["none"].error()
 
     @cached_property
     def _rows(self) -> Columns:

@@ -17,7 +17,7 @@ from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.demo.demo import ensure_dataset
 from vlatune.demo.generate import SyntheticSpec, make_dataset
 from vlatune.errors import did_you_mean
-from vlatune.registry import get_policy_info
+from vlatune.registry import get_adapter, get_policy_info
 from vlatune.run_setup import make_setup
 from vlatune.storage.files import replace_folder
 from vlatune.train.driver.tiny_base import fit_datasets
@@ -220,6 +220,6 @@ def _ensure_base(folder: Path, root: str, case: Case, kind: str) -> Path:
             temporary, kind, fit, Scale(case.width, case.depth, case.depth, case.image_size, patch_size), place=base
         )
     else:
-        info.adapter().make_base(temporary, fit, small=True, place=base)
+        get_adapter(info.type).make_base(temporary, fit, small=True, place=base)
     replace_folder(temporary, base)
     return base

@@ -7,11 +7,12 @@ Imports neither torch nor LeRobot. A policy is a package whose `__init__.py` def
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from vlatune.errors import did_you_mean
@@ -48,8 +49,8 @@ class PolicyInfo:
     """The type in LeRobot's config.json and in --policy.type."""
     title: str
     """Display name."""
-    adapter: Callable[[], Any]
-    """Import and construct the `PolicyAdapter` (`policies/base.py`)."""
+    adapter: str
+    """`module:class` of the `PolicyAdapter` (`policies/base.py`), as in an entry point."""
     train_modes: Mapping[str, str]
     """Maps --policy.train to a description of what is trained; the first is the default."""
     recipes: Mapping[str, Recipe]
@@ -116,7 +117,7 @@ def get_policy_info(name: str) -> PolicyInfo:
 
 def get_adapter(name: str) -> Any:
     """Return the `PolicyAdapter` of a policy type."""
-    return get_policy_info(name).adapter()
+    return resolve_name(get_policy_info(name).adapter)()
 
 
 def option_types() -> dict[str, Any]:

@@ -60,11 +60,11 @@ class VectorSpec:
     def column(self) -> str:
         return self.called or self.name
 
-    @property
-    def delivered_shape(self) -> tuple[int, ...]:
-        if self.widened is not None:
-            return (self.widened,)
-        return self.shape if self.dims is None else (len(self.dims),)
+    def empty(self, *shape: int) -> np.ndarray:
+        """Return an uninitialised array for rows with these leading dims."""
+        delivered = self.shape if self.dims is None else (len(self.dims),)
+        delivered = delivered if self.widened is None else (self.widened,)
+        return np.empty((*shape, *delivered), dtype=self.dtype)
 
     def used(self, values: np.ndarray) -> np.ndarray:
         """Return the used dims of recorded rows, (n, *shape)."""

@@ -51,16 +51,11 @@ def make_unit(meta: DatasetMeta, spec: ReadSpec, position: int, frames: np.ndarr
 def allocate(spec: ReadSpec, rows: int) -> Columns:
     """Return uninitialised buffers for `rows` rows; zeroing the pages would be expensive."""
     columns: Columns = {}
-    for camera in (*spec.cameras, *spec.absent):
-        window = () if camera.offsets is None else (len(camera.offsets),)
-        columns[camera.column] = camera.empty(rows, *window)
-        if camera.offsets is not None:
-            columns[f"{camera.column}_is_pad"] = np.empty((rows, len(camera.offsets)), dtype=bool)
-    for vector in spec.vectors:
-        window = () if vector.offsets is None else (len(vector.offsets),)
-        columns[vector.column] = np.empty((rows, *window, *vector.delivered_shape), dtype=vector.dtype)
-        if vector.offsets is not None:
-            columns[f"{vector.column}_is_pad"] = np.empty((rows, len(vector.offsets)), dtype=bool)
+    for feature in (*spec.cameras, *spec.absent, *spec.vectors):
+        window = () if feature.offsets is None else (len(feature.offsets),)
+        columns[feature.column] = feature.empty(rows, *window)
+        if feature.offsets is not None:
+            columns[f"{feature.column}_is_pad"] = np.empty((rows, *window), dtype=bool)
     for name in ("dataset_index", "index", "episode_index", "frame_index", "task_index", SLOT):
         columns[name] = np.empty(rows, dtype=np.int64)
     columns["timestamp"] = np.empty(rows, dtype=np.float32)
@@ -86,15 +81,17 @@ def read_into(spec: ReadSpec, unit: Unit, columns: Columns, at: int) -> float:
         columns[name][rows] = values[name][unit.frames]
     columns[TASK][rows] = [spec.tasks[number] for number in values["task_index"][unit.frames]]
     for vector in spec.vectors:
-        _read_vector(vector, unit, values[vector.name], columns, rows)
+        used = vector.used(values[vector.name])
+        if vector.widened is not None:
+            used = np.pad(used, ((0, 0), (0, vector.widened - used.shape[1])))
+        columns[vector.column][rows] = used[_frames_of(vector, unit, columns, rows)]
     timestamps = values["timestamp"].astype(np.float64)
     unit = matched_unit(spec, unit, values)
     cameras, black = ((), (*spec.cameras, *spec.absent)) if unit.skips_images else (spec.cameras, spec.absent)
     cached = [_read_camera(spec, camera, unit, timestamps, columns, rows) for camera in cameras]
     for camera in black:
         columns[camera.column][rows] = 0
-        if camera.offsets is not None:
-            columns[f"{camera.column}_is_pad"][rows] = window_frames(unit.frames, camera.offsets, unit.length)[1]
+        _frames_of(camera, unit, columns, rows)
     return sum(cached) / len(cached) if cached else 0.0
 
 
@@ -118,16 +115,12 @@ def read_unit(spec: ReadSpec, unit: Unit) -> Columns:
     return read_units({unit.dataset_index: spec}, [unit])
 
 
-def _read_vector(vector: VectorSpec, unit: Unit, values: np.ndarray, columns: Columns, rows: slice) -> None:
-    values = vector.used(values)
-    if vector.widened is not None:
-        values = np.pad(values, ((0, 0), (0, vector.widened - values.shape[1])))
-    if vector.offsets is None:
-        columns[vector.column][rows] = values[unit.frames]
-        return
-    frames_NT, is_pad_NT = window_frames(unit.frames, vector.offsets, unit.length)
-    columns[vector.column][rows] = values[frames_NT]
-    columns[f"{vector.column}_is_pad"][rows] = is_pad_NT
+def _frames_of(feature: CameraSpec | VectorSpec, unit: Unit, columns: Columns, rows: slice) -> np.ndarray:
+    """Return the frame of each row, (N,), or fill the pad mask of windows and return their frames, (N, T)."""
+    if feature.offsets is None:
+        return unit.frames
+    frames_NT, columns[f"{feature.column}_is_pad"][rows] = window_frames(unit.frames, feature.offsets, unit.length)
+    return frames_NT
 
 
 def _read_camera(
@@ -137,25 +130,18 @@ def _read_camera(
 
     A frame that several windows contain is decoded once.
     """
-    out = columns[camera.column][rows]
-    if camera.offsets is None:
-        return _read_frames(spec, camera, unit, timestamps, unit.frames, out)
-    frames_NT, columns[f"{camera.column}_is_pad"][rows] = window_frames(unit.frames, camera.offsets, unit.length)
-    distinct = np.unique(frames_NT)
-    decoded = camera.empty(len(distinct))
-    cached = _read_frames(spec, camera, unit, timestamps, distinct, decoded)
-    out[:] = decoded[np.searchsorted(distinct, frames_NT)]
-    return cached
-
-
-def _read_frames(
-    spec: ReadSpec, camera: CameraSpec, unit: Unit, timestamps: np.ndarray, frames: np.ndarray, out: np.ndarray
-) -> float:
     is_image = camera.kind == "image"
     source = ParquetImages(spec.root, camera) if is_image else VideoFrames(spec.root, camera, spec.tolerance_s)
     if spec.cache is not None:
         source = CachedFrames(source, spec.root, camera, spec.tolerance_s, spec.cache)
-    return source.read_into(unit, frames, timestamps[frames], out) / len(frames)
+    out, frames = columns[camera.column][rows], _frames_of(camera, unit, columns, rows)
+    if camera.offsets is None:
+        return source.read_into(unit, frames, timestamps[frames], out) / len(frames)
+    distinct = np.unique(frames)
+    decoded = camera.empty(len(distinct))
+    num_cached = source.read_into(unit, distinct, timestamps[distinct], decoded)
+    out[:] = decoded[np.searchsorted(distinct, frames)]
+    return num_cached / len(distinct)
 
 
 def window_frames(frame_index_N: np.ndarray, offsets_T: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -36,18 +36,13 @@ class Predictions:
         return float(np.abs(self.predicted_NTA - self.true_NTA)[self.valid_NT].mean())
 
 
-def predict(setup: Inputs, module: Any, rows: Columns, options: EvalConfig) -> Predictions:
-    """Return sampled actions and the loss of unmodified rows."""
-    return predict_all(setup, module, rows, options, blanks=("none",))["none"]
-
-
 def predict_all(
     setup: Inputs,
     module: Any,
     rows: Columns,
     options: EvalConfig,
     *,
-    blanks: Sequence[str] = BLANKS,
+    blanks: Sequence[str] = ("none",),
     on_batch: OnBatch = lambda done, total: None,
     dataset: int | None = None,
 ) -> dict[str, Predictions]:

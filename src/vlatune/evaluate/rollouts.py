@@ -129,7 +129,7 @@ def _roll_out_one(setup: Inputs, module: Any, options: EvalConfig, number: int, 
     for frames in np.split(replan_frames, range(options.batch_size, len(replan_frames), options.batch_size)):
         rows = read_chosen(setup, _first_frame(setup, number) + frames)
         task = str(rows[TASK][0])
-        parts.append(predict_all(setup, module, rows, options, blanks=("none",), dataset=robot)["none"])
+        parts.append(predict_all(setup, module, rows, options, dataset=robot)["none"])
     joined = Predictions(
         *(np.concatenate([getattr(one, name) for one in parts]) for name in ("true_NTA", "predicted_NTA", "valid_NT")),
         loss=0.0,

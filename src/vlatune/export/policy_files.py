@@ -19,6 +19,7 @@ from vlatune.batch import ACTION, STATE
 from vlatune.console import printable
 from vlatune.policies import processors
 from vlatune.policies.base import Binding, PolicySpec, SelectedDims, Stats
+from vlatune.policies.base_folder import read_config, read_object, read_processor
 from vlatune.policies.normalisation import relative_dims, stats_needed, stats_of
 from vlatune.policies.processors import (
     CONFIG,
@@ -27,9 +28,7 @@ from vlatune.policies.processors import (
     PREPROCESSOR,
     PROCESSORS,
     Schema,
-    checked_config,
     checked_state_files,
-    checked_steps,
     is_count,
     is_hub_name,
     is_size,
@@ -37,7 +36,7 @@ from vlatune.policies.processors import (
 )
 from vlatune.policies.tokenizer import MAX_LENGTH
 from vlatune.registry import get_adapter
-from vlatune.storage.files import MAX_JSON_BYTES, read_file
+from vlatune.storage.files import read_file
 from vlatune.storage.json_types import checked
 
 POLICY_FOLDER = "policy"
@@ -53,20 +52,21 @@ MAX_STATS_BYTES = 64 << 20
 
 def make_policy_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype: str | None) -> dict[str, bytes]:
     """Map file names to contents for the exported folder, without weights and tokenizer."""
-    config = _make_config(spec, _read(spec, CONFIG), binding, dtype)
-    files = {CONFIG: config}
-    state_files: dict[str, bytes] = {}
+    folder, schema = Path(spec.folder), get_adapter(spec.type).schema
+    config = _make_config(spec, read_config(folder, schema) | dict(spec.overrides), binding, dtype)
+    files = {CONFIG: _to_json(config)}
     for name in PROCESSORS:
-        files[name] = _read(spec, name)
+        steps = read_processor(folder, name, schema)
         if name == PREPROCESSOR and rename_map(binding):
-            _require_step(spec, name, files[name]["steps"], "rename_observations_processor")
-        for step in files[name]["steps"]:
+            _require_step(spec, name, steps, "rename_observations_processor")
+        for step in steps:
             step.pop("state_file", None)  # the base's own statistics are not exported
         if spec.relative_exclude is not None:
-            _ensure_relative(name, files[name]["steps"])
-        _fill_steps(spec, files[name]["steps"], config, binding)
-        state_files |= _put_stats(spec, name, files[name]["steps"], stats)
-    return {name: json.dumps(content, indent=2).encode() for name, content in files.items()} | state_files
+            _ensure_relative(name, steps)
+        _fill_steps(spec, steps, config, binding)
+        files |= _put_stats(spec, name, steps, stats)
+        files[name] = _processor_file(name, steps)
+    return files
 
 
 def make_mixture_files(spec: PolicySpec, binding: Binding, stats: Stats, *, dtype: str | None) -> dict[str, bytes]:
@@ -192,9 +192,7 @@ class TrainedOn:
 
 def read_trained_on(folder: Path, spec: PolicySpec, schema: Schema) -> TrainedOn:
     """Read a LeRobot folder, or `POLICY_FOLDER` of a checkpoint."""
-    where = f"policy '{folder}'"
-    config = checked_config(_content(folder, CONFIG), schema, f"{where}: {CONFIG}")
-    steps = checked_steps(_content(folder, PREPROCESSOR), schema, f"{where}: {PREPROCESSOR}")
+    config, steps = read_config(folder, schema), read_processor(folder, PREPROCESSOR, schema)
     features_of = {STATE: config.get("input_features") or {}, ACTION: config.get("output_features") or {}}
     dims = {
         key: int(features[key]["shape"][0])
@@ -246,15 +244,14 @@ def make_record_file(binding: Binding, action_fps: float | None) -> bytes:
     }
     for key, dims, recorded in binding.selected:
         vectors[key] |= {"selected_dims": list(dims), "recorded_dims": recorded}
-    record = {"vectors": vectors} | ({} if action_fps is None else {"action_fps": action_fps})
-    return json.dumps(record, indent=2).encode()
+    return _to_json({"vectors": vectors} | ({} if action_fps is None else {"action_fps": action_fps}))
 
 
 def _read_record(folder: Path) -> ExportRecord:
     if not (folder / VLATUNE_FILE).exists():
         return {}
     where = f"policy '{folder}': {VLATUNE_FILE}"
-    record: ExportRecord = checked(_content(folder, VLATUNE_FILE), ExportRecord, where)
+    record: ExportRecord = checked(read_object(folder, VLATUNE_FILE), ExportRecord, where)
     rate, vectors = record.get("action_fps", 1.0), record.get("vectors", {})
     dims_fit = all(
         is_size(one.get("recorded_dims", 1)) and all(map(is_count, one.get("selected_dims", ())))
@@ -281,13 +278,11 @@ def _read_relative(steps: list[dict[str, Any]], spec: PolicySpec, names: Sequenc
 
 def _read_stats(folder: Path, steps: list[dict[str, Any]], spec: PolicySpec) -> Stats:
     """Read the statistics that the policy uses from the normalisation step."""
-    needed = stats_needed(spec, spec.cameras)
-    files = checked_state_files(step for step in steps if step["registry_name"] == NORMALISER[PREPROCESSOR])
     stored: dict[str, np.ndarray] = {}
-    for file in files:
-        stored |= _load_stats(_read_bytes(folder, file, MAX_STATS_BYTES), f"policy '{folder}': {file}")
+    for file in checked_state_files(step for step in steps if step["registry_name"] == NORMALISER[PREPROCESSOR]):
+        stored |= _load_stats(folder, file)
     stats: dict[str, dict[str, np.ndarray]] = {}
-    for key, names in needed.items():
+    for key, names in stats_needed(spec, spec.cameras).items():
         if not spec.fixed_inputs and key not in (STATE, ACTION) and f"{key}.{names[0]}" not in stored:
             continue  # the policy allows missing cameras
         for name in (f"{key}.{name}" for name in names):
@@ -300,60 +295,37 @@ def _read_stats(folder: Path, steps: list[dict[str, Any]], spec: PolicySpec) -> 
     return stats
 
 
-def _read_bytes(folder: Path | str, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    try:
-        return read_file(folder, name, max_bytes=max_bytes)
-    except OSError as error:
-        raise ValueError(
-            f"policy '{folder}': {name} is not readable ({error.strerror}); give a LeRobot pretrained_model folder"
-        ) from None
-
-
-def _content(folder: Path | str, name: str) -> Any:
-    return _parsed(_read_bytes(folder, name), f"policy '{folder}': {name}")
-
-
 def read_policy_files(checkpoint: Path, schema: Schema, *, dataset: int | None = None) -> dict[str, bytes]:
     """Map file names to contents of a checkpoint's policy files, validated for LeRobot."""
     folder = checkpoint / POLICY_FOLDER
     folder = folder if dataset is None else folder / dataset_folder(dataset)
-    files = {name: read_file(folder, name) for name in (CONFIG, *PROCESSORS)}
-    content = {name: _parsed(data, f"checkpoint '{checkpoint}': {name}") for name, data in files.items()}
-    config = checked_config(content[CONFIG], schema, f"checkpoint '{checkpoint}': {CONFIG}")
-    files[CONFIG] = json.dumps(config, indent=2).encode()
+    files = {CONFIG: _to_json(read_config(folder, schema))}
     for name in PROCESSORS:
-        steps = checked_steps(content[name], schema, f"checkpoint '{checkpoint}': {name}")
+        steps = read_processor(folder, name, schema)
+        files[name] = _processor_file(name, steps)
         for file in checked_state_files(steps):
-            files[file] = read_file(folder, file, max_bytes=MAX_STATS_BYTES)
-            where = f"checkpoint '{checkpoint}': {file}"
-            for key, values in _load_stats(files[file], where).items():
+            stats = _load_stats(folder, file)
+            for key, values in stats.items():
                 if values.dtype.kind != "f" or not np.isfinite(values).all():
                     raise ValueError(
-                        f"{where}: '{key[:80]}' is not of finite floats; restore it, or remove the checkpoint"
+                        f"policy '{folder}': {file}: '{key[:80]}' is not of finite floats; restore it, or remove the checkpoint"
                     )
+            files[file] = save(stats)
     return files
 
 
-def _load_stats(data: bytes, where: str) -> dict[str, np.ndarray]:
+def _load_stats(folder: Path, file: str) -> dict[str, np.ndarray]:
     try:
-        return load(data)
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{where} is damaged ({error}); restore it from a copy, or download it again") from None
+        return load(read_file(folder, file, max_bytes=MAX_STATS_BYTES))
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ValueError(
+            f"policy '{folder}': {file} is missing or damaged ({error}); restore it, or download it again"
+        ) from None
 
 
-def _read(spec: PolicySpec, name: str) -> dict[str, Any]:
-    content, schema, where = (
-        _content(spec.folder, name),
-        get_adapter(spec.type).schema,
-        f"policy '{spec.folder}': {name}",
-    )
-    if name == CONFIG:
-        return checked_config(content, schema, where) | dict(spec.overrides)
-    return content | {"steps": checked_steps(content, schema, where)}
+def _processor_file(name: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
+    return _to_json({"name": name.removesuffix(".json"), "steps": steps})
 
 
-def _parsed(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not readable JSON ({error}); download it again") from None
+def _to_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()

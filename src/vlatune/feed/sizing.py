@@ -206,9 +206,16 @@ def plan_on_host(host: Host, run: RunShape, *, store_bytes: int | None = None) -
         )
     else:
         reason = f"set by {STORE_FLAG}"
-    warnings = _check_shared_memory(host, store_bytes)
-    node = Node(host.cpus, store_bytes, host.gpus, run.num_workers)
-    return _plan((node,), run, reason, STORE_FLAG, tuple(warnings))
+    warnings: tuple[str, ...] = ()
+    if store_bytes > host.shm_bytes:
+        text = (
+            f"an object store of {format_bytes(store_bytes)} does not fit the {format_bytes(host.shm_bytes)} free in /dev/shm; lower "
+            f"{STORE_FLAG} or enlarge /dev/shm (docker run --shm-size={-(-store_bytes * 5 // 4 // 10**6)}m)"
+        )
+        if store_bytes > DISK_STORE_BYTES:
+            raise ValueError(text)
+        warnings = (f"{text}: Ray keeps it in a file on disk, which is slower",)
+    return _plan((replace(bare, store_bytes=store_bytes),), run, reason, STORE_FLAG, warnings)
 
 
 def plan_on_nodes(nodes: Sequence[Node], run: RunShape) -> Sizing:
@@ -227,14 +234,8 @@ def plan_on_nodes(nodes: Sequence[Node], run: RunShape) -> Sizing:
 def _plan(
     nodes: tuple[Node, ...], run: RunShape, store_reason: str, store_flag: str, warnings: tuple[str, ...]
 ) -> Sizing:
-    reading_cpus, store_bytes = _reading_cpus(nodes, run.num_workers), min(node.store_bytes for node in nodes)
-    budget = plan_budget(
-        store_bytes=store_bytes,
-        row_bytes=run.row_bytes,
-        num_workers=run.num_workers,
-        num_cpus=reading_cpus,
-        store_flag=store_flag,
-    )
+    reading_cpus = _reading_cpus(nodes, run.num_workers)  # raises if there are no nodes
+    store_bytes = min(node.store_bytes for node in nodes)
     return Sizing(
         run=run,
         nodes=nodes,
@@ -242,7 +243,13 @@ def _plan(
         torch_threads=run.torch_threads or _torch_threads(nodes, run),
         store_bytes=store_bytes,
         store_reason=store_reason,
-        budget=budget,
+        budget=plan_budget(
+            store_bytes=store_bytes,
+            row_bytes=run.row_bytes,
+            num_workers=run.num_workers,
+            num_cpus=reading_cpus,
+            store_flag=store_flag,
+        ),
         warnings=warnings,
     )
 
@@ -328,15 +335,3 @@ def _choose_store(host: Host, run: RunShape, *, readers: int) -> tuple[int, str]
         bounds.append((DISK_STORE_BYTES, "maximum for a store on disk"))
     store_bytes, reason = min(bounds)
     return (store_bytes, reason) if store_bytes >= MIN_STORE_BYTES else (MIN_STORE_BYTES, "minimum of Ray")
-
-
-def _check_shared_memory(host: Host, store_bytes: int) -> Iterator[str]:
-    if store_bytes <= host.shm_bytes:
-        return
-    text = (
-        f"an object store of {format_bytes(store_bytes)} does not fit the {format_bytes(host.shm_bytes)} free in /dev/shm; lower "
-        f"{STORE_FLAG} or enlarge /dev/shm (docker run --shm-size={-(-store_bytes * 5 // 4 // 10**6)}m)"
-    )
-    if store_bytes > DISK_STORE_BYTES:
-        raise ValueError(text)
-    yield f"{text}: Ray keeps it in a file on disk, which is slower"

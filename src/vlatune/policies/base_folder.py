@@ -138,7 +138,12 @@ def read_features(config: Mapping[str, Any], where: str) -> Features:
 def read_steps(folder: Path, schema: Schema) -> dict[str, list[dict[str, Any]]]:
     """Read and validate the processor steps by file; only the preprocessor is required."""
     found = [name for name in PROCESSORS if name == PREPROCESSOR or (folder / name).exists()]
-    return {name: checked_steps(read_object(folder, name), schema, f"policy '{folder}': {name}") for name in found}
+    return {name: read_processor(folder, name, schema) for name in found}
+
+
+def read_processor(folder: Path, name: str, schema: Schema) -> list[dict[str, Any]]:
+    """Read and validate the steps of a processor file."""
+    return checked_steps(read_object(folder, name), schema, f"policy '{folder}': {name}")
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
@@ -147,9 +152,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     try:
         data = read_file(folder, name, max_bytes=most)
     except FileNotFoundError as error:
-        raise ValueError(
-            f"policy '{folder}': no {name} in it; --policy.path must be a LeRobot pretrained_model folder"
-        ) from error
+        raise ValueError(f"policy '{folder}': no {name} in it; expected a LeRobot pretrained_model folder") from error
     value = parse_json(data, where)
     if not isinstance(value, dict):
         raise ValueError(f"{where} is not readable JSON (it holds a {type(value).__name__}, expected an object)")

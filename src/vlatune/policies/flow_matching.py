@@ -6,9 +6,10 @@ Does not import torch, because read tasks use it. The torch side is `modeling.py
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -128,9 +129,9 @@ class FlowNoise:
         time = np.empty((len(generators), samples), dtype=np.float32)
         alpha, beta, scale, offset = self.flow_time
         for row, rng in enumerate(generators):
-            for draw in range(samples):  # in sequence: the first must not depend on how many follow
-                rng.standard_normal(out=noise[row, draw], dtype=np.float32)
-                time[row, draw] = rng.beta(alpha, beta) * scale + offset
+            for sample in range(samples):  # in sequence: the first must not depend on how many follow
+                rng.standard_normal(out=noise[row, sample], dtype=np.float32)
+                time[row, sample] = rng.beta(alpha, beta) * scale + offset
         return columns | {NOISE: noise, TIME: time}
 
 
@@ -143,6 +144,10 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
     modeling: ClassVar[str]
     """LeRobot's module that builds the model."""
     spec_class: ClassVar[type[Any]] = FlowSpec
+    load: ClassVar[str]
+    """`module:function` that loads the torch module on a device."""
+    make_tiny: ClassVar[str]
+    """`module:function` that writes the tiny model, see `make_base`."""
     parts: ClassVar[tuple[str, str, str]]
     """Patterns of tensor names: vision tower, language model, action expert."""
     carried_files = (SIZE_FILE,)
@@ -152,21 +157,13 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
     def read_model(self, folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], Shapes]:
         """Return fields of the spec that depend on the model's size, and some shapes of its weights."""
 
-    @abstractmethod
-    def loader(self) -> Callable[[S, Binding, ModuleOptions, Any], torch.nn.Module]:
-        """Return the function that loads the torch module on a device."""
-
-    @abstractmethod
-    def make_tiny(self, folder: Path, fit: Fit, place: Path) -> object:
-        """Write the tiny model, see `make_base`."""
-
     def make_prompt(self, binding: Binding) -> Transform:
         return NewlinePrompt()
 
     def make_base(self, folder: Path, fit: Fit, *, small: bool, place: Path) -> None:
         """Write the tiny model; the full-size one is never trained from scratch."""
         assert small
-        self.make_tiny(folder, fit, place)
+        resolve_name(self.make_tiny)(folder, fit, place=place)
 
     def loading_code(self, folder: Path) -> str:
         size = read_size_file(folder, self.size_class)
@@ -246,10 +243,10 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
         *,
         stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
-        return self.loader()(spec, binding, options, device)
+        return resolve_name(self.load)(spec, binding, options, device)
 
     def plan_module(self, spec: S, binding: Binding, options: ModuleOptions) -> torch.nn.Module | None:
-        return self.loader()(spec, binding, options, "meta")
+        return resolve_name(self.load)(spec, binding, options, "meta")
 
 
 def _is_frozen(options: ModuleOptions) -> bool:

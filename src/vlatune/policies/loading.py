@@ -20,7 +20,7 @@ from torch import nn
 
 from vlatune.policies.processors import CONFIG
 from vlatune.policies.weight_files import StoredTensor, check_tensors, stored_tensors
-from vlatune.registry import get_policy_info
+from vlatune.registry import get_adapter, get_policy_info
 from vlatune.storage.files import read_file
 
 
@@ -72,14 +72,15 @@ def parameters_on_meta() -> Iterator[None]:
 
 def find_tensors(folder: Path, policy: nn.Module, kind: str) -> dict[str, StoredTensor]:
     """Return the stored tensors by the model's names; raise unless names and shapes match."""
-    info = get_policy_info(kind)
-    stored_names, found = info.adapter().stored_names, {}
+    stored_names, found = get_adapter(kind).stored_names, {}
     for stored in stored_tensors(folder):
         names = stored_names(stored.key)
         for name in names:
             if name not in found or name == names[0]:  # a separate table precedes the tied one
                 found[name] = stored
-    check_tensors(folder, {name: tuple(one.shape) for name, one in policy.named_parameters()}, found, info.title)
+    check_tensors(
+        folder, {name: tuple(one.shape) for name, one in policy.named_parameters()}, found, get_policy_info(kind).title
+    )
     return found
 
 

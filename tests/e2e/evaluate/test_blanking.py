@@ -6,7 +6,7 @@ from run_copies import copy_run
 from vlatune import cli
 from vlatune.config.settings import EvalConfig
 from vlatune.evaluate.held_out import read_held_out
-from vlatune.evaluate.predictions import blanks_of, predict, predict_all
+from vlatune.evaluate.predictions import blanks_of, predict_all
 from vlatune.evaluate.subject import open_subject
 from vlatune.policies.base import trained_tensors
 
@@ -34,5 +34,5 @@ def test_blanking_a_camera_equals_black_images(run_of):
     rows = read_held_out(setup, 2)
     found = predict_all(setup, module, rows, options, blanks=blanks_of(setup))
     for name, _ in setup.binding.cameras:
-        alone = predict(setup, module, rows | {name: np.zeros_like(rows[name])}, options)
+        alone = predict_all(setup, module, rows | {name: np.zeros_like(rows[name])}, options)["none"]
         np.testing.assert_array_equal(found[f"camera:{name}"].predicted_NTA, alone.predicted_NTA)

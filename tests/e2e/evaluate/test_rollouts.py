@@ -14,7 +14,7 @@ from vlatune.config.settings import EvalConfig
 from vlatune.data.meta.stats import read_episode
 from vlatune.demo.generate import SyntheticSpec, make_dataset
 from vlatune.evaluate.held_out import read_chosen
-from vlatune.evaluate.predictions import predict
+from vlatune.evaluate.predictions import predict_all
 from vlatune.evaluate.rollouts import lay_out, plan_replans, roll_out
 from vlatune.evaluate.subject import open_subject
 from vlatune.policies.base import trained_tensors
@@ -58,7 +58,7 @@ def test_a_rollout_equals_separate_predictions_of_every_third_frame(name, run_of
     np.testing.assert_array_equal(one.true_LA, recorded)
     now = setup.policy.action_offsets.index(0)
     for frame in range(0, len(recorded), 3):
-        alone = predict(setup, module, read_chosen(setup, np.array([frame])), options)
+        alone = predict_all(setup, module, read_chosen(setup, np.array([frame])), options)["none"]
         made = alone.predicted_NTA[0, now : now + 3][: len(recorded) - frame]
         np.testing.assert_allclose(one.predicted_LA[frame : frame + 3], made, rtol=1e-4, atol=1e-6)
     assert one.replan_frames.tolist() == list(range(0, len(recorded), 3))

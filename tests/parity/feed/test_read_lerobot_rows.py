@@ -160,7 +160,7 @@ def reencode(root: Path, encoder: str, options: dict[str, str]) -> None:
     """Encode with long GOPs, B-frames and a variable frame rate, in the mp4 files and in the rows."""
     meta = load_meta(str(root))
     wander = np.random.default_rng(0).integers(0, 60, int(meta.episodes.length.max()))
-    wander[0] = 0  # meta/episodes tells when an episode begins
+    wander[0] = 0  # meta/episodes states when an episode begins
     for camera in meta.cameras:
         files = {meta.video_path(position, camera) for position in range(len(meta.episodes))}
         for file in files:
@@ -239,11 +239,13 @@ def test_datasets_with_different_cameras_or_actions_are_rejected(dataset_v3, rec
         vlatune.plan_read([dataset_v3, recorded], rename_map={"actions": "action"}, resize=None)
     info = json.loads((dataset_v3 / "meta/info.json").read_text())
     other = Path(shutil.copytree(dataset_v3, tmp_path / "other"))
-    info["features"]["extra"] = {"dtype": "float32", "shape": [2], "names": None}
+    for name, dtype in {"extra": "float32", "tree": "struct"}.items():
+        info["features"][name] = {"dtype": dtype, "shape": [2], "names": None}
     (other / "meta/info.json").write_text(json.dumps(info))
     rows = read_here([dataset_v3, other], cameras=[], episodes=[0])
-    assert "extra" not in rows
+    assert not {"extra", "tree"} & rows.keys()
     assert "'extra' is left out" in caplog.text
+    assert f"'{other}': features that are neither numbers nor a text are left out: 'tree' (struct)" in caplog.text
 
 
 @pytest.mark.parametrize("partitioning", PARTITIONINGS)

@@ -26,7 +26,7 @@ from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.reader import make_unit, read_unit
 from vlatune.data.transforms import apply_all
-from vlatune.policies.base import Fit, ModuleOptions, NoiseSpec
+from vlatune.policies.base import Fit, ModuleOptions, NoiseSpec, PolicyOutput
 from vlatune.policies.model_size import building_at, read_size_file, write_size
 from vlatune.policies.pi05.size import Pi05Size
 from vlatune.policies.smolvla.size import KNOWN, SmolVLMSize
@@ -99,7 +99,7 @@ class Case:
     @cached_property
     def samples(self) -> dict[str, Tensor]:
         """Four samples with SAMPLES noise samples each; one prompt is shorter, some actions are padding."""
-        batch = draw_batch(self.setup)
+        batch = make_batch(self.setup)
         batch[ACTION_IS_PAD][2:, 3:] = True
         short = int(batch[TOKEN_MASK][0].sum()) - 2
         batch[TOKEN_MASK][0, short:] = False
@@ -145,12 +145,12 @@ def make_base(folder: Path, kind: str, fit: Fit, **settings: Any) -> Path:
     return folder
 
 
-def draw_batch(setup: Any, samples: int = SAMPLES) -> dict[str, Tensor]:
+def make_batch(setup: Any, samples: int = SAMPLES) -> dict[str, Tensor]:
     """Return four samples of the dataset as training gets them."""
     frames = np.arange(4)
     rows = read_unit(setup.specs[0], make_unit(setup.metas[0], setup.specs[0], 1, frames, frames))
-    draw = NoiseSpec(seed=7, flow_samples=samples)
-    transforms = setup.adapter.make_transforms(setup.policy, setup.binding, setup.stats, draw)
+    noise = NoiseSpec(seed=7, flow_samples=samples)
+    transforms = setup.adapter.make_transforms(setup.policy, setup.binding, setup.stats, noise)
     return {key: torch.from_numpy(values) for key, values in apply_all(transforms, rows).items()}
 
 
@@ -210,6 +210,20 @@ def lerobot_loss(policy: Any, batch: Batch, number: int = 0, reduction: str = "m
         return policy.forward(inputs)[0]
     finally:
         del policy.model.sample_noise, policy.model.sample_time
+
+
+class Knows(nn.Module):
+    """Predicts the actions of its batch."""
+
+    def __init__(self, dims: int | None = None) -> None:
+        super().__init__()
+        self.weight, self.dims = nn.Parameter(torch.zeros(())), dims
+
+    def forward(self, batch: Batch) -> PolicyOutput:
+        return PolicyOutput(self.weight + 0.0)
+
+    def predict(self, batch: Batch, noise: Tensor) -> Tensor:
+        return batch[ACTION][..., : self.dims]
 
 
 def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -1,11 +1,9 @@
 """PI0.5, PI0 and SmolVLA equal LeRobot's in loss, gradients and actions, in every fine-tuning mode, without waste."""
 
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from parity.policies.flow_parity import (
     KINDS_AND_MODES,
     LOSS_RTOL,
     MODES,
-    RANK,
     SAMPLES,
     Case,
     check_parity,
@@ -24,7 +21,6 @@ from parity.policies.flow_parity import (
     gradients,
     lerobot_loss,
     load_lerobot,
-    make_case,
     observation,
     trained,
     worst_distance,
@@ -32,7 +28,6 @@ from parity.policies.flow_parity import (
 from safetensors.torch import load_file
 from tensor_bytes import TensorBytes, bytes_of
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.step.host_sync import HostSyncSpy
@@ -44,21 +39,6 @@ Cases = Callable[[str], Case]
 each_mode = pytest.mark.parametrize(("kind", "train"), KINDS_AND_MODES)
 each_kind = pytest.mark.parametrize("kind", MODES)
 frozen_and_full = pytest.mark.parametrize("train", ["expert", "full"])
-
-
-@pytest.fixture(scope="module")
-def cases(dataset_v3, tmp_path_factory) -> Cases:
-    return cache(lambda kind: make_case(kind, tmp_path_factory.mktemp(kind) / "base", dataset_v3))
-
-
-class OpCounter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def noise_like(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -257,19 +237,6 @@ def test_expanded_heads_give_the_same(kv_heads: int, samples: int) -> None:
         results.append([out, *torch.autograd.grad(out.pow(2).sum(), inputs)])
     for folded, expanded in zip(*results, strict=True):
         assert distance(expanded, folded) <= LOSS_RTOL
-
-
-@each_kind
-def test_a_scaling_of_one_is_not_multiplied(cases: Cases, kind: str) -> None:
-    case, products = cases(kind), []
-    for alpha in (RANK, 2 * RANK):
-        options = ModuleOptions(train="lora", dtype="float32", lora_rank=RANK, lora_alpha=alpha)
-        module = case.setup.adapter.load_module(case.setup.policy, case.setup.binding, options)
-        with OpCounter() as counter:
-            module(case.batch)
-        products.append(counter.counts[torch.ops.aten.mul.Tensor])
-    adapted = sum(name.endswith("lora_A") for name, _ in module.named_modules())
-    assert products[1] - products[0] >= adapted
 
 
 @each_kind

@@ -22,11 +22,12 @@ from parity.policies.flow_parity import (
 from vlatune.batch import ACTION, NOISE, TIME, TOKEN_MASK, TOKENS
 from vlatune.policies.base import Binding, ModuleOptions
 from vlatune.policies.flow_matching import FlowSpec
+from vlatune.policies.loading import train_only
 from vlatune.policies.model_size import building_at
 from vlatune.policies.modeling import add_adapters
 from vlatune.policies.pi05.model import Pi05Module
 from vlatune.policies.pi05.size import Pi05Size
-from vlatune.policies.pi05.weights import ADAPTED, set_trainable, unused
+from vlatune.policies.pi05.weights import ADAPTED, TRAINED, unused
 from vlatune.policies.tokenizer import PromptTokenizer
 
 SIZE = Pi05Size(depth=2, mlp_dim=4096, expert_mlp_dim=2048, vision_depth=1, vision_mlp_dim=1152, vocab_size=256)
@@ -85,7 +86,7 @@ def wrap(policy: PI05Policy, train: str) -> Pi05Module:
         prefix_width=SIZE.depth * 2 * SIZE.head_dim,
     )
     binding = Binding(((CAMERA, CAMERA),), (), DIMS, DIMS, ())
-    set_trainable(policy, train)
+    train_only(policy, TRAINED[train], unused=unused(policy))
     return Pi05Module(policy, spec, binding, ModuleOptions(train=train))
 
 

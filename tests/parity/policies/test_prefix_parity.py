@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from parity.policies.flow_parity import (
     Case,
     distance,
     gradients,
-    make_case,
     worst_distance,
 )
 
@@ -34,18 +32,6 @@ CPU = torch.device("cpu")
 MODES = dict.fromkeys(("pi05", "pi0", "smolvla"), ("heads", "expert"))
 KINDS = [(kind, train) for kind, modes in MODES.items() for train in modes]
 TOLERANCES = {"float32": (LOSS_RTOL, GRADIENT_RTOL), "bfloat16": (2.0**-8, 2.0**-5)}
-
-
-@pytest.fixture(scope="module")
-def case_of(dataset_v3, tmp_path_factory) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
-
-    def get(kind: str) -> Case:
-        if kind not in made:
-            made[kind] = make_case(kind, tmp_path_factory.mktemp(kind) / "base", dataset_v3)
-        return made[kind]
-
-    return get
 
 
 def open_kept(
@@ -84,8 +70,8 @@ def step(case: Case, module, folder: Path, train: str, dtype: str = "float32", c
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("kind", "train"), KINDS)
-def test_loss_and_gradients_equal_those_of_images(case_of, tmp_path, kind: str, train: str, dtype: str) -> None:
-    case = case_of(kind)
+def test_loss_and_gradients_equal_those_of_images(cases, tmp_path, kind: str, train: str, dtype: str) -> None:
+    case = cases(kind)
     module = case.load(train, dtype, flow_samples=SAMPLES)
     expected = module(case.samples).loss
     expected_gradients = gradients(module, expected)
@@ -102,8 +88,8 @@ def test_loss_and_gradients_equal_those_of_images(case_of, tmp_path, kind: str, 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", MODES)
-def test_int8_rows_are_small_and_the_same_whether_computed_or_read(case_of, tmp_path, kind: str, dtype: str) -> None:
-    case = case_of(kind)
+def test_int8_rows_are_small_and_the_same_whether_computed_or_read(cases, tmp_path, kind: str, dtype: str) -> None:
+    case = cases(kind)
     module = case.load("expert", dtype, flow_samples=SAMPLES)
     exact, exact_gradients, _ = step(case, module, tmp_path / "exact", "expert", dtype)
     computed, computed_gradients, share = step(case, module, tmp_path / "int8", "expert", dtype, stored="int8")
@@ -121,9 +107,9 @@ def test_int8_rows_are_small_and_the_same_whether_computed_or_read(case_of, tmp_
 
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("lost", [(0,), (3,), (1, 2), (0, 2, 3)], ids=str)
-def test_partly_kept_rows_give_the_same_bits(case_of, tmp_path, kind: str, lost: tuple[int, ...]) -> None:
+def test_partly_kept_rows_give_the_same_bits(cases, tmp_path, kind: str, lost: tuple[int, ...]) -> None:
     """Lost rows are computed from their images, which the read task had left out."""
-    case = case_of(kind)
+    case = cases(kind)
     module = case.load("expert", flow_samples=SAMPLES)
     empty, empty_gradients, _ = step(case, module, tmp_path, "expert")
     store = open_kept(case, tmp_path, "expert")._store
@@ -142,8 +128,8 @@ def test_partly_kept_rows_give_the_same_bits(case_of, tmp_path, kind: str, lost:
     assert all(torch.equal(one, empty_gradients[name]) for name, one in partly_gradients.items())
 
 
-def test_damaged_rows_and_rows_of_another_prompt_are_computed(case_of, tmp_path) -> None:
-    case = case_of("pi05")
+def test_damaged_rows_and_rows_of_another_prompt_are_computed(cases, tmp_path) -> None:
+    case = cases("pi05")
     module = case.load("expert", flow_samples=SAMPLES)
     expected, _, _ = step(case, module, tmp_path, "expert")
     one, two, three, _ = sorted(tmp_path.rglob("*.part"))
@@ -163,8 +149,8 @@ def test_damaged_rows_and_rows_of_another_prompt_are_computed(case_of, tmp_path)
     assert torch.equal(step(case, module, tmp_path, "expert", change=other_prompt)[0], changed)
 
 
-def test_a_store_without_room_or_folder_keeps_nothing(case_of, tmp_path) -> None:
-    case = case_of("pi05")
+def test_a_store_without_room_or_folder_keeps_nothing(cases, tmp_path) -> None:
+    case = cases("pi05")
     module = case.load("expert", flow_samples=SAMPLES)
     expected, _, _ = step(case, module, tmp_path / "store", "expert")
     (tmp_path / "file").write_bytes(b"")
@@ -176,8 +162,8 @@ def test_a_store_without_room_or_folder_keeps_nothing(case_of, tmp_path) -> None
 
 
 @pytest.mark.parametrize("kind", MODES)
-def test_a_step_with_a_kept_prefix_has_no_host_sync(case_of, tmp_path, kind: str) -> None:
-    case = case_of(kind)
+def test_a_step_with_a_kept_prefix_has_no_host_sync(cases, tmp_path, kind: str) -> None:
+    case = cases(kind)
     module = case.load("expert", flow_samples=SAMPLES)
     prefix = module.compute_kept(case.samples)
     cameras = {name for _, name in case.setup.binding.cameras}
@@ -188,8 +174,8 @@ def test_a_step_with_a_kept_prefix_has_no_host_sync(case_of, tmp_path, kind: str
 
 
 @pytest.mark.parametrize("kind", MODES)
-def test_the_layout_is_that_of_the_module(case_of, kind: str) -> None:
-    case = case_of(kind)
+def test_the_layout_is_that_of_the_module(cases, kind: str) -> None:
+    case = cases(kind)
     for train in MODES[kind]:
         for dtype in TOLERANCES:
             options = ModuleOptions(train=train, dtype=dtype)

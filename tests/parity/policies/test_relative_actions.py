@@ -15,6 +15,7 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.datasets.compute_stats import compute_relative_action_stats
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.processor import RelativeActionsProcessorStep
+from parity.policies.flow_parity import Knows
 from small_run import running, small_config
 
 from vlatune.batch import ACTION, STATE, TASK, TOKEN_MASK, TOKENS
@@ -24,9 +25,9 @@ from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.meta.stats import read_parts
 from vlatune.data.transforms import apply_all
 from vlatune.evaluate.held_out import read_held_out
-from vlatune.evaluate.predictions import in_own_units, predict
+from vlatune.evaluate.predictions import in_own_units, predict_all
 from vlatune.export.policy_files import make_policy_files
-from vlatune.policies.base import Fit, PolicyOutput
+from vlatune.policies.base import Fit
 from vlatune.policies.normalisation import relative_dims
 from vlatune.policies.pi05.tiny import make_tiny
 from vlatune.registry import get_adapter
@@ -146,23 +147,10 @@ def test_relative_statistics_of_the_dataset_are_used_if_present(base, dataset_v3
 # Evaluation and export
 
 
-class Knows(torch.nn.Module):
-    """Predicts the actions of its batch."""
-
-    def __init__(self, dims: int) -> None:
-        super().__init__()
-        self.weight, self.dims = torch.nn.Parameter(torch.zeros(())), dims
-
-    def forward(self, batch):
-        return PolicyOutput(self.weight + 0.0)
-
-    def predict(self, batch, noise):
-        return batch[ACTION][..., : self.dims]
-
-
 def test_errors_are_those_of_absolute_actions(base, dataset_v3):
     setup = setup_for(base, dataset_v3)
-    predicted = predict(setup, Knows(setup.binding.action_dim), read_held_out(setup, 12), EvalConfig(batch_size=5))
+    module, rows = Knows(setup.binding.action_dim), read_held_out(setup, 12)
+    predicted = predict_all(setup, module, rows, EvalConfig(batch_size=5))["none"]
     assert predicted.error() < 1e-5
     np.testing.assert_allclose(predicted.predicted_NTA, predicted.true_NTA, atol=1e-5)
 

@@ -16,7 +16,7 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.datasets import compute_stats
 from lerobot.datasets.compute_stats import compute_relative_action_stats
 from lerobot.policies.factory import make_pre_post_processors
-from parity.policies.flow_parity import LOSS_RTOL, lerobot_loss, load_lerobot, make_base
+from parity.policies.flow_parity import LOSS_RTOL, Knows, lerobot_loss, load_lerobot, make_base
 from recording_writer import write_recording
 
 from vlatune.batch import ACTION, IDS, NOISE, SLOT, STATE, TASK, TIME, TOKEN_MASK, TOKENS, Columns
@@ -27,7 +27,7 @@ from vlatune.data.transforms import apply_all
 from vlatune.evaluate.held_out import by_robot, read_held_out
 from vlatune.evaluate.predictions import predict_all
 from vlatune.export.policy_files import make_policy_files
-from vlatune.policies.base import Fit, ModuleOptions, PolicyOutput
+from vlatune.policies.base import Fit, ModuleOptions
 from vlatune.policies.normalisation import stats_of
 from vlatune.run_setup import Setup, make_setup
 
@@ -111,7 +111,7 @@ def test_a_robots_rows_are_those_of_lerobots_processors(mixture, number, tmp_pat
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_statistics_are_lerobots_over_the_offsets_that_are_trained(mixture, number):
-    """LeRobot counts neighbouring rows: every second or third row of an episode is an episode of its own for it."""
+    """LeRobot counts neighbouring rows: so every second or third row of an episode is given to it as a separate episode."""
     setup, stride = mixture.setup, STRIDES[number]
     meta, part = setup.metas[number], setup.binding.parts[number]
     episode, frame = (np.concatenate(list(read_parts(meta, key)))[:, 0] for key in ("episode_index", "frame_index"))
@@ -173,25 +173,9 @@ def test_a_robots_loss_is_lerobots_on_the_same_rows_and_noise(mixture, number, t
     torch.testing.assert_close(ours, loss, rtol=LOSS_RTOL, atol=0)
 
 
-class Knows(torch.nn.Module):
-    """Predicts the actions that it is given to learn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, batch):
-        return PolicyOutput(self.weight + 0.0)
-
-    def predict(self, batch, noise):
-        return batch[ACTION]
-
-
 def test_predictions_become_absolute_by_each_robots_mask(mixture):
     for number, rows in by_robot(mixture.setup, mixture.rows):
         assert number is not None
-        made = predict_all(mixture.setup, Knows(), rows, EvalConfig(batch_size=5), blanks=("none",), dataset=number)[
-            "none"
-        ]
+        made = predict_all(mixture.setup, Knows(), rows, EvalConfig(batch_size=5), dataset=number)["none"]
         assert made.predicted_NTA.shape[-1] == mixture.setup.binding.parts[number].action_dim
         np.testing.assert_allclose(made.predicted_NTA, made.true_NTA, rtol=1e-5, atol=1e-5)

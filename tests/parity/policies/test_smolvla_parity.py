@@ -31,9 +31,9 @@ FLAGS = {
 TOLERANCES = {"float32": (LOSS_RTOL, GRADIENT_RTOL), "bfloat16": (2.0**-8, 2.0**-5)}
 
 
-@pytest.fixture(scope="module")
-def case(dataset_v3, tmp_path_factory) -> Case:
-    return make_case("smolvla", tmp_path_factory.mktemp("smolvla") / "base", dataset_v3)
+@pytest.fixture
+def case(cases) -> Case:
+    return cases("smolvla")
 
 
 @pytest.mark.parametrize("train", FLAGS)

@@ -15,7 +15,7 @@ from vlatune.config.settings import DatasetConfig, EvalConfig, PolicyConfig, Run
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.order.sample_order import epoch_order, step_samples
 from vlatune.evaluate.held_out import read_held_out
-from vlatune.evaluate.predictions import predict
+from vlatune.evaluate.predictions import predict_all
 from vlatune.feed.plan import Share, count_actions
 from vlatune.policies.base import ModuleOptions
 from vlatune.registry import get_adapter
@@ -106,7 +106,7 @@ def test_the_validation_loss_is_the_same_for_every_batch_size(config, module):
     rows = read_held_out(setup, 12)
     assert rows[ACTION_IS_PAD].any()
     module.eval()
-    losses = [predict(setup, module, rows, EvalConfig(batch_size=size)).loss for size in (12, 5, 1)]
+    losses = [predict_all(setup, module, rows, EvalConfig(batch_size=size))["none"].loss for size in (12, 5, 1)]
     module.train()
     assert losses == pytest.approx([losses[0]] * 3, rel=2e-6)
 

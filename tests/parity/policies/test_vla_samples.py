@@ -8,24 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exported import lerobot_actions, noise_for
+from exported import check_actions
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import make_pre_post_processors
-from parity.policies.flow_parity import Case, load_lerobot, make_case
+from parity.policies.flow_parity import Case
 from safetensors.torch import load_file
 from small_run import running, small_config
 
 from vlatune.batch import ACTION, STATE, TASK, TOKEN_MASK, TOKENS
-from vlatune.config.settings import ExportConfig, OptimizerConfig, PolicyConfig
+from vlatune.config.settings import OptimizerConfig, PolicyConfig
 from vlatune.data.reader import make_unit, read_unit
 from vlatune.data.transforms import apply_all
-from vlatune.evaluate.predictions import in_own_units
-from vlatune.export.export import export_run
 
 
-@pytest.fixture(scope="module", params=["pi05", "pi0", "smolvla"])
-def case(request, dataset_v3, tmp_path_factory) -> Case:
-    return make_case(request.param, tmp_path_factory.mktemp(request.param) / "base", dataset_v3)
+@pytest.fixture(params=["pi05", "pi0", "smolvla"])
+def case(request, cases) -> Case:
+    return cases(request.param)
 
 
 def read_rows(setup: Any) -> dict[str, np.ndarray]:
@@ -56,9 +54,9 @@ def test_samples_equal_those_of_lerobots_processors(case: Case, dataset_v3) -> N
     assert not ours[ACTION][..., width:].any()
 
 
-def test_images_are_padded_and_resized_as_by_lerobots_policy(dataset_v3, tmp_path) -> None:
+def test_images_are_padded_and_resized_as_by_lerobots_policy(cases) -> None:
     """SmolVLA pads on the left and on top. LeRobot resizes floats, the reader uint8."""
-    case = make_case("smolvla", tmp_path / "base", dataset_v3)
+    case = cases("smolvla")
     spec = case.setup.specs[0]
     recorded_size = replace(spec, cameras=tuple(replace(camera, height=96, width=96) for camera in spec.cameras))
     recorded, resized = read_rows(replace(case.setup, specs=(recorded_size,))), read_rows(case.setup)
@@ -88,13 +86,8 @@ def test_a_run_resumes_bit_exactly_and_lerobot_loads_its_export(case: Case, data
     assert all(torch.equal(complete.trainable[name], resumed.trainable[name]) for name in complete.trainable)
 
     folder = tmp_path / "exported"
-    export_run(config.run_dir, folder, ExportConfig(), warn=pytest.fail)
     monkeypatch.chdir("/")
-    setup, noise = resumed.start.setup, noise_for(resumed.start.setup.policy, resumed.rows)
-    chunk = resumed.module.eval().predict(resumed.batch(), noise).numpy()
-    ours = in_own_units(setup.eval_transforms(0), chunk, resumed.rows[STATE])
-    theirs = lerobot_actions(folder, load_lerobot(folder), resumed.rows, setup.binding, noise)
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5)
+    check_actions(resumed, folder, atol=1e-5)
     after, before = (load_file(Path(one) / "model.safetensors") for one in (folder, case.base))
     changed = {name for name in before if not torch.equal(after[name], before[name])}
     assert after.keys() == before.keys()

@@ -43,7 +43,7 @@ def rows(slots: list[int]) -> Columns:
 
 @pytest.mark.parametrize("numbers", [(0, 0, 0), (5, 7, 2**32 - 1), (2**32, 1, 0), (2**63 + 9, 3, 4)])
 def test_random_parameters_equal_numpys_for_the_same_seed(numbers: tuple[int, ...]) -> None:
-    """Faster ways to a generator and to a number must not change them."""
+    """Our faster construction and sampling must not change the numbers."""
     plain = np.random.Generator(np.random.Philox(np.random.SeedSequence([int(Stream.AUGMENTATION), *numbers])))
     rng = make_generator(Stream.AUGMENTATION, *numbers)
     affine = ours.RandomAffine((-5.0, 5.0), scale=(0.7, 1.9))

@@ -6,7 +6,7 @@ Good episodes are still read, with the right frames; only bad episodes are skipp
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import damage as do
@@ -199,15 +199,6 @@ def test_a_folder_of_another_name(folder: str, other: str, root: Path, config: R
     fix = next(one.remedy for one in inspect_dataset(str(root)).findings if one.check == "files")
     assert f"there is no folder {folder}/: rename" in fix
     assert other in fix
-
-
-def test_errors_name_the_argument(tmp_path: Path, config: RunConfig):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"; root must be the folder"):
-        vlatune.plan_read(tmp_path / "empty")
-    other = replace(config, dataset=replace(config.dataset, root=(str(tmp_path / "empty"),)))
-    with pytest.raises(ValueError, match=r"; --dataset.root must be the folder"):
-        make_setup(other)
 
 
 def test_a_damaged_row_group_affects_only_its_episodes(root: Path):

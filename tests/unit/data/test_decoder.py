@@ -1,7 +1,6 @@
 """Files that stay open between units give the right frames, regardless of earlier reads of the same file."""
 
 import io
-import itertools
 import shutil
 from collections import OrderedDict
 from fractions import Fraction
@@ -79,15 +78,6 @@ def test_any_sequence_of_units_gives_the_right_frames(film, units):
         assert frames_of(film, frames) == [(0, frame) for frame in frames]
 
 
-@given(cuts=st.sets(st.integers(1, FRAMES - 1)), order=st.randoms())
-def test_pieces_of_any_length_in_any_order_give_the_right_frames(film, cuts, order):
-    bounds = [0, *sorted(cuts), FRAMES]
-    pieces = [list(range(*both)) for both in itertools.pairwise(bounds)]
-    order.shuffle(pieces)
-    for frames in pieces:
-        assert frames_of(film, frames) == [(0, frame) for frame in frames]
-
-
 def test_a_key_frame_after_the_last_one_wanted_is_not_decoded(tmp_path):
     """A key frame is expensive, and h264 would decode it only to return the previous frame."""
     make_dataset(tmp_path / "film", SyntheticSpec(episodes=1, frames=16, cameras=1, fps=FPS))
@@ -125,12 +115,6 @@ def test_neighbouring_units_open_once_and_decode_each_frame_once(film, opened, m
         assert np.allclose(decoded, np.arange(FRAMES) / FPS)
 
 
-def test_a_unit_after_the_end_of_the_file_seeks_back(film, opened):
-    assert frames_of(film, [FRAMES - 1]) == [(0, FRAMES - 1)]
-    assert frames_of(film, [0, 1]) == [(0, 0), (0, 1)]
-    assert len(opened) == 1
-
-
 def test_a_file_that_was_replaced_is_opened_again(film, opened, tmp_path):
     copy = tmp_path / "film.mp4"
     shutil.copy(film, copy)
@@ -139,14 +123,6 @@ def test_a_file_that_was_replaced_is_opened_again(film, opened, tmp_path):
     (tmp_path / "new.mp4").replace(copy)
     assert frames_of(copy, [4]) == [(0, 4)]
     assert opened == [str(copy)] * 2
-
-
-def test_the_number_of_open_files_is_limited(film, opened, tmp_path):
-    copies = [shutil.copy(film, tmp_path / f"{number}.mp4") for number in range(video.OPEN_DECODERS + 1)]
-    for copy in [*copies, copies[-1], copies[0]]:
-        frames_of(copy, [0])
-    assert opened == [str(copy) for copy in [*copies, copies[0]]]
-    assert len(video._decoders) == video.OPEN_DECODERS
 
 
 def test_a_decoder_that_failed_is_not_kept(film, opened):

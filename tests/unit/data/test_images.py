@@ -58,15 +58,6 @@ def test_rows_are_right_in_any_order_of_reads(rows_per_group, kind, tmp_path):
         assert np.array_equal(read(root, rows), expected), rows
 
 
-def test_a_stream_continues_where_it_stopped(tmp_path, monkeypatch):
-    root = write(tmp_path, rows_per_group=100)
-    opened, real = [], images.ImageStream
-    monkeypatch.setattr(images, "ImageStream", lambda *place: opened.append(place) or real(*place))
-    for begin in range(0, ROWS, 10):
-        read(root, list(range(begin, begin + 10)))
-    assert len(opened) == 1
-
-
 def test_few_streams_stay_open_and_a_replaced_file_is_opened_again(tmp_path):
     names = [f"{number}.parquet" for number in range(OPEN_STREAMS + 3)]
     for name in names:

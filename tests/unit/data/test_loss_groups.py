@@ -39,7 +39,7 @@ def test_the_number_of_tasks_and_episodes_is_limited(monkeypatch):
     groups = make_loss_groups([["a", "b", "c", "d"]], [4], dims=1, robots=0)
     assert groups.tasks == ("a", "b", OTHERS)
     assert groups.episodes == 0
-    assert groups.numbers(columns([0] * 3, [1] * 3, ["b", "d", "unheard of"])).tolist() == [[1, 4], [2, 4], [2, 4]]
+    assert groups.numbers(columns([0] * 3, [1] * 3, ["b", "d", "unknown"])).tolist() == [[1, 4], [2, 4], [2, 4]]
     assert groups.columns == 5
     assert groups.worst_episodes(np.ones((2, 1))) == ()
 

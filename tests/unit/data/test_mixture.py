@@ -98,18 +98,6 @@ def test_by_size_a_dataset_that_is_completely_held_out_gives_no_samples():
     assert sorted(epoch_order(spec, 0).ravel().tolist()) == list(range(80))
 
 
-@pytest.mark.parametrize(
-    ("mixture", "message"),
-    [
-        (Mixture((0, 0, 0, 0), (1.0, 2.0)), r"dataset 1 .* weight 2.0 .*--dataset.eval_split"),
-        (Mixture((0, 1, 0, 1), (1.0, 1e-4)), r"--dataset.weight=0.0001: dataset 1 .* 80 samples"),
-    ],
-)
-def test_a_dataset_without_samples_is_rejected(mixture, message):
-    with pytest.raises(ValueError, match=message):
-        check_mixture(mixture, tuple(LENGTHS.tolist()))
-
-
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
 def test_a_stretch_of_runs_is_a_slice_of_their_samples(sizes, data):
     begin = 100 * np.arange(len(sizes))

@@ -12,9 +12,9 @@ from vlatune.data.frames.cache import FOLDER_BYTES, CacheSettings, part_identity
 from vlatune.data.frames.prefix_store import PrefixLayout, PrefixSettings, PrefixStore
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.data.reader import make_unit
-from vlatune.data.request import Request, make_read_specs
 from vlatune.data.transforms import cut_prompts
 from vlatune.feed.ray_blocks import HAS_IMAGES, read_blocks
+from vlatune.feed.read_plan import Request, make_read_specs
 
 LAYOUT = PrefixLayout("test", image_tokens=3, max_prompt_tokens=20, width=5, dtype="bfloat16")
 

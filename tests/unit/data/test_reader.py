@@ -1,19 +1,18 @@
 """The reader delivers LeRobot's values and pixels, the right frames by their burned-in ids, and errors for damaged files."""
 
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlatune.batch import Columns
-from vlatune.data.frames import decoder as video
 from vlatune.data.meta.dataset_meta import DatasetMeta, load_meta
 from vlatune.data.reader import (
     CameraSpec,
@@ -21,8 +20,10 @@ from vlatune.data.reader import (
     VectorSpec,
     allocate,
     make_unit,
+    offsets_from_timestamps,
     read_into,
     read_unit,
+    window_frames,
 )
 from vlatune.demo.generate import SyntheticSpec, make_dataset, read_frame_id
 
@@ -133,36 +134,6 @@ def test_units_fill_their_own_rows_of_a_block(meta):
         assert np.array_equal(block[key][2:], alone[key])
 
 
-def test_a_frame_of_several_windows_is_decoded_once(meta, monkeypatch):
-    taken, sought, resize, seek = [], [], video.resize_into, video.Decoder._seek
-    monkeypatch.setattr(video, "_decoders", OrderedDict())
-    monkeypatch.setattr(video, "resize_into", lambda *args, **more: taken.append(0) or resize(*args, **more))
-    monkeypatch.setattr(video.Decoder, "_seek", lambda self, first_s: sought.append(first_s) or seek(self, first_s))
-    spec = make_spec(meta, cameras=[TOP], offsets=(-2, -1, 0))
-    columns = read(meta, spec, 4, [0, 1, 2, 3, 6])
-    assert len(taken) == 7  # 0 to 6
-    assert len(sought) == 1
-    assert [ids_of(window)[-1] for window in columns[TOP]] == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 6)]
-    assert [ids_of(window)[0] for window in columns[TOP]] == [(4, 0), (4, 0), (4, 0), (4, 1), (4, 4)]
-
-
-def test_a_dataset_behind_a_url_gives_the_same_rows(meta, dataset_v3):
-    fsspec.filesystem("memory").put(str(dataset_v3), "/reader-test", recursive=True)
-    remote = load_meta("memory://reader-test")
-    ours, theirs = (read(one, make_spec(one, cameras=[TOP]), 4, [1, 6]) for one in (remote, meta))
-    assert ours.keys() == theirs.keys()
-    for key, values in theirs.items():
-        assert np.array_equal(ours[key], values), key
-
-
-def test_a_unit_opens_each_video_once(meta, monkeypatch):
-    opened, real = [], video.av.open
-    monkeypatch.setattr(video, "_decoders", OrderedDict())
-    monkeypatch.setattr(video.av, "open", lambda source, **options: opened.append(source) or real(source, **options))
-    read(meta, make_spec(meta, offsets=(-3, 0)), 5, [0, 4, 9])
-    assert opened == [meta.root.join(meta.video_path(5, camera)) for camera in meta.cameras]
-
-
 def test_the_nearest_frame_is_taken_within_the_tolerance(damaged):
     """Rows that are 0.02 s late find their frames within a larger tolerance."""
     rewrite(damaged, "timestamp", lambda values, _: values + np.float32(0.02))
@@ -232,3 +203,28 @@ def frames_or_errors(folder: Path, episodes) -> tuple[dict[tuple[int, int], np.n
                 assert ids_of(columns[TOP]) == [(episode, frame)]
                 right[episode, frame] = columns[TOP][0]
     return right, errors
+
+
+@given(st.data())
+def test_a_frame_of_the_episode_is_itself_and_another_is_the_nearest_and_padded(data):
+    length = data.draw(st.integers(1, 30))
+    rows = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=5))
+    offsets = data.draw(st.lists(st.integers(-40, 40), min_size=1, max_size=8))
+    frames, is_pad = window_frames(np.array(rows), offsets, length)
+    assert frames.shape == is_pad.shape == (len(rows), len(offsets))
+    for n, row in enumerate(rows):
+        for t, offset in enumerate(offsets):
+            nearest = min(range(length), key=lambda frame, wanted=row + offset: abs(frame - wanted))
+            assert frames[n, t] == nearest
+            assert is_pad[n, t] == (nearest != row + offset)
+
+
+@given(st.lists(st.integers(-100, 100), max_size=20), st.sampled_from([5, 10, 15, 20, 24, 30, 50, 60]))
+def test_seconds_on_the_grid_become_frames(offsets, fps):
+    assert offsets_from_timestamps([offset / fps for offset in offsets], fps, 1e-4, "action") == tuple(offsets)
+
+
+def test_seconds_off_the_grid_are_rejected_by_name():
+    with pytest.raises(ValueError, match=r"delta_timestamps\['action'\]: 0.15 s .*1/10 s \(nearest 0.200000 s\); use"):
+        offsets_from_timestamps([0.0, 0.1, 0.15], 10, 1e-4, "action")
+    assert offsets_from_timestamps([0.15], 10, 0.06, "action") == (2,)

@@ -12,7 +12,7 @@ sizes = st.tuples(st.integers(16, 120), st.integers(16, 120))
 
 
 def ours(image_HWC: np.ndarray, target_hw: tuple[int, int]) -> np.ndarray:
-    out = np.full((3, *target_hw), 77, np.uint8)  # what lay there before must not be seen
+    out = np.full((3, *target_hw), 77, np.uint8)  # all of it must be overwritten
     resize_into(image_HWC, out)
     return out
 
@@ -26,7 +26,7 @@ def lerobots(image_HWC: np.ndarray, target_hw: tuple[int, int]) -> np.ndarray:
 @given(sizes, sizes, st.integers(0, 2**32 - 1))
 @example((480, 640), (224, 224), 0)
 @example((96, 96), (48, 48), 0)  # exactly half
-@example((96, 96), (96, 96), 0)  # as it is
+@example((96, 96), (96, 96), 0)  # unchanged
 @example((37, 113), (224, 224), 0)  # larger
 @example((101, 100), (50, 51), 0)  # an odd bar
 def test_pixels_are_lerobots_within_one_step(recorded_hw, target_hw, seed):
@@ -61,7 +61,7 @@ def test_bars_to_the_left_and_the_top_are_lerobots(recorded_hw, target_hw, seed)
 
 @given(sizes, sizes, st.integers(0, 2**32 - 1))
 @example((480, 640), (96, 128), 0)
-@example((96, 96), (96, 96), 0)  # as it is
+@example((96, 96), (96, 96), 0)  # unchanged
 @example((30, 40), (224, 224), 0)  # larger
 def test_a_stretched_image_is_torchvisions_within_one_step(recorded_hw, target_hw, seed):
     """`Resize` on floats, with antialiasing, as LeRobot's Diffusion Policy does it."""

@@ -210,12 +210,9 @@ def test_relative_actions_need_the_same_joints(wide):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([["a", "b"], ["c"]], ("a", "b", "c")),
         ([[["a"]], "b"], ("a", "b")),
-        ({"motors": ["a", "b"]}, ("a", "b")),
         ({"axes": [["a", "b"]]}, ("a", "b")),
         ({"left": ["a", "b"], "right": ["a", "b"]}, ("left.a", "left.b", "right.a", "right.b")),
-        ({"a": 0, "c": 2, "b": 1}, ("a", "b", "c")),
         (["a", 1], ("a", "1")),
         ([], None),
         ({}, None),

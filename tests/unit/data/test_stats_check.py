@@ -1,9 +1,15 @@
 """Statistics that make normalisation useless are reported per dim; invalid ones are errors."""
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.data.health.stats_check import check_stats
+from vlatune.run_setup import make_setup
 
 DIMS = ("x", "y", "z", "gripper")
 
@@ -48,3 +54,17 @@ def test_a_statistic_that_is_not_finite_is_an_error(bad, side):
 def test_statistics_of_another_width_are_an_error():
     with pytest.raises(ValueError, match="expected 3"):
         check_stats("d", "action", quantiles([0.0], [1.0]), None, width=3)
+
+
+def test_a_constant_dim_gives_one_warning_before_a_run_starts(dataset_v3, small_base, tmp_path, capsys):
+    root = Path(shutil.copytree(dataset_v3, tmp_path / "dataset"))
+    stats = json.loads((root / "meta/stats.json").read_text())
+    stats["action"]["q01"][-1] = stats["action"]["q99"][-1] = 0.5
+    (root / "meta/stats.json").write_text(json.dumps(stats))
+    config = RunConfig(dataset=DatasetConfig(root=(str(root),)), policy=PolicyConfig(path=str(small_base)))
+    make_setup(config)
+    assert capsys.readouterr().err == ""
+    names = make_setup(config, preflight=True).binding.action_names
+    errors = capsys.readouterr().err
+    assert f"action dim {len(names) - 1} '{names[-1]}' has q01 = 0.5 and q99 = 0.5" in errors
+    assert errors.count("warning:") == 1

@@ -1,4 +1,4 @@
-"""A file in which FFmpeg hangs is given up with an error that names it."""
+"""A file in which FFmpeg hangs is abandoned with an error that names it."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ class HangingFile:
 
 
 @pytest.mark.usefixtures("short_limit")
-def test_a_hanging_file_is_given_up_and_the_next_one_is_read(dataset_v3, released, monkeypatch):
+def test_a_hanging_file_is_abandoned_and_the_next_one_is_read(dataset_v3, released, monkeypatch):
     out = np.empty((1, 3, 32, 32), np.uint8)
     with pytest.raises(ValueError, match=rf"episode 3, camera 'top', {VIDEO}: .*VLATUNE_MAX_DECODE_S="):
         decode_into(HangingFile(dataset_v3 / VIDEO, released), [0.5], out, PLACE, tolerance_s=1e-3)  # pyright: ignore[reportArgumentType]

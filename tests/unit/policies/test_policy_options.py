@@ -31,7 +31,7 @@ class Options:
 POLICY = PolicyInfo(
     type="walker",
     title="Walker",
-    adapter=lambda: None,
+    adapter="walker_policy:WalkerAdapter",
     train_modes={"expert": "every weight"},
     recipes={"walker-tiny": Recipe("tiny", RunConfig(policy=PolicyConfig(type="walker", overrides={"legs": 6})), small=True)},
     options=Options,

@@ -21,8 +21,9 @@ def install(folder: Path, name: str, entry_point: str, monkeypatch: pytest.Monke
 def test_every_policy_has_complete_metadata(name: str) -> None:
     info = registry.get_policy_info(name)
     assert info.type == name
-    assert isinstance(info.adapter(), PolicyAdapter)
-    assert info.adapter().schema.type == name
+    adapter = registry.get_adapter(name)
+    assert isinstance(adapter, PolicyAdapter)
+    assert adapter.schema.type == name
     assert info.small_recipe in info.recipes
     for recipe in info.recipes.values():
         assert recipe.config.policy.type == name

@@ -1,6 +1,6 @@
 """An S3 server on loopback, and in front of it a proxy that counts and misbehaves on demand.
 
-The server is moto's, in server mode: the real protocol over HTTP. A fault is asked for by name and applies to the next
+The server is moto's, in server mode: the real protocol over HTTP. A fault has a name and applies to the next
 requests that match it; there are no clocks in it: a request that hangs does so until the client hangs up.
 """
 
@@ -48,7 +48,7 @@ class Seen:
     method: str
     target: str
     range: tuple[int, int] | None
-    """Half-open, as asked."""
+    """Half-open, as requested."""
     sent_bytes: int
     """Bytes of the body that went to the client."""
     is_faulty: bool
@@ -67,7 +67,7 @@ class Proxy:
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def storage_options(self, **config: Any) -> dict[str, Any]:
-        """What a user gives to reach the server; `config` goes to botocore."""
+        """Return the options for the server; `config` is passed to botocore."""
         options = {"key": ACCESS_KEY, "secret": SECRET_KEY, "client_kwargs": {"endpoint_url": self.url}}
         return options | ({"config_kwargs": config} if config else {})
 
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _note(self, asked: tuple[int, int] | None, sent_bytes: int, *, is_faulty: bool) -> None:
-        """Before the answer goes out: a test that has the answer finds it in the list."""
+        """Record the request before it is answered, so that a test finds it after the answer."""
         with self.proxy.lock:
             self.proxy.seen.append(Seen(self.command, self.path, asked, sent_bytes, is_faulty))
 
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _misbehave(self, fault: Fault, asked: tuple[int, int] | None) -> None:
         if fault.kind in ("short", "cut", "hang_in_body"):
-            self._give_half(fault, asked)
+            self._send_half(fault, asked)
             return
         self._note(asked, 0, is_faulty=True)
         if fault.kind == "reset":
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
             text = f"<Error><Code>{STATUS_CODES[status]}</Code><Message>made by the test</Message></Error>"
             self._answer(status, {"Content-Type": "application/xml"}, b"" if self.command == "HEAD" else text.encode())
 
-    def _give_half(self, fault: Fault, asked: tuple[int, int] | None) -> None:
+    def _send_half(self, fault: Fault, asked: tuple[int, int] | None) -> None:
         status, headers, body = self._ask_upstream()
         half = body[: len(body) // 2]
         self._note(asked, len(half), is_faulty=True)

@@ -158,14 +158,6 @@ def test_a_dataset_is_read_right_through_faults(s3: Proxy, dataset_v3: Path, kin
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def test_memory_url(memory: Any, dataset_v3: Path) -> None:
-    memory.put(str(dataset_v3), "/robots/v3", recursive=True)
-    local, remote = load_meta(str(dataset_v3)), load_meta("memory://robots/v3")
-    here, there = read_episode(local, 0), read_episode(remote, 0)
-    for name, values in here.items():
-        np.testing.assert_array_equal(there[name], values, err_msg=name)
-
-
 # --- how much is read ----------------------------------------------------------------------------------------------
 
 
@@ -209,7 +201,7 @@ def test_a_failed_request_is_retried(s3: Proxy, kind: str) -> None:
     assert root.read_bytes("payload.bin") == PAYLOAD
     assert not any(fault.times for fault in s3.faults)
     assert sum(one.is_faulty for one in s3.gets()) == 2
-    assert len({one.range for one in s3.gets()[:3]}) == 1, "the same range is asked for again"
+    assert len({one.range for one in s3.gets()[:3]}) == 1, "the same range is requested again"
 
 
 @pytest.mark.parametrize("kind", ["503", "reset", "cut"])
@@ -358,11 +350,11 @@ def test_secrets_are_not_printed_or_logged(
     monkeypatch.setattr(remote_retry, "MAX_TRIES", 2)
     root = root_of(s3)
 
-    def tell(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError(f"cannot sign with {SECRET_KEY} of {ACCESS_KEY}")
 
     with root.open("payload.bin") as file, monkeypatch.context() as patch:
-        patch.setattr(file, "_get", tell)
+        patch.setattr(file, "_get", fail)
         with pytest.raises(RuntimeError, match=r"gave up .* cannot sign with \*\*\*") as failed:
             file.read(10)
         file.__dict__["_failure"] = None

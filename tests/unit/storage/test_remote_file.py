@@ -12,11 +12,11 @@ from vlatune.storage import remote_file, remote_retry
 from vlatune.storage.remote_file import BLOCK_BYTES, RemoteFile
 
 SMALL = {"BLOCK_BYTES": 8, "MAX_BLOCKS": 6, "CACHED_BLOCKS": 12}
-"""The constants, made so small that a few hundred bytes meet every case."""
+"""Constants so small that a few hundred bytes cover every case."""
 
 
 class Store:
-    """A filesystem with one object, that notes the ranges it is asked for."""
+    """A filesystem with one object, that records the requested ranges."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -118,21 +118,6 @@ def test_a_large_read_is_few_requests() -> None:
         file.seek(BLOCK_BYTES + 5)
         assert len(file.read(10 * BLOCK_BYTES)) == 10 * BLOCK_BYTES
     assert [(begin // BLOCK_BYTES, end // BLOCK_BYTES) for begin, end in store.ranges] == [(1, 9), (9, 13)]
-
-
-def test_the_process_cache_is_bounded() -> None:
-    with mock.patch.multiple(remote_file, **SMALL):
-        for number in range(20):
-            remote_file.cache.put((f"object {number}", 0), bytes(8))
-            remote_file.cache.get(("object 0", 0))
-        kept = [number for number in range(20) if remote_file.cache.get((f"object {number}", 0))]
-    assert kept == [0, *range(9, 20)]
-
-
-def test_versions_do_not_mix_in_the_cache() -> None:
-    for data in (b"a" * 1000, b"b" * 1000):
-        with opened(Store(data)) as file:
-            assert file.read() == data
 
 
 def test_blocks_of_an_object_that_changed_are_not_shared() -> None:

@@ -155,7 +155,6 @@ class EpisodeFiles:
 
 def partition(how: str, episodes: EpisodeFiles, *, task_rows: int, block_rows: int) -> list[list[Span]]:
     """Partition all rows into read tasks of about `task_rows`, or of `block_rows`, rows."""
-    check_partitioning(how)
     lengths_E = episodes.lengths_E.tolist()
     ends_E = np.cumsum(lengths_E)
     begins_E = (ends_E - lengths_E).tolist()

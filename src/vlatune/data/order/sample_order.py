@@ -137,7 +137,7 @@ MAX_LANES = 512
 and step come from the same few runs. Each lane holds half a window of decoded rows on average.
 """
 STAGGERED_IN_LINE = 64
-"""Orders of up to this many lanes use linear staggering, which existing checkpoints rely on."""
+"""Up to this many lanes are staggered linearly, which is exactly even over all lanes together."""
 GOLDEN_16 = 40503
 """Fraction of the golden ratio in units of 1 / 65536; integers are exact on every machine."""
 
@@ -274,20 +274,12 @@ def _deal_lanes(spec: OrderSpec, runs: Ranges) -> np.ndarray:
 
 def window_edges(spec: OrderSpec, lane: int) -> np.ndarray:
     """Return the positions where mixing windows begin: 0, first, first + window, ..., end."""
-    per_lane = spec.samples_per_lane
-    first = _first_edge(spec, lane)
-    return np.unique(np.minimum(np.r_[0, np.arange(first, per_lane + spec.window_rows, spec.window_rows)], per_lane))
-
-
-def _first_edge(spec: OrderSpec, lane: int) -> int:
-    """Return the length of a lane's first window, which staggers its windows.
-
-    With linear staggering, the lanes of one of many workers would start their windows within a few
-    steps of each other. Multiples of the golden ratio spread any range of lanes evenly.
-    """
+    per_lane, rows = spec.samples_per_lane, spec.window_rows
     if spec.lanes <= STAGGERED_IN_LINE:
-        return max(1, spec.window_rows * (lane + 1) // spec.lanes)
-    return 1 + spec.window_rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
+        first = max(1, rows * (lane + 1) // spec.lanes)
+    else:  # multiples of the golden ratio also spread the lanes of one of many workers evenly
+        first = 1 + rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
+    return np.unique(np.minimum(np.r_[0, np.arange(first, per_lane + rows, rows)], per_lane))
 
 
 def step_samples(spec: OrderSpec, order: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE
+import numpy as np
+
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, Columns
 from vlatune.data.transforms import Rename, Select, Transform
-from vlatune.policies.act.act_spec import PRETRAINED, ActOptions, ActSpec, LatentNoise
+from vlatune.policies.act import ActOptions
 from vlatune.policies.base import (
     NO_OVERRIDES,
     NO_STATS,
@@ -23,6 +26,7 @@ from vlatune.policies.base import (
     ModuleOptions,
     NoiseSpec,
     PolicyAdapter,
+    PolicySpec,
     Stats,
     check_action_steps,
 )
@@ -55,6 +59,13 @@ SCHEMA = Schema(
         number="temporal_ensemble_coeff dropout kl_weight optimizer_lr optimizer_weight_decay optimizer_lr_backbone",
     ),
 )
+PRETRAINED = {
+    "ResNet18_Weights.IMAGENET1K_V1": ("resnet18", "timm/resnet18.tv_in1k"),
+    "ResNet34_Weights.IMAGENET1K_V1": ("resnet34", "timm/resnet34.tv_in1k"),
+    "ResNet50_Weights.IMAGENET1K_V1": ("resnet50", "timm/resnet50.tv_in1k"),
+    "ResNet50_Weights.IMAGENET1K_V2": ("resnet50", "timm/resnet50.tv2_in1k"),
+}
+"""Maps torchvision's weights to their backbone and the hub repository with safetensors."""
 DEFAULTS = option_defaults(ActOptions, dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"))
 SMALL: Mapping[str, Any] = {
     "pretrained_backbone_weights": None,
@@ -67,6 +78,30 @@ SMALL: Mapping[str, Any] = {
     "dropout": 0.0,
 }
 """The tiny model of the demo and tests, where it differs from LeRobot's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActSpec(PolicySpec):
+    fixed_inputs: bool = True
+    latent_dim: int
+    """0 if trained without a latent."""
+    lr_backbone: float
+    config: Mapping[str, Any] = field(repr=False)
+    """config.json with LeRobot's defaults and the run's overrides."""
+
+
+@dataclass(frozen=True)
+class LatentNoise:
+    """Sample N(0, 1) noise of the latent."""
+
+    noise: NoiseSpec
+    dims: int
+
+    def __call__(self, columns: Columns) -> Columns:
+        noise_NL = np.empty((len(columns[ACTION]), self.dims), dtype=np.float32)
+        for row, rng in enumerate(self.noise.generators(columns)):
+            rng.standard_normal(out=noise_NL[row], dtype=np.float32)
+        return columns | {NOISE: noise_NL}
 
 
 class ActAdapter(PolicyAdapter[ActSpec]):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE
-from vlatune.policies.act.act_spec import PRETRAINED, ActSpec
+from vlatune.policies.act.act_adapter import PRETRAINED, ActSpec
 from vlatune.policies.base import PolicyOutput, Stats
 from vlatune.policies.loading import fill_all
 from vlatune.policies.modeling import ImageModule, num_valid

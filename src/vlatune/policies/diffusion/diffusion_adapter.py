@@ -9,10 +9,13 @@ frame.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME
+import numpy as np
+
+from vlatune.batch import ACTION, ACTION_IS_PAD, IDS, NOISE, SLOT, STATE, TIME, Columns
 from vlatune.data.transforms import Rename, Select, Transform
 from vlatune.policies.base import (
     NO_OVERRIDES,
@@ -22,6 +25,7 @@ from vlatune.policies.base import (
     ModuleOptions,
     NoiseSpec,
     PolicyAdapter,
+    PolicySpec,
     Stats,
 )
 from vlatune.policies.base_folder import (
@@ -34,16 +38,11 @@ from vlatune.policies.base_folder import (
     read_steps,
     with_defaults,
 )
-from vlatune.policies.diffusion.diffusion_spec import (
-    CentreCrop,
-    DiffusionNoise,
-    DiffusionOptions,
-    DiffusionSpec,
-    RandomCrop,
-)
+from vlatune.policies.diffusion import DiffusionOptions
 from vlatune.policies.normalisation import make_normalisers
 from vlatune.policies.processors import Schema, make_fields
 from vlatune.policies.weight_files import count_flops
+from vlatune.random_streams import Stream, make_generator
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +81,83 @@ SCHEMA = Schema(
         "gradient_checkpointing clip_sample compile_model do_mask_loss_for_padding",
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSpec(PolicySpec):
+    crop_hw: tuple[int, int] | None
+    """Crop of the delivered image; None keeps all of it."""
+    crop_is_random: bool
+    """Crop randomly in training, independently for cameras with separate encoders, as in
+    LeRobot."""
+    one_encoder: bool
+    """All cameras share one encoder."""
+    num_train_timesteps: int
+
+
+@dataclass(frozen=True)
+class DiffusionNoise:
+    """Sample noise (N, T, A) and time step (N,), distributed as in LeRobot."""
+
+    noise: NoiseSpec
+    num_steps: int
+
+    def __call__(self, columns: Columns) -> Columns:
+        noise = np.empty(columns[ACTION].shape, dtype=np.float32)
+        time = np.empty(len(noise), dtype=np.int64)
+        for row, rng in enumerate(self.noise.generators(columns)):
+            rng.standard_normal(out=noise[row], dtype=np.float32)
+            time[row] = rng.integers(self.num_steps)
+        return columns | {NOISE: noise, TIME: time}
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """Crop at a position set by (seed, slot), the same for all observations of a sample."""
+
+    cameras: tuple[str, ...]
+    size_hw: tuple[int, int]
+    seed: int
+    same_for_all: bool = False
+    """Use one position for all cameras."""
+
+    def __call__(self, columns: Columns) -> Columns:
+        slots = columns[SLOT].tolist()
+        offsets = np.stack([self._offsets(slot) for slot in slots])  # (N, cameras, 2) in [0, 1)
+        cropped = {}
+        for number, name in enumerate(self.cameras):
+            images = columns[name]
+            free = np.array(images.shape[-2:]) - self.size_hw + 1
+            corners = np.floor(offsets[:, 0 if self.same_for_all else number] * free).astype(int)
+            cropped[name] = np.stack(
+                [_part(one, corner, self.size_hw) for one, corner in zip(images, corners, strict=True)]
+            )
+        return columns | cropped
+
+    def _offsets(self, slot: int) -> np.ndarray:
+        return make_generator(Stream.CROP, self.seed, slot).random((len(self.cameras), 2))
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """Crop the centre of every image; images of the right size are unchanged."""
+
+    cameras: tuple[str, ...]
+    size_hw: tuple[int, int]
+
+    def __call__(self, columns: Columns) -> Columns:
+        return columns | {name: self._crop(columns[name]) for name in self.cameras}
+
+    def _crop(self, images: np.ndarray) -> np.ndarray:
+        """Round as torchvision's CenterCrop does."""
+        height, width = self.size_hw
+        corner = round((images.shape[-2] - height) / 2.0), round((images.shape[-1] - width) / 2.0)
+        return np.ascontiguousarray(_part(images, corner, self.size_hw))
+
+
+def _part(images: np.ndarray, corner: Any, size_hw: tuple[int, int]) -> np.ndarray:
+    (top, left), (height, width) = corner, size_hw
+    return images[..., top : top + height, left : left + width]
 
 
 class DiffusionAdapter(PolicyAdapter[DiffusionSpec]):

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from vlatune.batch import ACTION, ACTION_IS_PAD, NOISE, STATE, TIME
 from vlatune.policies.base import ModuleOptions, PolicyOutput, Stats
-from vlatune.policies.diffusion.diffusion_spec import DiffusionSpec
+from vlatune.policies.diffusion.diffusion_adapter import DiffusionSpec
 from vlatune.policies.loading import decode_config, fill_all
 from vlatune.policies.modeling import ImageModule, num_valid
 from vlatune.policies.processors import plain_processors

@@ -5,8 +5,6 @@ of the action tokens instead of a scale of the expert's norms. The recipe uses L
 presets (`PI0Config`).
 """
 
-from typing import Any
-
 from vlatune.config.settings import PolicyConfig
 from vlatune.policies.pi05 import POLICY as PI05
 from vlatune.policies.pi05 import Pi0Options, make_recipe, make_tiny_recipe
@@ -15,16 +13,10 @@ from vlatune.registry import PolicyInfo
 HUB_BASE = "lerobot/pi0_base"
 
 
-def _adapter() -> Any:
-    from vlatune.policies.pi05.adapter import Pi0Adapter
-
-    return Pi0Adapter()
-
-
 POLICY = PolicyInfo(
     type="pi0",
     title="PI0",
-    adapter=_adapter,
+    adapter="vlatune.policies.pi05.adapter:Pi0Adapter",
     train_modes=PI05.train_modes,
     recipes={
         "pi0": make_recipe(

@@ -4,7 +4,6 @@ The recipes use LeRobot's training presets (`PI05Config`).
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
@@ -74,16 +73,10 @@ def make_tiny_recipe(description: str, type_name: str) -> Recipe:
     return Recipe(description, config, small=True)
 
 
-def _adapter() -> Any:
-    from vlatune.policies.pi05.adapter import Pi05Adapter
-
-    return Pi05Adapter()
-
-
 POLICY = PolicyInfo(
     type="pi05",
     title="PI0.5",
-    adapter=_adapter,
+    adapter="vlatune.policies.pi05.adapter:Pi05Adapter",
     train_modes=TRAIN_MODES,
     recipes={
         "tiny": make_tiny_recipe("a tiny PI0.5 that trains on a CPU in minutes; used by `vlatune demo`", "pi05"),

@@ -3,15 +3,13 @@
 Reads LeRobot's `config.json` and processor files as plain JSON: imports no class that they name.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlatune.data.transforms import Transform
-from vlatune.policies.base import NO_OVERRIDES, Binding, Fit
+from vlatune.policies.base import NO_OVERRIDES, Binding
 from vlatune.policies.base_folder import read_config, read_steps
 from vlatune.policies.flow_matching import FLOW_FIELDS, FLOW_TIME, FlowAdapter, FlowSpec
 from vlatune.policies.pi05.size import NUM_KV_HEADS, Pi05Size, read_size
@@ -28,9 +26,6 @@ from vlatune.policies.processors import (
     make_fields,
 )
 from vlatune.policies.weight_files import Shapes
-
-if TYPE_CHECKING:
-    import torch
 
 VARIANTS = ("gemma_2b", "gemma_300m")
 TIME_FIELDS = tuple(f"time_sampling_{name}" for name in ("beta_alpha", "beta_beta", "scale", "offset"))
@@ -69,6 +64,7 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
     schema = SCHEMA
     defaults = _defaults("QUANTILES")
     size_class, modeling = Pi05Size, "lerobot.policies.pi05.modeling_pi05"
+    load, make_tiny = "vlatune.policies.pi05.model:Pi05Module.load", "vlatune.policies.pi05.tiny:make_pi05"
     parts = ("vision_tower|multi_modal_projector", "language_model", "gemma_expert")
 
     def read_spec(self, folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> FlowSpec:
@@ -105,18 +101,8 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
             f"{language}layers.{size.depth - 1}.mlp.gate_proj.weight": (size.mlp_dim, size.width),
         }
 
-    def make_tiny(self, folder: Path, fit: Fit, place: Path) -> object:
-        from vlatune.policies.pi05.tiny import make_tiny
-
-        return make_tiny(self.schema.type, folder, fit, place=place)
-
     def make_prompt(self, binding: Binding) -> Transform:
         return StatePrompt(tuple(part.state_dim for part in binding.parts))
-
-    def loader(self) -> Callable[..., torch.nn.Module]:
-        from vlatune.policies.pi05.model import Pi05Module
-
-        return Pi05Module.load
 
     def stored_names(self, key: str) -> tuple[str, ...]:
         return model_names(key, self.schema.type)
@@ -128,12 +114,8 @@ class Pi0Adapter(Pi05Adapter):
     schema = Schema(type="pi0", config=CONFIG_FIELDS, steps={"pi0_new_line_processor": {}})
     defaults = _defaults("MEAN_STD")
     modeling = "lerobot.policies.pi0.modeling_pi0"
+    load, make_tiny = "vlatune.policies.pi05.model:Pi0Module.load", "vlatune.policies.pi05.tiny:make_pi0"
     make_prompt = FlowAdapter.make_prompt
-
-    def loader(self) -> Callable[..., torch.nn.Module]:
-        from vlatune.policies.pi05.model import Pi0Module
-
-        return Pi0Module.load
 
 
 def check_relative_steps(folder: Path, steps: Mapping[str, list[dict[str, Any]]], *, is_relative: bool) -> None:

@@ -4,6 +4,7 @@
 the same bytes, except for the tokenizer's absolute path in policy_preprocessor.json.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def make_tiny(kind: str, folder: Path, fit: Fit, *, place: Path | None = None) -
         policy = policy_class(config)
         init_for_scratch(policy)
     return write_base(folder, policy, size, tokenizer, _processor_steps, place=place)
+
+
+make_pi05, make_pi0 = partial(make_tiny, "pi05"), partial(make_tiny, "pi0")
 
 
 def init_for_scratch(policy: PiPolicy) -> None:

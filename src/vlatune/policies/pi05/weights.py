@@ -21,7 +21,7 @@ from torch import nn
 
 from vlatune.policies.base import ModuleOptions, PolicySpec
 from vlatune.policies.base_folder import read_object
-from vlatune.policies.loading import decode_config, parameters_on_meta, put, round_input, train_only
+from vlatune.policies.loading import decode_config, parameters_on_meta, put, round_input
 from vlatune.policies.model_size import building_at
 from vlatune.policies.modeling import ADAPTER
 from vlatune.policies.pi05.size import read_size
@@ -82,11 +82,6 @@ def build_policy(spec: PolicySpec, dtype: str | None) -> PiPolicy:
 def parse_config(folder: Path) -> Any:
     """Parse config.json as LeRobot does."""
     return decode_config(folder, CLASSES[read_object(folder, "config.json")["type"]][0])
-
-
-def set_trainable(policy: nn.Module, train: str) -> None:
-    """Freeze all but the parameters of `train`."""
-    train_only(policy, TRAINED[train], unused=unused(policy))
 
 
 def unused(policy: Any, spec: object = None) -> str:

@@ -4,7 +4,6 @@ The recipe uses LeRobot's training presets (`SmolVLAConfig`) and its documented 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from vlatune.config.fields import setting
 from vlatune.config.settings import OptimizerConfig, PolicyConfig, RunConfig, SchedulerConfig
@@ -25,16 +24,10 @@ class SmolVLAOptions(FlowOptions):
     """Train the projection of the state."""
 
 
-def _adapter() -> Any:
-    from vlatune.policies.smolvla.adapter import SmolVLAAdapter
-
-    return SmolVLAAdapter()
-
-
 POLICY = PolicyInfo(
     type="smolvla",
     title="SmolVLA",
-    adapter=_adapter,
+    adapter="vlatune.policies.smolvla.adapter:SmolVLAAdapter",
     train_modes={
         "expert": "action expert and heads",
         "heads": "projections",

@@ -4,20 +4,14 @@ Reads LeRobot's `config.json` and processor files as plain JSON: imports no clas
 and downloads only the tokenizer.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from vlatune.policies.base import Fit
 from vlatune.policies.flow_matching import FLOW_FIELDS, FlowAdapter
 from vlatune.policies.processors import Schema, make_fields
 from vlatune.policies.smolvla.size import SmolVLASpec, SmolVLMSize, read_size
 from vlatune.policies.weight_files import Shapes
-
-if TYPE_CHECKING:
-    import torch
 
 SCHEMA = Schema(
     type="smolvla",
@@ -55,6 +49,7 @@ class SmolVLAAdapter(FlowAdapter[SmolVLASpec]):
     }
     size_class, modeling = SmolVLMSize, SmolVLMSize.modules[0]
     spec_class = SmolVLASpec
+    load, make_tiny = "vlatune.policies.smolvla.model:SmolVLAModule.load", "vlatune.policies.smolvla.tiny:make_smolvla"
     parts = ("vision_model", "text_model|connector", "lm_expert")
 
     def read_model(self, folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], Shapes]:
@@ -88,13 +83,3 @@ class SmolVLAAdapter(FlowAdapter[SmolVLASpec]):
             "model.state_proj.weight": (vlm.width, size.state_dims),
             "model.action_in_proj.weight": (size.expert_width, size.action_dims),
         }
-
-    def make_tiny(self, folder: Path, fit: Fit, place: Path) -> object:
-        from vlatune.policies.smolvla.tiny import make_smolvla
-
-        return make_smolvla(folder, fit, place=place)
-
-    def loader(self) -> Callable[..., torch.nn.Module]:
-        from vlatune.policies.smolvla.model import SmolVLAModule
-
-        return SmolVLAModule.load

@@ -19,7 +19,7 @@ from vlatune.data.meta.dataset_meta import DatasetMeta
 from vlatune.formatting import plural
 from vlatune.policies.base import Fit
 from vlatune.policies.binding import why_one_robot
-from vlatune.registry import get_policy_info, recipes_for
+from vlatune.registry import get_adapter, get_policy_info, recipes_for
 from vlatune.run.run_folder import CONFIG_FILE
 from vlatune.storage.files import read_json, remove_leftovers, replace_folder, write_json
 from vlatune.train.driver.resume_rules import check_run, run_lock
@@ -42,7 +42,7 @@ def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callabl
         return config  # already used by the run
     policy = get_policy_info(config.policy.type)
     mixed = config.dataset.robots != "one" and _are_several_robots(config, metas)
-    if mixed and not policy.adapter().mixes_robots:
+    if mixed and not get_adapter(policy.type).mixes_robots:
         reason = why_one_robot(policy.type)
         raise ValueError(f"the datasets are of several robots; {reason}; train on the datasets of one robot")
     fit = fit_datasets(metas, seed=config.seed, max_dims=policy.max_dims, mixed=mixed)
@@ -136,7 +136,7 @@ def _ensure(run_dir: Path, config: RunConfig, fit: Fit, say: Callable[[str], Non
         f"no --policy.path: making a {'small ' if small else ''}{policy.title} with random weights for {', '.join(fit.cameras)}, "
         f"{fit.state_dim} state and {fit.action_dim} action dims, {plural(len(fit.tasks), 'task')} in {base}"
     )
-    policy.adapter().make_base(partial, fit, small=small, place=base)
+    get_adapter(policy.type).make_base(partial, fit, small=small, place=base)
     write_json(partial / MADE_FOR, made_for)
     shutil.rmtree(base, ignore_errors=True)  # of a start with other flags that never became a run
     replace_folder(partial, base)

@@ -20,8 +20,6 @@ from vlatune.data.reader import make_unit, read_unit
 from vlatune.policies.diffusion.diffusion_module import SAMPLING_SEED
 from vlatune.run_setup import Setup, make_setup
 
-LOSS_RTOL = 1e-6
-GRADIENT_RTOL = 1e-5
 TINY: dict[str, Any] = {
     "down_dims": (16, 32),
     "diffusion_step_embed_dim": 16,

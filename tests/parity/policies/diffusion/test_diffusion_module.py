@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 from diffusion_parity import (
-    GRADIENT_RTOL,
-    LOSS_RTOL,
     as_tensors,
     fixed_step_noise,
     lerobot_batch,
@@ -14,6 +12,7 @@ from diffusion_parity import (
     read_rows,
 )
 from lerobot.policies.diffusion import DiffusionConfig
+from parity.policies.flow_parity import GRADIENT_RTOL, LOSS_RTOL, distance, gradients
 from torch import nn
 
 from benchmarks.step.host_sync import HostSyncSpy
@@ -25,16 +24,6 @@ from vlatune.policies.diffusion.diffusion_module import FEATURES, _feature, buil
 
 SILENT = "pool.nets.bias"
 """A bias that shifts all logits of the spatial softmax has no gradient but rounding."""
-
-
-def gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    module.zero_grad()
-    loss.backward()
-    return {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
-
-
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours.detach() - theirs.detach()).norm() / theirs.detach().norm())
 
 
 def as_delivered(policy: Any) -> Any:

@@ -114,20 +114,16 @@ def small_fit(**changes: Any) -> Fit:
     return Fit(**{**given, "tasks": (), "seed": 4, "recorded_hw": ((96, 96),) * 2} | changes)
 
 
-def test_the_tiny_model_is_lerobots_and_depends_only_on_its_inputs(tmp_path):
-    one, two, other = (tmp_path / name for name in "abc")
-    for folder, fit in ((one, small_fit()), (two, small_fit()), (other, small_fit(seed=5))):
-        DiffusionAdapter().make_base(folder, fit, small=True, place=folder)
-    assert all((two / file.name).read_bytes() == file.read_bytes() for file in one.iterdir())
-    assert (other / "model.safetensors").read_bytes() != (one / "model.safetensors").read_bytes()
-    spec = DiffusionAdapter().read_spec(one)
+def test_the_tiny_model_is_lerobots(tmp_path):
+    DiffusionAdapter().make_base(tmp_path, small_fit(), small=True, place=tmp_path)
+    spec = DiffusionAdapter().read_spec(tmp_path)
     assert spec.horizon == 12
     assert spec.image_hw == (48, 48)
     assert spec.action_offsets[0] == -1
-    config = PreTrainedConfig.from_pretrained(one)
-    policy = get_policy_class("diffusion").from_pretrained(one)
+    config = PreTrainedConfig.from_pretrained(tmp_path)
+    policy = get_policy_class("diffusion").from_pretrained(tmp_path)
     assert sum(parameter.numel() for parameter in policy.parameters()) < 15e6
-    make_pre_post_processors(config, str(one))
+    make_pre_post_processors(config, str(tmp_path))
 
 
 def test_a_camera_of_another_size_needs_a_resize(tmp_path):
