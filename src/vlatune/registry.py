@@ -155,7 +155,7 @@ def recipes_for(dims: int, *, small: bool, mixed: bool = False) -> list[str]:
         if recipe.small == small
         and (small or infos[name].from_scratch)
         and infos[name].max_dims >= dims
-        and (not mixed or infos[name].adapter().mixes_robots)
+        and (not mixed or get_adapter(infos[name].type).mixes_robots)
     ]
     return sorted(fitting, key=lambda name: not small and infos[name].downloads_weights)
 

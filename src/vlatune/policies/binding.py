@@ -16,7 +16,7 @@ from vlatune.data.transforms import MixtureMasks
 from vlatune.errors import did_you_mean
 from vlatune.policies.base import Binding, PolicySpec, SelectedDims
 from vlatune.policies.normalisation import relative_dims
-from vlatune.registry import get_policy_info, policy_types
+from vlatune.registry import get_adapter, get_policy_info, policy_types
 
 if TYPE_CHECKING:
     from vlatune.data.meta.dataset_meta import DatasetMeta, Feature
@@ -222,7 +222,9 @@ def _check_width(
 def _wider(dims: int, of_run: Sequence[DatasetMeta]) -> str:
     """Return the flags of the policies that accept vectors of `dims` dims, for several datasets also of several robots."""
     infos = [get_policy_info(name) for name in policy_types()]
-    fitting = [one for one in infos if one.max_dims >= dims and (len(of_run) == 1 or one.adapter().mixes_robots)]
+    fitting = [
+        one for one in infos if one.max_dims >= dims and (len(of_run) == 1 or get_adapter(one.type).mixes_robots)
+    ]
     return " or ".join(f"--policy.type={one.type}" for one in fitting)
 
 
