@@ -263,12 +263,12 @@ def train_command(found: Sequence[Inspection], rename_map: Mapping[str, str]) ->
     if not has_cameras or any(one.level == "fail" and not one.flags for one in findings):
         return None
     fixes = {flag for one in findings for flag in one.flags}
-    names = dict(rename_map)
+    names: dict[str, str] = dict(rename_map)
     for flag in sorted(fixes):
         if flag.startswith("--rename_map="):
             names |= json.loads(flag.partition("=")[2])
     is_used = {ACTION, STATE, *(own for own, name in names.items() if name in (ACTION, STATE))}
-    widths = [
+    widths: list[dict[str, int]] = [
         {names.get(own, own): one.features[own].shape[0] for own in is_used & one.features.keys()} for one in found
     ]
     widest, mixed = max(dims for each in widths for dims in each.values()), any(one != widths[0] for one in widths)
