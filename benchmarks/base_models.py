@@ -1,7 +1,7 @@
 """Create policies of any size with random weights, and batches for LeRobot and for vlatune.
 
 Sizes keep the published proportions: `width=2048` is the published PI0.5 at another depth. The
-vocabulary is that of the tiny tokenizer, because the published one costs memory but no time.
+the tiny tokenizer's vocabulary is used, because the published one costs memory but no time.
 """
 
 import json

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import BenchOptions
+from vlatune.formatting import text_table
 from vlatune.storage.files import write_text
 
 NO_SETTINGS: Mapping[str, Any] = {}
@@ -72,11 +73,8 @@ def say(text: str) -> None:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(str(row[column])) for row in [header, *rows]) for column in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines
-    )
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(text_table([header, ["-" * width for width in widths], *rows]))
 
 
 def print_last(

@@ -76,7 +76,7 @@ def _make_batches(plan: DataPlan, share: Share, steps: range) -> Iterator[Column
         [all_samples] = step_samples(plan.order, order_of(cursor.epoch), cursor.batch, cursor.batch + 1)
         samples = all_samples.reshape(share.num_workers, -1)[share.rank]
         per_step = share.slots_per_step(plan.order)
-        slots = share.positions(plan.order, step * per_step + np.arange(per_step))  # those of a single worker
+        slots = share.positions(plan.order, step * per_step + np.arange(per_step))  # the slots of a single worker
         for at in range(0, len(samples), plan.batch_size):
             part = slice(at, at + plan.batch_size)
             columns = {key: values[samples[part]] for key, values in rows.items()} | {SLOT: slots[part]}

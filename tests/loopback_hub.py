@@ -28,22 +28,22 @@ class Hub:
     folder: Path
     """What the repository holds."""
     token: str | None = None
-    """Without this one, requests are refused."""
+    """Requests without this token are rejected."""
     refusal: tuple[int, str] = (401, "RepoNotFound")
-    """Status and X-Error-Code of a refused request."""
+    """Status and X-Error-Code of a rejected request."""
     revisions: tuple[str, ...] = ("main", COMMIT)
     exists: bool = True
     private: bool = False
     refused_path: str | None = None
     """Requests to paths that hold this are answered with `refusal`, whatever their token."""
     refused_times: float = float("inf")
-    """How often they are; then they are answered."""
+    """Number of rejected requests; later ones are answered."""
     seen: list[str] = field(default_factory=list)
     """Authorization headers, as they came."""
     asked: list[str] = field(default_factory=list)
     """Method and path of every request."""
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Of LFS, by SHA-256."""
+    """LFS objects by SHA-256."""
     commits: list[str] = field(default_factory=list)
     """Their messages."""
     endpoint: str = ""
@@ -134,8 +134,8 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
                 case ["", "someone", "base.git", "info", "lfs", "objects", "batch"]:
                     self._json({"transfer": "basic", "objects": list(map(self._wanted, json.loads(body)["objects"]))})
                 case ["", "lfs", "verify"]:
-                    told = json.loads(body)
-                    self._send(200 if len(hub.objects[told["oid"]]) == told["size"] else 422, b"")
+                    sent = json.loads(body)
+                    self._send(200 if len(hub.objects[sent["oid"]]) == sent["size"] else 422, b"")
                 case ["", "commit", "main"]:
                     self._commit([json.loads(line) for line in body.splitlines()])
                 case _:

@@ -1,4 +1,4 @@
-"""A `vlatune` command as a process of its own: its exit code, its words, its seconds and its peak of memory."""
+"""Run a `vlatune` command in a separate process: its exit code, output, seconds and peak memory."""
 
 import os
 import re
@@ -16,7 +16,7 @@ VLATUNE = str(Path(sys.executable).with_name("vlatune"))
 @dataclass(frozen=True)
 class Measured:
     code: int
-    said: str
+    printed: str
     peak_bytes: int
     """Resident memory of the process itself at its highest."""
     seconds: float
@@ -24,11 +24,11 @@ class Measured:
     @property
     def text(self) -> str:
         """The output on one line."""
-        return " ".join(self.said.split())
+        return " ".join(self.printed.split())
 
     @property
     def last_line(self) -> str:
-        return self.said.splitlines()[-1] if self.said else ""
+        return self.printed.splitlines()[-1] if self.printed else ""
 
 
 def measured(
@@ -52,8 +52,8 @@ def measured(
                 process.kill()
             time.sleep(0.02)
         output.seek(0)
-        said = output.read().decode(errors="replace")
-    return Measured(process.returncode, said, peak_bytes, time.monotonic() - began_s)
+        printed = output.read().decode(errors="replace")
+    return Measured(process.returncode, printed, peak_bytes, time.monotonic() - began_s)
 
 
 def _peak_bytes(pid: int) -> int:

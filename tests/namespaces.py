@@ -1,4 +1,4 @@
-"""Ray nodes in network namespaces of their own, connected by a virtual cable."""
+"""Start Ray nodes in separate network namespaces, connected by a virtual cable."""
 
 import os
 import signal

@@ -35,9 +35,9 @@ class SmallRun:
 
     def __init__(self, config: RunConfig, lease_id: str | None = None) -> None:
         self.lease_id = lease_id
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.config = config
-        self.start: ResumePoint = find_resume_point(config, say=self.said.append)
+        self.start: ResumePoint = find_resume_point(config, say=self.printed.append)
         open_run(config)
         setup = self.start.setup
         torch.manual_seed(config.seed)

@@ -59,12 +59,16 @@ def run(options: CostBench) -> None:
     set_performance_flags(torch.device("cpu"), 1)
     found = {name: _compare(*case, rounds=options.rounds) for name, case in CASES.items()}
     rows = [
-        [name, f"{1000 * was:.1f}", f"{1000 * said:.1f}", f"{said / was:.2f}"] for name, (was, said) in found.items()
+        [name, f"{1000 * measured:.1f}", f"{1000 * estimated:.1f}", f"{estimated / measured:.2f}"]
+        for name, (measured, estimated) in found.items()
     ]
     sys.stdout.write(
         format_table(("configuration", "measured ms", "estimated ms", "estimated / measured"), rows) + "\n"
     )
-    steps = {name: {"measured_s": was, "estimated_s": said, "ratio": said / was} for name, (was, said) in found.items()}
+    steps = {
+        name: {"measured_s": measured, "estimated_s": estimated, "ratio": estimated / measured}
+        for name, (measured, estimated) in found.items()
+    }
     worst = max(abs(one["ratio"] - 1) for one in steps.values())
     print_last("cost", {"worst_error": worst, "steps": steps}, options)
 

@@ -39,7 +39,7 @@ class Changes:
     page_locked_collate: bool
     """Collate page-locked host tensors instead of copying them to the device."""
     prefetch: bool
-    """Copy a batch ahead on a stream of its own."""
+    """Copy a batch ahead on a separate stream."""
     performance_flags: bool
     """TF32 and cudnn.benchmark."""
     fused_optimizer: bool

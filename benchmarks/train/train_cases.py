@@ -138,7 +138,7 @@ def find_case(options: TrainBench) -> Case:
     changed = {name: getattr(options, name) for name in OVERRIDES}
     case = replace(known[name], **{name: value for name, value in changed.items() if value is not None})
     if case.width and not known[name].width:
-        raise ValueError(f"--width={case.width}: --config={name} trains a model of its own size; leave it out")
+        raise ValueError(f"--width={case.width}: --config={name} has a fixed model size; remove the flag")
     return case
 
 

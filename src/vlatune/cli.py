@@ -13,7 +13,8 @@ import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,42 +122,56 @@ def train(config: RunConfig) -> None:
 
 
 def evaluate(options: EvalConfig, path: str) -> None:
-    if not (Path(path) / PRETRAINED_FOLDER).is_dir():  # LeRobot checkpoints have a separate message
-        require_run(Path(path), files=(CONFIG_FILE,))
     if options.dataset.root is not None:
         require_dataset(options.dataset.root, argument="--dataset.root")
-    from vlatune.evaluate.evaluate_run import evaluate_run
+    from vlatune.run.mirror import opened_run
 
-    with progress_bar("batches") as show:
-        figures = evaluate_run(Path(path), options, on_batch=show)
-    if options.json:
-        print(json.dumps(figures), flush=True)
-    else:
-        from vlatune.evaluate.eval_text import eval_text
-        from vlatune.evaluate.evaluate_run import page_of
+    with opened_run(path) as run:
+        if not (run.folder / PRETRAINED_FOLDER).is_dir():  # LeRobot checkpoints have a separate message
+            require_run(run.folder, files=(CONFIG_FILE,))
+        from vlatune.evaluate.evaluate_run import evaluate_run
 
-        say(f"{eval_text(figures, path)}\n\nreport: {page_of(Path(path), options, figures)}")
+        if run.is_copy and options.output_dir is None:
+            options = replace(options, output_dir=f"{run.folder.name}-eval")
+        with progress_bar("batches") as show:
+            figures = evaluate_run(run.folder, options, on_batch=show, allowed=run.allowed)
+        if options.json:
+            print(json.dumps(figures), flush=True)
+        else:
+            from vlatune.evaluate.eval_text import eval_text
+            from vlatune.evaluate.evaluate_run import page_of
+
+            say(f"{eval_text(figures, path)}\n\nreport: {page_of(run.folder, options, figures)}")
 
 
 def export(options: ExportConfig, run_dir: str, folder: str) -> None:
-    require_run(Path(run_dir), files=(CONFIG_FILE,))
-    from vlatune.export.export import export_run, export_text
+    from vlatune.run.mirror import opened_run
 
-    done = export_run(Path(run_dir), Path(folder), options, warn=warn)
-    say(export_text(done))
+    with opened_run(run_dir) as run:
+        require_run(run.folder, files=(CONFIG_FILE,))
+        from vlatune.export.export import export_run, export_text
+
+        options = replace(options, base=options.base or run.base)
+        done = export_run(run.folder, Path(folder), options, warn=warn, allowed=run.allowed)
+        say(export_text(done))
 
 
 def report(options: ReportConfig, *run_dirs: str) -> None:
-    for one in run_dirs:
-        require_run(Path(one))
-    from vlatune.report.compare import write_comparison
-    from vlatune.report.html import write_report
+    from vlatune.run.mirror import opened_run
 
-    folders, file = [Path(one) for one in run_dirs], Path(options.output) if options.output else None
-    if len(folders) > 1:
-        page = write_comparison(folders, file or Path("comparison.html"))
-    else:
-        page = write_report(folders[0], file=file)
+    with ExitStack() as opened:
+        runs = [opened.enter_context(opened_run(one)) for one in run_dirs]
+        for run in runs:
+            require_run(run.folder)
+        from vlatune.report.compare import write_comparison
+        from vlatune.report.html import write_report
+
+        file = Path(options.output) if options.output else None
+        if len(runs) > 1:
+            page = write_comparison([run.folder for run in runs], file or Path("comparison.html"))
+        else:
+            (run,) = runs
+            page = write_report(run.folder, file=file or (Path(f"{run.folder.name}.html") if run.is_copy else None))
     say(str(page))
 
 

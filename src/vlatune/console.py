@@ -101,7 +101,7 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """True if the stream can redraw lines; that of a notebook's `!command` can only append."""
+    """True if the stream can redraw lines; the output of a notebook's `!command` can only append."""
     return stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 

@@ -45,10 +45,10 @@ class Finding:
         return asdict(self)
 
 
-def finding_of(error: Exception, check: str, level: Level = "fail") -> Finding:
-    """Convert an error to a finding; our messages have the form "place: text; remedy"."""
+def finding_of(error: Exception | str, check: str, level: Level = "fail") -> Finding:
+    """Convert an error or a message to a finding; our messages have the form "place: text; remedy"."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, ValueError | RuntimeError):
+    if not isinstance(error, ValueError | RuntimeError | str):
         text = f"{type(error).__name__}: {text}"
     text, _, remedy = text.partition("; ")
     return Finding(level, check, text, remedy=remedy)

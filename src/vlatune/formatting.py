@@ -9,7 +9,7 @@ camera names) can be passed unescaped.
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -57,6 +57,12 @@ def format_number(value: float, *, digits: int = 4) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count: (1, 'sample') -> '1 sample', (12000, 'sample') -> '12,000 samples'."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows as lines with aligned columns, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 VOID_TAGS = {"img", "meta", "link", "br"}

@@ -147,7 +147,7 @@ def held_bytes(tensor: Tensor) -> int:
 
 
 def test_a_worker_holds_its_part_of_every_tensor(config, tmp_path):
-    """Of frozen weights, too; padding to equal parts adds little. `vlatune doctor` estimates it, with gradients."""
+    """Frozen weights are sharded, too; padding to equal parts adds little. `vlatune doctor` estimates it, with gradients."""
     given = of(config, tmp_path / "run", steps=2, eval_freq=2, policy=replace(config.policy, train="lora"))
     run_pair(given, after=count_bytes)
     setup = make_setup(given)
@@ -163,7 +163,7 @@ def test_a_worker_holds_its_part_of_every_tensor(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "printed"),
     [
         (["--num_workers=1"], "add --num_workers=2"),
         (
@@ -174,10 +174,10 @@ def test_a_worker_holds_its_part_of_every_tensor(config, tmp_path):
         (["--policy.keep_prefix=true"], "--policy.keep_prefix=true; remove one of them"),
     ],
 )
-def test_what_cannot_be_sharded_is_a_usage_error(dataset_v3, small_base, tmp_path, capsys, flags, said):
+def test_what_cannot_be_sharded_is_a_usage_error(dataset_v3, small_base, tmp_path, capsys, flags, printed):
     given = train_flags(dataset_v3, small_base, "--num_workers=2", "--fsdp=true", f"--output_dir={tmp_path / 'run'}")
     assert cli.main(["train", *given, *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

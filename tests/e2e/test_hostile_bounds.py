@@ -19,8 +19,8 @@ def base(small_base: Path, tmp_path: Path) -> Path:
 def rejected(*words: object, message: str) -> None:
     """The command ends with one line that holds the text, in bounded memory."""
     found = measured("train", *words)
-    assert (found.code, found.said.count("\n")) == (2, 1), found.said
-    assert message in found.said
+    assert (found.code, found.printed.count("\n")) == (2, 1), found.printed
+    assert message in found.printed
     assert found.peak_bytes < MOST_BYTES
 
 

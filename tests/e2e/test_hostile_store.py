@@ -134,11 +134,11 @@ def test_inspect_of_a_dataset(store, elsewhere, scheme, lie):
     store.redirect = f"{elsewhere.address}/latest/meta-data/" if lie == "redirect" else ""
     root = f"s3://{BUCKET}/data" if scheme == "s3" else f"{store.address}/{BUCKET}/data"
     found = ask(store, "inspect", root)
-    assert found.code in (1, 2), found.said
+    assert found.code in (1, 2), found.printed
     assert found.peak_bytes < MOST_BYTES
     message = {"redirect": "redirects to another scheme or host are not followed"}.get(lie, "33,554,432 bytes")
-    assert message in " ".join(found.said.split()), found.said
-    assert "Traceback" not in found.said
+    assert message in " ".join(found.printed.split()), found.printed
+    assert "Traceback" not in found.printed
     assert elsewhere.seen == []
 
 
@@ -149,9 +149,9 @@ def test_resume_from_storage(endless, store, dataset_v3, small_base, tmp_path: P
     store.endless = endless
     flags = [f"--dataset.root={dataset_v3}", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'run'}"]
     found = ask(store, "train", *flags, f"--storage_path=s3://{BUCKET}/runs", "--batch_size=2")
-    assert found.code in (1, 2), found.said
-    assert "33,554,432 bytes" in found.said
-    assert "Traceback" not in found.said
+    assert found.code in (1, 2), found.printed
+    assert "33,554,432 bytes" in found.printed
+    assert "Traceback" not in found.printed
     assert found.peak_bytes < MOST_BYTES
 
 
@@ -159,6 +159,6 @@ def test_a_hub_whose_answer_has_no_end(store, small_base, tmp_path: Path):
     store.endless = "/api/"
     flags = ["--dataset.repo_id=someone/data", f"--policy.path={small_base}", f"--output_dir={tmp_path / 'run'}"]
     found = measured("train", *flags, env={"HF_ENDPOINT": store.address, "HF_HUB_OFFLINE": "0"}, timeout_s=120)
-    assert (found.code, found.said.count("\n")) == (2, 1), found.said
-    assert "67,108,864 bytes" in found.said
+    assert (found.code, found.printed.count("\n")) == (2, 1), found.printed
+    assert "67,108,864 bytes" in found.printed
     assert found.peak_bytes < MOST_BYTES

@@ -71,7 +71,7 @@ def test_a_tokenizer_is_checked_when_the_base_is_read(make, message, base, datas
 
 
 def test_an_added_token_beyond_the_table_is_an_error_only_in_a_prompt(base, dataset_v3, tmp_path) -> None:
-    """As PaliGemma's `<image>`, whose id is the number of rows."""
+    """The token is like PaliGemma's `<image>`, whose id is the number of rows."""
     from vlatune.batch import TASK, TOKENS
     from vlatune.policies.tokenizer import Tokenise
     from vlatune.registry import get_adapter

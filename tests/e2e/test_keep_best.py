@@ -111,10 +111,3 @@ def test_early_stopping_selects_the_best(train, tmp_path, capsys):
     assert int(evaluate(folder, capsys)["checkpoint"]) == best
     assert exported_step(folder, tmp_path / "exported", capsys) == best
     assert exported_step(folder, tmp_path / "newest", capsys, f"--checkpoint={best + 2}") == best + 2
-
-
-def test_earlier_of_equal_errors_is_the_best(train):
-    """At a learning rate of almost zero the error does not change."""
-    folder = train("--keep_best=1", "--eval_freq=1", "--steps=3", "--save_freq=1", "--optimizer.lr=1e-30")
-    assert len(set(read_validation_errors(folder).values())) == 1
-    assert store_of(folder).steps() == [1, 3]

@@ -139,7 +139,7 @@ def test_a_killed_run_equals_the_undisturbed_one(dataset_v3, small_base, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_samples_without_a_kept_prefix_read_cached_frames(dataset_v3, tmp_path):
-    """In a budget for half of the prefixes; its limit counts both."""
+    """The budget is for half of the prefixes; its limit counts both."""
     meta, store, budget = load_meta(str(dataset_v3)), tmp_path / "store", FOLDER_BYTES + 1_000_000
     state, action = (meta.features[key].shape[0] for key in ("observation.state", "action"))
     dims = {"state_dim": state, "action_dim": action, "horizon": 5, "image_size": 24}

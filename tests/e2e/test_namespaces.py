@@ -1,4 +1,4 @@
-"""Two nodes with addresses of their own: host names that do not lead to them, and folders that one of them lacks."""
+"""Two nodes with separate addresses: host names that do not lead to them, and folders that one of them lacks."""
 
 import shutil
 import subprocess

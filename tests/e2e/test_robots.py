@@ -13,7 +13,6 @@ from exported import lerobot_actions, load_lerobot, noise_for
 from local_runs import assert_same_run, no_ray
 from recording_writer import write_recording
 
-from benchmarks.step.host_sync import HostSyncSpy
 from vlatune import cli
 from vlatune.batch import (
     ACTION,
@@ -21,12 +20,10 @@ from vlatune.batch import (
     ACTION_IS_PAD,
     CAMERA_MASK,
     IDS,
-    LOSS_GROUPS,
     NOISE,
     SLOT,
     STATE,
     STEP_ACTIONS,
-    TASK,
     TIME,
     TOKENS,
     Columns,
@@ -34,20 +31,17 @@ from vlatune.batch import (
 from vlatune.checkpoint.state import load_result
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config.flags import parse_flags
-from vlatune.config.settings import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig
+from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
 from vlatune.config.validate import validate
 from vlatune.data.meta.dataset_meta import load_meta
-from vlatune.data.order.sample_order import epoch_order, step_samples
 from vlatune.data.transforms import Normalise, apply_all
 from vlatune.evaluate.held_out import read_held_out
 from vlatune.policies.base import ModuleOptions
-from vlatune.policies.pi05.adapter import Pi05Adapter
 from vlatune.policies.pi05.tiny import make_tiny_pi05
 from vlatune.run.sinks import read_jsonl
 from vlatune.run.summary import read_summary
 from vlatune.run_setup import Setup, make_setup
 from vlatune.train.data_preview import mixture_lines
-from vlatune.train.worker.optimizer import LossTable, Updater, make_optimizer
 
 TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))
 ROBOTS: dict[str, dict[str, Any]] = {
@@ -104,24 +98,6 @@ def alone(config: RunConfig, number: int) -> Setup:
     return make_setup(
         replace(config, dataset=replace(config.dataset, root=config.dataset.root[number : number + 1], weight=()))
     )
-
-
-@pytest.mark.parametrize("how", ["fixed", "size", "temperature"])
-def test_shares_of_samples_equal_the_weights(config: RunConfig, how: str) -> None:
-    given = {"fixed": {}, "size": {"weight": ()}, "temperature": {"weight": (), "weight_temperature": 3.0}}[how]
-    setup = make_setup(replace(config, dataset=replace(config.dataset, **given)))
-    order, training = setup.order, setup.training
-    frames = np.bincount(training.dataset, weights=training.length)
-    wanted = {
-        "fixed": np.array(WEIGHTS),
-        "size": frames / frames.sum(),
-        "temperature": frames ** (1 / 3) / (frames ** (1 / 3)).sum(),
-    }
-    dataset_of = np.repeat(training.dataset, training.length)
-    epochs = -(-10_000 // (order.batches_per_epoch * order.global_batch))
-    taken = np.concatenate([step_samples(order, epoch_order(order, epoch)).ravel() for epoch in range(epochs)])[:10_000]
-    shares = np.bincount(dataset_of[taken], minlength=3) / len(taken)
-    np.testing.assert_allclose(shares, wanted[how], atol=0.01)
 
 
 def rows_of(setup: Setup, number: int) -> Columns:
@@ -230,35 +206,6 @@ def test_noise_samples_of_one_sample_are_averaged(setup: Setup, mixed: Columns) 
     with torch.no_grad():
         singles = [one(as_batch(mixed)).loss_B, one(as_batch(mixed | other)).loss_B]
         torch.testing.assert_close(two(as_batch(both)).loss_B, torch.stack(singles).mean(dim=0), rtol=1e-5, atol=1e-7)
-
-
-def test_losses_by_dataset_are_summed_without_host_sync(setup: Setup, module: Any, mixed: Columns) -> None:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer = make_optimizer(parameters, OptimizerConfig(lr=0.0, weight_decay=0.0))
-    table, groups = LossTable(setup.loss_groups, torch.device("cpu")), setup.loss_groups
-    updater = Updater(module, parameters, optimizer, clip_norm=1.0, losses=table)
-    numbers = groups.numbers(mixed | {TASK: np.full(len(mixed["index"]), "", dtype=object)})
-    batch = as_batch(mixed | {LOSS_GROUPS: numbers})
-    with HostSyncSpy([*module.parameters(), *module.buffers(), *batch.values(), table.sums_2G]) as spy:
-        updater.update(iter([batch, batch]), 2)
-    assert spy.table() == []
-    with torch.no_grad():
-        losses_B = module(batch).loss_B
-    wanted = [losses_B[torch.from_numpy(mixed["dataset_index"] == number)].mean().item() for number in range(3)]
-    reported = groups.to_metrics(table.interval_2I.flatten().tolist())
-    assert reported["loss_by_dataset"] == pytest.approx(wanted, rel=1e-5)
-    assert table.interval_2I[1, :3].tolist() == [2 * n for n in np.bincount(mixed["dataset_index"]).tolist()]
-    own_N = np.array([part.action_dim for part in setup.binding.parts])[mixed["dataset_index"]]
-    masks_padding = setup.policy.type == "smolvla"  # other policies train on actions after the episode's end
-    steps_N = (~mixed[ACTION_IS_PAD]).sum(axis=1) if masks_padding else np.full(len(own_N), setup.policy.horizon)
-    counts = [2 * int(steps_N[own_N > dim].sum()) for dim in range(6)]  # two micro-batches
-    assert table.interval_2I[1, groups.dim_columns].tolist() == counts
-
-
-def test_policy_without_masks_is_rejected(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pi05Adapter, "mixes_robots", False)
-    with pytest.raises(ValueError, match=r"its state_dim is 5, but 3 in .*--policy.type=pi05 does not support several"):
-        make_setup(config)
 
 
 def test_robots_flag_rejects_different_robots(config: RunConfig) -> None:

@@ -18,7 +18,6 @@ from test_robots import (  # noqa: F401  (fixtures, and tests that every policy 
     rows_of,
     setup,
     test_loss_of_a_mixed_batch_equals_each_robots_loss,
-    test_losses_by_dataset_are_summed_without_host_sync,
     test_noise_samples_of_one_sample_are_averaged,
     test_rows_equal_those_of_a_run_on_one_robot,
 )
@@ -56,7 +55,7 @@ def test_actions_equal_those_of_a_run_on_one_robot(
     mixed: Columns,  # noqa: F811
     number: int,
 ) -> None:
-    """In a batch of all robots, with different cameras and dims."""
+    """A batch has all robots, with different cameras and dims."""
     single, part, mine = alone(config, number), setup.binding.parts[number], mixed["dataset_index"] == number
     raw = rows_of(setup, number) | {"dataset_index": np.zeros(mine.sum(), np.int64)}
     raw |= {STATE: raw[STATE][..., : part.state_dim], ACTION: raw[ACTION][..., : part.action_dim]}

@@ -47,7 +47,7 @@ def test_all_places_were_searched(run: dict[str, str]) -> None:
     assert any(name.startswith("run/logs/hang-") for name in run)
 
 
-@pytest.mark.skipif(not can_unshare(), reason="needs a network namespace of its own")
+@pytest.mark.skipif(not can_unshare(), reason="needs a separate network namespace")
 def test_a_run_needs_no_network(run: dict[str, str]) -> None:
     assert json.loads(run["run/summary.json"].partition(" ")[2])["optimizer_steps"] == 12
 

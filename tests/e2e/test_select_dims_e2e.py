@@ -28,7 +28,7 @@ def wide(tmp_path_factory):
 
 
 def vlatune(*words, code=cli.OK):
-    """The command as a process of its own; returns what it printed."""
+    """Run the command in a separate process; return what it printed."""
     done = subprocess.run([sys.executable, "-m", "vlatune.cli", *words], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == cli.OK else done.stderr
@@ -109,7 +109,7 @@ def test_selected_dims_from_training_to_a_robot(wide, tmp_path, capsys, recipe):
 
 
 def _check_normaliser(wide: Path, folder: Path) -> None:
-    """The statistics that LeRobot normalises with are those of the selected dims, in their order."""
+    """LeRobot normalises with the statistics of the selected dims, in their order."""
     stats = load_meta(str(wide)).stats
     (file,) = folder.glob("policy_preprocessor_step_*_normalizer_processor.safetensors")
     for name, values in load_file(file).items():

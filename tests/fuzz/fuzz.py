@@ -1,4 +1,4 @@
-"""Change files at random and read them: `make fuzz`, and a few fixed cases in `make test`.
+"""Change files at random and read them: `make fuzz`, and a few fixed cases in `make test-e2e`.
 
 The number of a case decides which file is changed and how. A changed dataset goes through `inspect`, the preflight of
 a run, one pass of reading and the policy's transforms, from a folder or a remote store, and one in eight through

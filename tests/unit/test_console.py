@@ -126,13 +126,6 @@ def test_a_terminal_shows_a_progress_bar(tmp_path, monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == f"{tmp_path / 'dataset'}: 2 episodes\n"
 
 
-def test_without_a_terminal_there_is_no_bar(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "rich.progress", None)  # an import would fail
-    with progress_bar("files") as show:
-        show(1, 2)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_failure_restores_the_terminal(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
 

@@ -30,7 +30,7 @@ LAYERS = [
     {"storage"},
     {"bounded_queue", "console", "errors", "findings", "formatting", "gpu_driver"},
 ]
-"""From the command line down. A package imports from its own layer and the layers below."""
+"""Layers, from the command line down. A package imports from its own layer and the layers below."""
 
 
 def may_import_ray(module: str) -> bool:

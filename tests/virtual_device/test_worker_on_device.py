@@ -69,7 +69,7 @@ def assert_clean(report: dict[str, Any]) -> None:
 
 
 def test_a_run_is_equal_to_the_cpus_also_after_a_resume(virtual_library, config):
-    """With accumulation, averaged weights, validation, checkpoints, and prompts of several lengths."""
+    """Train with accumulation, averaged weights, validation, checkpoints, and prompts of several lengths."""
     cpu, virtual = request(config, "cpu", "cpu"), request(config, "virtual:1", "virtual")
     full = request(config, "virtual:1", "full") | {"free_bytes": 10**7}
     *reports, stopped = run_program(

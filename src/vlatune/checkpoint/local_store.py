@@ -116,6 +116,31 @@ def folder_name(optimizer_step: int) -> str:
     return f"{optimizer_step:08d}"
 
 
+def find_damage(root: Root, prefix: str, optimizer_step: int) -> str | None:
+    """Return what is wrong with the checkpoint whose names begin with `prefix`, or None."""
+    name = MANIFEST
+    try:
+        manifest = parse_manifest(root.read_bytes(f"{prefix}{MANIFEST}"))
+        if manifest.optimizer_step != optimizer_step:
+            return f"{MANIFEST} is of step {manifest.optimizer_step}, expected {optimizer_step}"
+        for name, entry in manifest.files.items():
+            with root.open(f"{prefix}{name}") as file:
+                found = _hash(file)
+            if found.num_bytes != entry.num_bytes:
+                return f"{name} has {found.num_bytes} bytes, expected {entry.num_bytes}"
+            if found != entry:
+                return f"{name} does not match its hash"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        if not root.is_local:
+            raise
+        return f"{name} is not readable ({error.strerror})"
+    return None
+
+
 class Store(ABC):
     """Checkpoints in a folder or below a URL. Only one process may write."""
 
@@ -131,6 +156,14 @@ class Store(ABC):
     @abstractmethod
     def opened(self, optimizer_step: int) -> AbstractContextManager[Path]:
         """Yield a local folder with the files of a verified checkpoint."""
+
+    @abstractmethod
+    def local_copy(self, optimizer_step: int) -> Path:
+        """Return a verified copy of a checkpoint that all processes of this machine share."""
+
+    @abstractmethod
+    def drop_copy(self, copy: Path) -> None:
+        """Remove what `local_copy` has downloaded, when no process reads it any more."""
 
     @abstractmethod
     def publish(self, optimizer_step: int, temporary: Path, on_phase: OnPhase) -> None:
@@ -154,27 +187,7 @@ class Store(ABC):
 
     def problem(self, optimizer_step: int) -> str | None:
         """Return what is wrong with a checkpoint, or None; reads every file once."""
-        name = MANIFEST
-        try:
-            manifest = self.manifest(optimizer_step)
-            if manifest.optimizer_step != optimizer_step:
-                return f"{MANIFEST} is of step {manifest.optimizer_step}, expected {optimizer_step}"
-            for name, entry in manifest.files.items():
-                with self.root.open(f"{folder_name(optimizer_step)}/{name}") as file:
-                    found = _hash(file)
-                if found.num_bytes != entry.num_bytes:
-                    return f"{name} has {found.num_bytes} bytes, expected {entry.num_bytes}"
-                if found != entry:
-                    return f"{name} does not match its hash"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            if not self.root.is_local:
-                raise
-            return f"{name} is not readable ({error.strerror})"
-        return None
+        return find_damage(self.root, f"{folder_name(optimizer_step)}/", optimizer_step)
 
     def begin(self, optimizer_step: int) -> Path:
         """Create an empty temporary folder for a checkpoint, replacing leftovers."""
@@ -229,6 +242,12 @@ class LocalStore(Store):
     @contextmanager
     def opened(self, optimizer_step: int) -> Iterator[Path]:
         yield self.path(optimizer_step)
+
+    def local_copy(self, optimizer_step: int) -> Path:
+        return self.path(optimizer_step)
+
+    def drop_copy(self, copy: Path) -> None:
+        del copy  # it is the checkpoint
 
     def publish(self, optimizer_step: int, temporary: Path, on_phase: OnPhase) -> None:
         del on_phase  # a rename has no intermediate phases

@@ -217,11 +217,11 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Keep:
-    """How many checkpoints to keep."""
+    """Number of checkpoints to keep."""
 
     last: int
     best: int = 0
-    """By validation error, or by training loss; see `Score`."""
+    """Number of checkpoints to keep by validation error, or else by training loss; see `Score`."""
 
 
 class BackgroundWriter:

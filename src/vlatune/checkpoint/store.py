@@ -10,6 +10,7 @@ interrupted upload, which readers ignore and the next writer removes. Calls are 
 (remote_retry.py), also uploads without progress. Credentials come from the environment.
 """
 
+import hashlib
 import math
 import shutil
 import tempfile
@@ -24,15 +25,17 @@ from vlatune.checkpoint.local_store import (
     OnPhase,
     Score,
     Store,
+    find_damage,
     folder_name,
     make_manifest,
     no_phase,
     share,
 )
-from vlatune.storage.files import sync
+from vlatune.storage.files import make_folder, sync
+from vlatune.storage.paths import run_url
 from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
-from vlatune.storage.url_folder import cache_folder, upload_file
+from vlatune.storage.url_folder import CHUNK_BYTES, cache_folder, make_once, upload_file
 
 WriteFile = Callable[[Path], object]
 BEST = "best"
@@ -45,18 +48,23 @@ def open_store(run_dir: Path, storage_path: str | None) -> Store:
     """Open the checkpoints in the run's folder, or below `storage_path` under the run's name."""
     if storage_path is None:
         return LocalStore(run_dir / CHECKPOINTS)
-    url = f"{storage_path.rstrip('/')}/{run_dir.resolve().name}/{CHECKPOINTS}"
-    try:
-        root = Root(url, has_checksums=False)
-        root.filesystem()
-    except (ValueError, RuntimeError) as error:  # unknown scheme, missing driver, or a password
-        reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")
-        raise type(error)(f"--storage_path: {reason}") from None
+    root = storage_root(f"{run_url(run_dir, storage_path)}/{CHECKPOINTS}")
     if root.is_local:
         return LocalStore(Path(root.path))
     # A worker on another node does not have the run's folder, and must not create one.
     staging = run_dir if run_dir.is_dir() else cache_folder() / "staging" / run_dir.resolve().name
     return RemoteStore(root, staging / CHECKPOINTS)
+
+
+def storage_root(url: str, what: str = "--storage_path") -> Root:
+    """Return a folder of a run in storage; raise if it cannot be one."""
+    try:
+        root = Root(url, has_checksums=False)
+        root.filesystem()
+    except (ValueError, RuntimeError) as error:  # unknown scheme, missing driver, or a password
+        reason = str(error).removeprefix(f"dataset '{url}': ").removeprefix("a dataset's ")
+        raise type(error)(f"{what}: {reason}") from None
+    return root
 
 
 def absolute_storage(storage_path: str | None) -> str | None:
@@ -187,15 +195,26 @@ class RemoteStore(Store):
     def opened(self, optimizer_step: int) -> Iterator[Path]:
         """Yield a temporary folder with a verified copy of the checkpoint."""
         with tempfile.TemporaryDirectory(prefix="vlatune-checkpoint-") as name:
-            copy = LocalStore(Path(name))
-            for file in (MANIFEST, *self.manifest(optimizer_step).files):
-                path = copy.path(optimizer_step) / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with self.root.open(f"{folder_name(optimizer_step)}/{file}") as source, path.open("wb") as into:
-                    shutil.copyfileobj(source, into, length=8 * 1024 * 1024)
-            if problem := copy.problem(optimizer_step):
-                raise RuntimeError(f"checkpoint {self.where(optimizer_step)} is damaged ({problem}); start again")
-            yield copy.path(optimizer_step)
+            self._download(optimizer_step, Path(name))
+            yield Path(name)
+
+    def local_copy(self, optimizer_step: int) -> Path:
+        content = f"{self.where(optimizer_step)} {self.read_bytes(optimizer_step, MANIFEST)}".encode()
+        copy = make_folder(cache_folder(), CHECKPOINTS) / hashlib.sha256(content).hexdigest()[:32]
+        make_once(copy, lambda temporary: self._download(optimizer_step, temporary))
+        return copy
+
+    def drop_copy(self, copy: Path) -> None:
+        shutil.rmtree(copy, ignore_errors=True)
+
+    def _download(self, optimizer_step: int, folder: Path) -> None:
+        for file in (MANIFEST, *self.manifest(optimizer_step).files):
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self.root.open(f"{folder_name(optimizer_step)}/{file}") as source, path.open("wb") as into:
+                shutil.copyfileobj(source, into, length=CHUNK_BYTES)
+        if problem := find_damage(Root(str(folder), has_checksums=False), "", optimizer_step):
+            raise RuntimeError(f"checkpoint {self.where(optimizer_step)} is damaged ({problem}); start again")
 
     def publish(self, optimizer_step: int, temporary: Path, on_phase: OnPhase) -> None:
         """Upload all files, the manifest last."""

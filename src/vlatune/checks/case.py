@@ -70,8 +70,8 @@ class Case:
     binding: "Binding" = field(init=False)
     specs: "tuple[ReadSpec, ...]" = field(init=False)
     usable: "Usable" = field(init=False)
-    setup: "Setup | None" = None
-    batch: FirstBatch | None = None
+    setup: "Setup" = field(init=False)
+    batch: FirstBatch = field(init=False)
     module: Any = None
     """The torch module if it was loaded."""
     planned: Any = None

@@ -36,6 +36,7 @@ PLANNED_BYTES = 2 * GB
 NCCL_BYTES = GB // 2
 """Buffers of NCCL's channels."""
 MAX_BATCH = 1024
+"""Maximum batch size that is reported."""
 
 
 @dataclass(frozen=True)

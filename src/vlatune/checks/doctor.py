@@ -202,8 +202,8 @@ def finding_text(one: Finding, *, width: int) -> str:
 def outcome_text(found: Examination, page: Path | None, *, width: int) -> str:
     """Return the lines after the findings: skipped checks, verdict, and command."""
     lines = [finding_text(one, width=width) for one in _skipped(found.findings)]
-    for check in TABLES:
-        lines += ["", *map(printable, _table(found.findings, check))]
+    for table in _tables(found.findings).values():
+        lines += ["", *map(printable, table)]
     lines += ["", found.verdict]
     if found.has_flags:
         lines += ["command with all these flags:", f"  {found.command}"]
@@ -222,8 +222,8 @@ def _skipped(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def doctor_page(found: Examination) -> str:
-    batch = found.case.batch
-    why = next((one.text for one in found.findings if one.check == "first batch"), "it was not read")
+    read = next((one for one in found.findings if one.check == "first batch"), None)
+    why = read.text if read else "it was not read"
     body = [
         _head(found),
         _checks(found.findings),
@@ -232,10 +232,10 @@ def doctor_page(found: Examination) -> str:
             tag("p", "With all flags from above:" if found.has_flags else "The run as given:"),
             command(found.command.split(" ")),
         ),
-        _first_batch(found.case, batch)
-        if batch
+        _first_batch(found.case)
+        if read and read.level == "pass"
         else section("The first batch", tag("p", f"Not shown: {why}.", class_="missing")),
-        *(section(title, tag("pre", "\n".join(_table(found.findings, check)))) for check, title in TABLES.items()),
+        *(section(title, tag("pre", "\n".join(table))) for title, table in _tables(found.findings).items()),
     ]
     return make_page(f"{found.given.job_name} · vlatune doctor", join(body))
 
@@ -268,8 +268,8 @@ def _checks(findings: Sequence[Finding]) -> Html:
     return section("Checks", tag("table", tag("tbody", *rows), class_="checks"))
 
 
-def _first_batch(case: Case, batch: FirstBatch) -> Html:
-    shown = min(MAX_SAMPLES, num_rows(batch.rows))
+def _first_batch(case: Case) -> Html:
+    batch, shown = case.batch, min(MAX_SAMPLES, num_rows(case.batch.rows))
     height, width = case.policy.image_hw
     text = (
         f"The first {shown} samples of worker 0: images resized to {height} x {width}, the prompt with its tokens, "
@@ -328,6 +328,7 @@ def _action_plots(case: Case, batch: FirstBatch, row: int) -> Iterator[Html]:
             yield draw(chart)
 
 
-def _table(findings: Iterable[Finding], check: str) -> Sequence[str]:
-    """Return the lines of a check's table."""
-    return next((one.figures.get("table", ()) for one in findings if one.check == check), ())
+def _tables(findings: Iterable[Finding]) -> dict[str, Sequence[str]]:
+    """Return title -> lines of the tables that the checks made."""
+    made = {one.check: one.figures["table"] for one in findings if "table" in one.figures}
+    return {title: made[check] for check, title in TABLES.items() if check in made}

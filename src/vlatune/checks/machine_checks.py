@@ -61,8 +61,6 @@ def check_memory(case: Case) -> Iterator[Finding]:
     """Compare the memory that a worker needs with its device and with other GPU sizes."""
     import torch
 
-    assert case.batch is not None
-    assert case.setup is not None
     config, columns = case.config, case.batch.inputs
     if case.module is not None:
         footprint = device_memory.measure(case.module, columns, str(next(case.module.parameters()).device))
@@ -94,7 +92,7 @@ def check_memory(case: Case) -> Iterator[Finding]:
         f"{format_bytes(needed)} per worker at batch size {config.batch_size}: {format_bytes(state)} for weights and "
         f"optimizer, {format_bytes(footprint.saved_per_sample)} per sample; {device} has {format_bytes(device_bytes)}"
     )
-    sizes = ", ".join(f"{batch or 'none'} on {size} GB" for size, batch in figures["fits"].items())
+    sizes = ", ".join(f"{_batch_text(batch)} on {size} GB" for size, batch in figures["fits"].items())
     text = f"{text}; largest batch on a GPU: {sizes}"
     if needed <= device_memory.USABLE * device_bytes:
         yield Finding("pass", "memory", text, figures=figures)
@@ -115,10 +113,12 @@ def check_memory(case: Case) -> Iterator[Finding]:
     yield Finding("fail" if cuda else "warn", "memory", text, remedy=remedy, flags=flags, figures=figures)
 
 
+def _batch_text(batch: int) -> str:
+    return f"{batch:,} or more" if batch == device_memory.MAX_BATCH else f"{batch:,}" if batch else "none"
+
+
 def check_reading(case: Case) -> Iterator[Finding]:
     """Compare the CPU time to read a row with the step time, and derive the number of readers."""
-    assert case.batch is not None
-    assert case.setup is not None
     config, row_s = case.config, read_cost(case)
     sizing = plan_sizing(case)
     if case.step_s is not None:
@@ -149,9 +149,8 @@ def check_reading(case: Case) -> Iterator[Finding]:
 
 def check_cache(case: Case) -> Iterator[Finding]:
     """Check what the run stores instead of computing it again: show the table of all levels; the text states what the frame cache is worth."""
-    assert case.setup is not None
     step, on_gpu = StepCost(), any(node.gpus for node in plan_sizing(case).nodes)
-    if case.step_s is not None and case.batch is not None:
+    if case.step_s is not None:
         step = StepCost(case.step_s / num_rows(case.batch.rows), is_on_readers_cores=not on_gpu)
     decision = f"--policy.keep_prefix={case.config.policy.keep_prefix}"
     others = partial(prefix_levels, case.config, case.setup, on_gpu=on_gpu, decision=decision)
@@ -179,7 +178,6 @@ def check_cost(case: Case) -> Iterator[Finding]:
     """Estimate time and price of the run on common GPUs."""
     from vlatune.train.worker.transfer import collate
 
-    assert case.batch is not None
     module = case.planned if case.module is None else run_cost.on_meta(case.module)
     if module is None:
         yield Finding("skipped", "cost", "the weights are too large to load, and the policy has no `plan_module`")
@@ -208,7 +206,6 @@ def _short(seconds: float) -> str:
 
 def read_cost(case: Case) -> float:
     """Return the CPU seconds to read and transform a row with images."""
-    assert case.setup is not None
     plan, share = case.setup.data_plan, Share(0, case.config.num_workers)
     last = min(PLAN_STEPS, case.config.steps, plan.order.batches_per_epoch)
     chosen, rows = [], 0
@@ -225,7 +222,6 @@ def read_cost(case: Case) -> float:
 
 def plan_sizing(case: Case) -> Sizing:
     """Return cores, readers and object store as the run would get them."""
-    assert case.setup is not None
     run = run_shape(case.run_config(), case.setup)
     if not os.environ.get("RAY_ADDRESS"):
         return size_for_this_host(case.config, run)
@@ -278,29 +274,26 @@ def _existing(folder: Path) -> Path:
 def check_cluster(case: Case) -> Iterator[Finding]:
     """Check workers, readers and object store on this machine or the cluster at RAY_ADDRESS."""
     sizing, workers = plan_sizing(case), case.config.num_workers
-    for text in sizing.warnings:
-        found, _, remedy = text.partition("; ")
-        yield Finding("warn", "cluster", found, remedy=remedy)
+    yield from (finding_of(text, "cluster", "warn") for text in sizing.warnings)
+    is_local = not os.environ.get("RAY_ADDRESS")
     cpus, gpus = sum(node.cpus for node in sizing.nodes), sum(node.gpus for node in sizing.nodes)
-    machine = "the cluster at RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "this machine"
+    machine = "this machine" if is_local else "the cluster at RAY_ADDRESS"
     figures = {"cpus": cpus, "gpus": gpus, "readers": sizing.budget.readers, "store_bytes": sizing.store_bytes}
     if 0 < gpus < workers:
         text, flags = f"{machine} has {gpus} GPUs for {workers} workers", (f"--num_workers={gpus}",)
         remedy = "use one worker per GPU"
         yield Finding("fail", "cluster", text, expected="one GPU per worker", remedy=remedy, flags=flags)
         return
-    if gpus and not os.environ.get("RAY_ADDRESS") and (problem := find_problem(read_gpu())):
-        found, _, remedy = problem.partition("; ")
-        yield Finding("fail", "cluster", found, remedy=remedy)
+    if gpus and is_local and (problem := find_problem(read_gpu())):
+        yield finding_of(problem, "cluster")
         return
-    if case.config.policy.compile == "true" and not os.environ.get("RAY_ADDRESS"):
+    if case.config.policy.compile == "true" and is_local:
         from vlatune.train.worker.device import compiler_problem
 
         if problem := compiler_problem("cuda" if gpus else "cpu"):
-            found, _, remedy = problem.partition("; ")
-            yield Finding("fail", "cluster", found, remedy=remedy, flags=("--policy.compile=false",))
+            yield replace(finding_of(problem, "cluster"), flags=("--policy.compile=false",))
             return
-    if os.environ.get("RAY_ADDRESS") and case.setup is not None:
+    if not is_local:
         from vlatune.train.driver.ray_nodes import check_nodes
 
         with connected():

@@ -105,7 +105,6 @@ def check_weights(case: Case) -> Iterator[Finding]:
     """Load the module like a worker, and count its trainable parameters."""
     import torch
 
-    assert case.setup is not None
     size, device = weight_bytes(str(case.folder)), "cuda" if torch.cuda.is_available() else "cpu"
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else RAM_SHARE * usable_ram_bytes()
     if size > free:
@@ -135,7 +134,6 @@ def check_loss(case: Case) -> Iterator[Finding]:
 
     from vlatune.train.worker.transfer import collate
 
-    assert case.batch is not None
     rows = num_rows(case.batch.rows)
     flops = case.adapter.step_flops(case.policy, case.binding, ModuleOptions.of(case.config.policy)) * rows
     device = next(case.module.parameters()).device

@@ -293,7 +293,6 @@ def check_samples(case: Case) -> Iterator[Finding]:
 
 def check_batch(case: Case) -> Iterator[Finding]:
     """Read the first batch as a worker would get it."""
-    assert case.setup is not None
     begin = time.perf_counter()
     case.batch = read_first_batch(case.setup, case.config.num_workers)
     seconds = time.perf_counter() - begin
@@ -321,7 +320,6 @@ def _make_prompts(transforms: Sequence[Transform], columns: Columns) -> Iterator
 
 def check_prompts(case: Case) -> Iterator[Finding]:
     """Check for empty tasks and for prompts that would be truncated."""
-    assert case.batch is not None
     tasks = list(dict.fromkeys(task for meta in case.metas for task in meta.tasks))
     number, empty = plural(len(tasks), "task"), sum(not task.strip() for task in tasks)
     if not case.batch.prompts:
@@ -351,7 +349,6 @@ def check_prompts(case: Case) -> Iterator[Finding]:
 
 def _all_prompts(case: Case, batch: FirstBatch, tasks: Sequence[str]) -> Iterator[Prompt]:
     """Yield the prompts of every task, with the states of the first batch."""
-    assert case.setup is not None
     yield from batch.prompts
     transforms, number = case.setup.eval_transforms(0), num_rows(batch.rows)
     for begin in range(0, len(tasks), number):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from vlatune.checks.device_memory import GB, rows_of
 from vlatune.config.settings import RunConfig
-from vlatune.formatting import format_number, format_seconds
+from vlatune.formatting import format_number, format_seconds, plural, text_table
 
 TERA = 10**12
 PRODUCT_SHARE, TRAFFIC_SHARE = 0.5, 0.85
@@ -50,7 +50,7 @@ class Device:
     """Peak bandwidth of its memory."""
     memory_bytes: float
     exchange_bytes_per_s: float
-    """What an all-reduce between the GPUs of a node moves."""
+    """Rate of an all-reduce between the GPUs of a node."""
     usd_per_hour: float
     """Typical price of one on demand."""
     product_share: float = PRODUCT_SHARE
@@ -72,7 +72,7 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one worker computes in an optimizer step."""
+    """Work of one worker in an optimizer step."""
 
     micro_step: Sequence[Kernel]
     micro_steps: int
@@ -126,7 +126,7 @@ class Estimate:
     fits: bool | None
     """Whether the run fits the device's memory; None if unknown."""
     bound: str
-    """What a micro-step waits for most: products, memory, or launches."""
+    """The limit of a micro-step: products, memory, or launches."""
 
 
 def estimate(
@@ -152,25 +152,14 @@ def cost_table(estimates: Iterable[Estimate], config: RunConfig) -> list[str]:
     fits = {True: "yes", False: "no", None: "unknown"}
     rows = [("GPU", "step", "samples/s", "the run", "USD/h", "USD", "fits", "limited by")]
     for one in estimates:
-        step, price = f"{format_number(1000 * one.step_s)} ms", f"{one.usd_per_hour:.2f}"
-        run = format_seconds(3600 * one.hours)
-        rows.append(
-            (
-                one.device,
-                step,
-                format_number(one.samples_per_s),
-                run,
-                price,
-                f"{one.usd:.2f}",
-                fits[one.fits],
-                one.bound,
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        times = (f"{format_number(1000 * one.step_s, digits=3)} ms", format_number(one.samples_per_s, digits=3))
+        prices = (f"{one.usd_per_hour:.2f}", f"{one.usd:.2f}")
+        rows.append((one.device, *times, format_seconds(3600 * one.hours), *prices, fits[one.fits], one.bound))
     return [
-        f"Estimated time and price of {config.steps:,} steps with {config.num_workers} x one GPU (not measured; counted kernels,",
-        f"{PRODUCT_SHARE:.0%} of peak products, {TRAFFIC_SHARE:.0%} of memory bandwidth, {1e6 * LAUNCH_S:.0f} us per launch; readers keep up; no start-up, validation, saving):",
-        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        f"{config.steps:,} steps on {plural(config.num_workers, 'GPU')}, estimated from counted kernels, not measured:",
+        f"{PRODUCT_SHARE:.0%} of peak products, {TRAFFIC_SHARE:.0%} of memory bandwidth, {1e6 * LAUNCH_S:.0f} us per launch;",
+        "without start-up, waiting for data, validation and checkpoints",
+        *text_table(rows),
     ]
 
 

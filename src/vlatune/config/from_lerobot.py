@@ -1,7 +1,7 @@
 """`--from_lerobot`: translate LeRobot's `train_config.json` or a `lerobot-train` command.
 
 `lerobot_fields.py` has a row for every field. Fields that are not given have
-LeRobot's defaults, so that the run equals that of `lerobot-train`. Nothing of LeRobot is imported.
+LeRobot's defaults, so that the run has `lerobot-train`'s settings. LeRobot is not imported.
 """
 
 import dataclasses

@@ -247,7 +247,7 @@ class RunConfig:
     keep_best: int = setting(0, minimum=0)
     """Number of checkpoints to keep in addition, by validation error or else training loss."""
     storage_path: str | None = None
-    """Folder or URL for checkpoints, e.g. s3://bucket/runs."""
+    """Folder or URL for checkpoints, e.g. s3://bucket/runs; a URL also gets a copy of the run folder."""
     resume: bool = False
     """Resume the run in output_dir from its latest checkpoint."""
     allow_changed: tuple[Literal["base", "dataset", "config", "versions"], ...] = ()

@@ -6,7 +6,7 @@ the instruction are blanked, which shows whether the model uses them. See subjec
 evaluated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,21 @@ class Group:
     by_blank: Mapping[str, Predictions]
 
 
-def evaluate_run(path: Path, options: EvalConfig, *, on_batch: OnBatch = lambda done, total: None) -> dict[str, Any]:
-    """Evaluate a checkpoint or a LeRobot folder, and write eval.json, samples and the page."""
+def evaluate_run(
+    path: Path,
+    options: EvalConfig,
+    *,
+    on_batch: OnBatch = lambda done, total: None,
+    allowed: Collection[str] = (),
+) -> dict[str, Any]:
+    """Evaluate a checkpoint or a LeRobot folder, and write eval.json, samples and the page.
+
+    `allowed` are paths of the run's settings that the command line has named.
+    """
     validate_eval(options)
     output_folder(path, options, is_own=options.dataset.root is None and not is_policy_folder(path))
     device = choose_device(options.device)
-    subject = open_subject(path, options)
+    subject = open_subject(path, options, allowed)
     setup = subject.setup
     module = setup.adapter.load_module(setup.policy, setup.binding, subject.options, device, stats=setup.stats).eval()
     checkpoint, weights = subject.load(trained_tensors(module))
@@ -154,7 +163,7 @@ def _figures(setup: Inputs, group: Group, rollouts: Sequence[Rollout]) -> dict[s
 
 
 def _joint_figures(setup: Inputs, each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Average losses and errors of several robots by samples; `datasets` has those of each."""
+    """Average losses and errors of several robots by samples; `datasets` has each dataset's."""
     counts = [one["num_samples"] for one in each]
     averaged = [key for key, value in each[0].items() if isinstance(value, float)]
     rolled = [one["rollouts"] for one in each if "rollouts" in one]

@@ -5,7 +5,7 @@ what it was trained on (dims, names, statistics), and the dataset is validated a
 the training data nor statistics of the new dataset are needed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Subject:
     """Rate of the compared actions; None for the frame rate of the recording."""
 
 
-def open_subject(path: Path, options: EvalConfig) -> Subject:
+def open_subject(path: Path, options: EvalConfig, allowed: Collection[str] = ()) -> Subject:
     """Open a run or a LeRobot folder, with all checks that need neither weights nor videos."""
     if is_policy_folder(path):
         return _open_policy_folder(path, options)
@@ -63,7 +63,7 @@ def open_subject(path: Path, options: EvalConfig) -> Subject:
         raise ValueError(f"'{path}' is not a run folder; to evaluate the policy in it, use `vlatune eval {inside}`")
     config = replace(read_config(path), output_dir=str(path))  # the folder may have been moved
     named = external_paths(config) if options.dataset.root is None else only(external_paths(config), [STORAGE, BASE])
-    require_allowed(path, named, trust_run=options.trust_run)
+    require_allowed(path, named, trust_run=options.trust_run, allowed=allowed)
     store = open_store(path, config.storage_path)
     step = choose(store, options.checkpoint or config.usual_checkpoint, warn=lambda text: warn(f"vlatune: {text}"))
     if options.dataset.root is None:

@@ -15,7 +15,7 @@ LeRobot looks for them.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,19 +58,29 @@ TOKENIZER_KINDS = (".json", ".txt", ".model", ".jinja")
 """Suffixes of tokenizer files; code is not copied."""
 
 
-def export_run(run_dir: Path, folder: Path, options: ExportConfig, *, warn: Callable[[str], None]) -> Exported:
-    """Write the folder; raise on conflicts and on damaged or missing inputs before writing."""
+def export_run(
+    run_dir: Path,
+    folder: Path,
+    options: ExportConfig,
+    *,
+    warn: Callable[[str], None],
+    allowed: Collection[str] = (),
+) -> Exported:
+    """Write the folder; raise on conflicts and on damaged or missing inputs before writing.
+
+    `allowed` are paths of the run's settings that the command line has named.
+    """
     config, repository = read_config(run_dir), options.push_to_hub
     if repository is not None:
         require_pushable(repository)
     is_empty_folder = folder.is_dir() and not any(folder.iterdir())
     if not is_empty_folder and (folder.exists() or folder.is_symlink()):
         raise ValueError(f"'{folder}' exists and is not an empty folder; choose another DIR, or remove it")
-    require_allowed(run_dir, only(external_paths(config), [STORAGE]), trust_run=options.trust_run)
+    require_allowed(run_dir, only(external_paths(config), [STORAGE]), trust_run=options.trust_run, allowed=allowed)
     store = open_store(run_dir, config.storage_path)
     step = choose(store, options.checkpoint or config.usual_checkpoint, warn=warn)
     with store.opened(step) as checkpoint:
-        plan = make_plan(run_dir, checkpoint, read_state(store, step), options)
+        plan = make_plan(run_dir, checkpoint, read_state(store, step), options, allowed)
         if repository is not None:
             open_repository(repository, private=options.hub_private)  # check write access before the work
         with atomic_folder(folder) as temporary:
@@ -123,10 +133,12 @@ class Plan:
     options: ExportConfig
 
 
-def make_plan(run_dir: Path, checkpoint: Path, state: TrainState, options: ExportConfig) -> Plan:
+def make_plan(
+    run_dir: Path, checkpoint: Path, state: TrainState, options: ExportConfig, allowed: Collection[str] = ()
+) -> Plan:
     config = config_from_dict(RunConfig, state.config, f"checkpoint {checkpoint}")
     if options.base is None:
-        require_allowed(run_dir, only(external_paths(config), [BASE]), trust_run=options.trust_run)
+        require_allowed(run_dir, only(external_paths(config), [BASE]), trust_run=options.trust_run, allowed=allowed)
     if options.adapter and config.policy.train != "lora":
         raise ValueError(
             f"--adapter=true: the run was trained with --policy.train={config.policy.train} and has no adapters; leave the flag out"

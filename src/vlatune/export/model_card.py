@@ -28,14 +28,14 @@ MAX_NAME = 200
 MAX_DIMS = 16
 IMAGES = "observation.images."
 FORM = "width: 640, height: 480, fps: 30"
-LEARNT = ("recipe", "optimizer", "scheduler", "rename_map", "job_name")
-LEARNT += ("steps", "batch_size", "grad_accum", "num_workers", "seed")
+CARD_SETTINGS = ("recipe", "optimizer", "scheduler", "rename_map", "job_name")
+CARD_SETTINGS += ("steps", "batch_size", "grad_accum", "num_workers", "seed")
 """Settings besides dataset and policy that affect the result; paths and logging are not shared."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported, for the model card and the printed summary."""
+    """Facts of an export, for the model card and the printed summary."""
 
     folder: Path
     repository: str | None
@@ -52,7 +52,7 @@ class Exported:
     has_tokenizer: bool
     """The folder contains a tokenizer."""
     dataset: int | None
-    """With several robots, the index of the exported dataset."""
+    """Index of the exported dataset, if the run was on several robots."""
     loader: str
     """Python code that LeRobot needs before loading, because it does not know the model's size."""
 
@@ -210,7 +210,7 @@ def _made_by(done: Exported) -> str:
     )
     policy = replace(config.policy, path=_shareable(config.policy.path, "/path/to/") if config.policy.path else None)
     plain = parse_flags([f"--recipe={config.recipe}"] if config.recipe else [], RunConfig)
-    shown = replace(plain, **{name: getattr(config, name) for name in LEARNT}, dataset=dataset, policy=policy)
+    shown = replace(plain, **{name: getattr(config, name) for name in CARD_SETTINGS}, dataset=dataset, policy=policy)
     found = done.run.summary.versions if done.run.summary else {}
     versions = ", ".join(f"{_safe(name)} {_safe(one)}" for name, one in found.items())
     text = f"Trained by this command{f' ({versions})' if versions else ''}, then written by `vlatune export`:"

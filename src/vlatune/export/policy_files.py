@@ -173,7 +173,7 @@ def _require_step(spec: PolicySpec, file: str, steps: Sequence[Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What a policy's files record about its training data."""
+    """Facts about the training data in a policy's files."""
 
     dims: Mapping[str, int]
     """Dims of state and action, if recorded."""

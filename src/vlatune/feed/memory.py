@@ -62,7 +62,7 @@ def plan_budget(
 ) -> Budget:
     """Choose block and task sizes so that TASKS_PER_READER tasks per reader fit the worker's share.
 
-    Blocks are taken in order: while the first task's blocks are taken, those of all others wait in
+    Blocks are taken in order: while the first task's blocks are taken, the blocks of all others wait in
     the store. `num_cpus` are the CPUs available to readers.
     """
     readers = max(1, num_cpus // num_workers)

@@ -246,7 +246,7 @@ class PolicyAdapter[S: PolicySpec](ABC):
         *,
         stats: Stats = NO_STATS,
     ) -> torch.nn.Module:
-        """Return the module (docs/adding_a_policy.md), whose trainable weights are those of `options.train`.
+        """Return the module (docs/adding_a_policy.md), whose trainable weights are selected by `options.train`.
 
         `forward(batch)` returns a `PolicyOutput`. Weights move to `device` one at a time. `stats` may be empty if nothing is computed.
         """

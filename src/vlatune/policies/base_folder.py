@@ -160,7 +160,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 SAMPLED_BYTES = 4096
-"""Bytes hashed at the start of each tensor, enough to tell trained models of one shape apart."""
+"""Bytes hashed at the start of each tensor, enough to distinguish trained models of one shape."""
 MAX_HEADER_BYTES = 100_000_000
 
 

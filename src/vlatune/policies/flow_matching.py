@@ -89,7 +89,7 @@ class FlowSpec(PolicySpec):
     flow_time: tuple[float, float, float, float] = FLOW_TIME
     """Time is Beta(first, second) * third + fourth."""
     dtype: str = "float32"
-    """Of the base model."""
+    """Config of the base model."""
     num_patches: int
     """Patches of the vision tower per camera."""
     image_tokens: int
@@ -139,7 +139,7 @@ class FlowAdapter[S: FlowSpec](PolicyAdapter[S]):
     """The adapter of a policy with a vision-language prefix and an action expert."""
 
     defaults: ClassVar[Mapping[str, Any]]
-    """LeRobot's defaults for fields missing from config.json, besides those of the policy's options."""
+    """LeRobot's defaults for fields missing from config.json, besides the policy's options."""
     size_class: ClassVar[type[ModelSize]]
     modeling: ClassVar[str]
     """LeRobot's module that builds the model."""

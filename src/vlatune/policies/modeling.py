@@ -220,7 +220,7 @@ def multiply_large_patches(policy: nn.Module) -> None:
 class LayerModule(nn.Module):
     """One of LeRobot's layers with other forwards: `computes[way](layer, ...)`.
 
-    Uses that differ in shapes have functions of their own: torch.compile keeps few versions of each. FSDP2 shards LeRobot's layer, which has the weights, and gathers them around its `compute`.
+    Uses that differ in shapes have separate functions: torch.compile keeps few versions of each. FSDP2 shards LeRobot's layer, which has the weights, and gathers them around its `compute`.
     """
 
     def __init__(self, layer: nn.Module, *computes: Callable[..., Any], options: ModuleOptions | None = None) -> None:

@@ -23,6 +23,8 @@ LARGEST = 1e300
 """Limit of axis values; leaves space for the next power of ten and for differences."""
 LOG_SCALE_RATIO = 30
 """Use a log scale if the largest loss exceeds the smallest by this factor."""
+SMOOTHED_PER_POINT = 40
+"""Values of a line for each value that smoothing takes on either side."""
 MAX_COLORS = 6
 """Number of line colors in page.css, run0 to run5."""
 Unit = Literal["number", "bytes", "share"]
@@ -161,10 +163,16 @@ def metric_chart(
     if not has(records, key):
         return Html("")
     steps, values = column(records, "optimizer_step"), column(records, key)
-    logged = Line("logged", steps, values, "raw" if smoothed else "main")
-    lines = (logged, Line("smoothed", steps, smooth(values))) if smoothed else (logged,)
+    lines = smoothed_lines(steps, values) if smoothed else (Line("logged", steps, values),)
     scale = scale_of(values, [least_top], from_zero=True)
     return draw(Chart(title, lines, scale, unit=unit, height_px=height_px, keys=False))
+
+
+def smoothed_lines(steps: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[Line, ...]:
+    """Return the logged and the smoothed line; only the logged one if there is too little to smooth."""
+    if len(values) < SMOOTHED_PER_POINT:
+        return (Line("logged", steps, values),)
+    return Line("logged", steps, values, "raw"), Line("smoothed", steps, smooth(values))
 
 
 def column(records: Records, key: str | int) -> NDArray[np.float64]:
@@ -182,7 +190,7 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     towards both ends, so that the first and last values are not distorted."""
     finite, positions = np.isfinite(values), np.arange(len(values))
     sums, counts = (np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(finite, values, 0.0), finite))
-    half = np.minimum(len(values) // 40, np.minimum(positions, positions[::-1]))
+    half = np.minimum(len(values) // SMOOTHED_PER_POINT, np.minimum(positions, positions[::-1]))
     begin, end = positions - half, positions + half + 1
     means = (sums[end] - sums[begin]) / np.maximum(counts[end] - counts[begin], 1)
     return np.where(finite, means, np.nan)

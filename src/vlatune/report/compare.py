@@ -58,7 +58,10 @@ def _total(run: Run, key: Count) -> int | None:
 
 def _data_warnings(runs: Collection[Run]) -> list[str]:
     """Return why losses and errors of the runs may not be comparable."""
-    data = {(run.roots, _total(run, "frames"), run.data["tasks"] if run.data else ()) for run in runs}
+    # Compared by the last part of the path: the same dataset may be given as a relative path, too.
+    names = [tuple(root.rstrip("/").split("/")[-1] for root in run.roots) for run in runs]
+    totals = [(_total(run, "frames"), run.data["tasks"] if run.data else ()) for run in runs]
+    data = set(zip(names, totals, strict=True))
     settings = [flat_settings(run.config) for run in runs]
     if len(data) > 1:
         return [

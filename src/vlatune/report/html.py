@@ -40,7 +40,7 @@ from vlatune.run.run_folder import (
     read_run,
 )
 from vlatune.run.summary import SUMMARY_FILE
-from vlatune.run.verdict import WAIT_SHARE_FINE, Tone, learnt, time_left_s
+from vlatune.run.verdict import WAIT_SHARE_FINE, Tone, learning_verdict, time_left_s
 from vlatune.storage.files import write_text
 
 
@@ -59,8 +59,8 @@ def damage_reported(where: object) -> Iterator[None]:
 def write_report(run_dir: Path, *, file: Path | None = None) -> Path:
     """Write RUN/report.html, or `file`."""
     run = read_run(Path(run_dir))
-    learnt_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, split_loss)
-    parts = (*learnt_parts, data_used, first_batch, speed, stored, time_line, _settings)
+    learned_parts = (_head, _tiles, learning, evaluated, predicted, rolled_out, split_loss)
+    parts = (*learned_parts, data_used, first_batch, speed, stored, time_line, _settings)
     path = file or Path(run_dir) / REPORT_FILE
     with damage_reported(run_dir):
         body = join([part(run) for part in parts])
@@ -80,9 +80,9 @@ def write_eval_page(folder: Path, name: str) -> Path:
 
 
 def _head(run: Run) -> Html:
-    """Render name, data and what was learnt, and the state of a failed or unfinished run."""
+    """Render name, data and what was learned, and the state of a failed or unfinished run."""
     state = run_verdict(run)
-    found = [learnt(run.metrics, run.validations, run.evaluation)]
+    found = [learning_verdict(run.metrics, run.validations, run.evaluation)]
     found += [state] if state.tone == "bad" or run.summary is None else []
     policy = run.config.get("policy") or {}
     datasets = (shown_setting(root).rstrip("/").split("/")[-1] for root in run.roots)

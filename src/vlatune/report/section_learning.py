@@ -21,6 +21,7 @@ from vlatune.report.chart import (
     metric_chart,
     scale_of,
     smooth,
+    smoothed_lines,
 )
 from vlatune.report.page import camera_image, instruction, missing, pair, row, section, shown_setting, table
 from vlatune.run.kept_samples import EvalSample
@@ -39,13 +40,14 @@ def learning(run: Run) -> Html:
     if not has(run.metrics, "loss"):
         return section("Learning", missing("No loss was logged: the run has not reached its first log line."))
     steps, loss = column(run.metrics, "optimizer_step"), column(run.metrics, "loss")
-    lines = [Line("logged", steps, loss, "raw"), Line("smoothed", steps, smooth(loss))]
+    lines = [*smoothed_lines(steps, loss)]
     validation = []
     if run.validations:
         at, losses = column(run.validations, "optimizer_step"), column(run.validations, "val_loss")
         lines.append(Line("held out", at, losses, "truth"))
         title = "Open-loop action error on held-out samples"
-        validation = [metric_chart(run.validations, "val_action_error", title, smoothed=False)]
+        if len(at) > 1:
+            validation = [metric_chart(run.validations, "val_action_error", title, smoothed=False)]
     marks = tuple(float(step) for step in run.restart_steps if steps.min() <= step <= steps.max())
     rate = metric_chart(run.metrics, "lr", "Learning rate", smoothed=False)
     norm = metric_chart(run.metrics, "grad_norm", "Gradient norm")
@@ -193,7 +195,7 @@ def rolled_out(run: Run) -> Html:
     for one in run.rollouts:
         place = f"episode {one.episode_index}"
         label = f"{place}: {plural(len(one.valid_T), 'frame')}{errors.get(one.episode_index, '')}"
-        cards.append(_card(run, one, scales, place, label, x_name="frame", height_px=110))
+        cards.append(_card(run, one, scales, place, label, x_name="frame", height_px=180))
     text = (
         f"{plural(len(episodes), 'complete episode')}: the policy predicts a chunk every "
         f"{plural(rollouts['replan_every'], 'frame')} from the recorded observation, and the chunks are joined; error "

@@ -28,25 +28,25 @@ def external_paths(config: RunConfig) -> list[tuple[str, str]]:
     return [(flag, path) for flag, path in found if path]
 
 
-def record_paths(run_dir: Path, config: RunConfig) -> None:
-    """Add the paths of the user's command to those recorded for the run."""
-    paths = sorted(recorded_paths(run_dir) | {path for _, path in external_paths(config)})
+def record_paths(run: Path | str, config: RunConfig) -> None:
+    """Add the paths of the user's command to those recorded for the run, a folder or URL."""
+    paths = sorted(recorded_paths(run) | {path for _, path in external_paths(config)})
     try:
-        file = _record(run_dir)
+        file = _record(run)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(file, {"run": os.path.realpath(run_dir), "paths": paths})
+        write_json(file, {"run": _real(run), "paths": paths})
     except (OSError, RuntimeError):  # no home directory: `eval` and `export` will ask
         return
 
 
-def recorded_paths(run_dir: Path) -> frozenset[str]:
+def recorded_paths(run: Path | str) -> frozenset[str]:
     """Return the paths recorded for the run."""
     try:
-        file = _record(run_dir)
+        file = _record(run)
         found = read_json(file.parent, file.name)
     except (OSError, RuntimeError, ValueError):
         return frozenset()
-    same_run = found.get("run") == os.path.realpath(run_dir)
+    same_run = found.get("run") == _real(run)
     return frozenset(str(path) for path in found.get("paths", ())) if same_run else frozenset()
 
 
@@ -64,10 +64,12 @@ def is_allowed(run_dir: Path, path: str) -> bool:
     return given.is_absolute() and not given.exists() and moved.is_dir() and not moved.is_symlink()
 
 
-def require_allowed(run_dir: Path, paths: Iterable[tuple[str, str]], *, trust_run: bool) -> None:
-    """Raise if one of the paths is named only by the run's own files."""
-    unknown = [] if trust_run else [(flag, path) for flag, path in paths if not is_allowed(run_dir, path)]
-    if unknown:
+def require_allowed(
+    run_dir: Path, paths: Iterable[tuple[str, str]], *, trust_run: bool, allowed: Collection[str] = ()
+) -> None:
+    """Raise if one of the paths is named only by the run's own files and not in `allowed`."""
+    unknown = [(flag, path) for flag, path in paths if path not in allowed and not is_allowed(run_dir, path)]
+    if unknown and not trust_run:
         named = ", ".join(dict.fromkeys(f"{flag}={path[:200]}" for flag, path in unknown))
         raise ValueError(
             f"run '{run_dir}' names paths outside of its folder that your `vlatune train` did not use: {named}; "
@@ -79,8 +81,12 @@ def only(paths: Sequence[tuple[str, str]], flags: Collection[str]) -> list[tuple
     return [(flag, path) for flag, path in paths if flag in flags]
 
 
-def _record(run_dir: Path) -> Path:
+def _real(run: Path | str) -> str:
+    return run if isinstance(run, str) else os.path.realpath(run)
+
+
+def _record(run: Path | str) -> Path:
     """Return the file in the user's state directory that records the run's paths."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
-    key = hashlib.sha256(os.fsencode(os.path.realpath(run_dir))).hexdigest()[:32]
+    key = hashlib.sha256(os.fsencode(_real(run))).hexdigest()[:32]
     return state / "vlatune" / "runs" / f"{key}.json"

@@ -66,7 +66,7 @@ class ValidationRecord(TypedDict):
     val_loss: float
     val_action_error: float
     val_loss_int8: NotRequired[float]
-    """With prefixes rounded as they are kept (--policy.keep_prefix_dtype=int8)."""
+    """Loss with prefixes rounded as they are kept (--policy.keep_prefix_dtype=int8)."""
 
 
 class Event(TypedDict):
@@ -113,6 +113,8 @@ class DataRecord(TypedDict):
     num_tasks: int
     task_episodes: NotRequired[tuple[int, ...]]
     stores: NotRequired[StoresRecord]
+    base: NotRequired[str]
+    """Name of the base model in --storage_path, if it was a folder of the driver."""
 
 
 class EpisodeError(TypedDict):

@@ -1,4 +1,4 @@
-"""Describe a run in words: what it learnt, what limited its speed, what its evaluation means.
+"""Describe a run in words: what it learned, what limited its speed, what its evaluation means.
 
 The speed verdict names the limit and a remedy, most severe first: no step taken, bytes spilled,
 waiting for data, waiting for checkpoints. A run that was too short to judge is marked as such.
@@ -55,7 +55,7 @@ def time_left_s(lines: Sequence[Mapping[str, Any]], total_steps: int | None) -> 
     return max(0, total_steps - lines[-1]["optimizer_step"]) * step_s
 
 
-def learnt(
+def learning_verdict(
     metrics: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]
 ) -> Verdict | None:
     """Return one line on loss, best validation and evaluation; None before the first log line."""
@@ -68,7 +68,7 @@ def learnt(
         parts.append(f"lowest action error on held-out samples {format_number(error)}, at step {step:,}")
     error, mean_error = evaluation.get("action_error"), evaluation.get("mean_action_error")
     if error is not None and mean_error:
-        better = f"action error {format_share(1 - error / mean_error)} below that of the mean action"
+        better = f"action error {format_share(1 - error / mean_error)} below the mean action's"
         parts.append(
             f"evaluation: {better if error < mean_error else 'no better than always predicting the mean action'}"
         )
@@ -85,7 +85,7 @@ def eval_meaning(evaluation: Mapping[str, Any]) -> str:
             "it does not yet use the images and the instruction."
         )
     share = format_share(1 - error / mean_error)
-    parts = [f"The model's error is {share} below that of always predicting the mean action."]
+    parts = [f"The model's error is {share} below the error of always predicting the mean action."]
     for key, what in (("blank_images_error", "the images"), ("blank_instruction_error", "the instruction")):
         if evaluation.get(key) is not None:
             parts.append(_use_of(what, evaluation[key], error))

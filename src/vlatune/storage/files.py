@@ -265,5 +265,5 @@ def _require_regular(path: Path, mode: int) -> None:
 def _require_size(path: Path, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         raise RejectedFileError(
-            f"'{path}' has {num_bytes:,} bytes, above the limit of {max_bytes:,}; it is damaged or not what its name says"
+            f"'{path}' has {num_bytes:,} bytes, above the limit of {max_bytes:,}; it is damaged, or another file under this name"
         )

@@ -59,7 +59,7 @@ def _checked_dataclass(values: dict[str, Any], kind: Any, where: str) -> Any:
     hints, fields = _type_hints(kind), {one.name: one for one in dataclasses.fields(kind)}
     for name in values:
         if name not in fields:
-            hint = did_you_mean(name, fields) or "; another version of vlatune wrote it: read it with that one"
+            hint = did_you_mean(name, fields) or "; another version of vlatune wrote it: read it with that version"
             raise ValueError(f"{where}: '{_shown(name)}' is not known{hint}")
     required = [name for name, one in fields.items() if one.default is one.default_factory is dataclasses.MISSING]
     _require_keys(values, required, where)

@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 
 from vlatune.errors import RunStoppedError
 from vlatune.storage.files import make_output_folder, open_to_append, parse_json, read_file, write_atomic
 from vlatune.storage.json_types import checked
+from vlatune.storage.paths import run_url
 from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
 
@@ -119,7 +121,7 @@ class LocalLeaseFile:
 
 @dataclass(frozen=True)
 class RemoteLeaseFile:
-    """An object, replaced with the conditional writes of S3 (If-Match) where the store has them."""
+    """An object, replaced with the conditional writes of S3 (If-Match) and GCS (ifGenerationMatch)."""
 
     root: Root
 
@@ -132,9 +134,10 @@ class RemoteLeaseFile:
 
         def read_once() -> tuple[bytes, str]:
             fs.invalidate_cache(self.root.path)
-            version = fs.info(path).get("ETag")  # before the content, so that it is never newer
+            info = fs.info(path)  # before the content, so that the version is never newer
+            version = info.get("ETag") or info.get("generation")
             data = fs.cat_file(path, start=0, end=MAX_BYTES)
-            return data, version or hashlib.sha256(data).hexdigest()
+            return data, str(version) if version else hashlib.sha256(data).hexdigest()
 
         with suppress(FileNotFoundError):
             return retried(read_once, self.where)
@@ -143,10 +146,16 @@ class RemoteLeaseFile:
     def write(self, data: bytes, version: str | None) -> bool:
         fs, path = self.root.filesystem(), self.root.join(LEASE_FILE)
         match = {"IfMatch": version} if "s3" in fs.protocol else {}
+        is_renewed_on_gcs = "gs" in fs.protocol and version is not None and version.isdecimal()
         failed: Exception | None = None
         try:
             try:
-                fs.pipe_file(path, data, **({"mode": "create"} if version is None else match))
+                if is_renewed_on_gcs:  # pipe_file has no condition but "create"
+                    bucket, key, _ = fs.split_path(path)
+                    url = f"{fs.base.replace('/storage/', '/upload/storage/')}b/{quote(bucket)}/o"
+                    fs.call("POST", url, uploadType="media", name=key, ifGenerationMatch=version, data=data)
+                else:
+                    fs.pipe_file(path, data, **({"mode": "create"} if version is None else match))
             except (NotImplementedError, TypeError, OSError) as error:
                 if isinstance(error, OSError) and error.errno != errno.ENOSYS:
                     raise
@@ -169,7 +178,7 @@ LeaseFile = LocalLeaseFile | RemoteLeaseFile
 
 def lease_file(run_dir: Path, storage_path: str) -> LeaseFile:
     """Return the lease of the run's checkpoints below `storage_path`."""
-    return open_lease_file(Root(f"{storage_path.rstrip('/')}/{run_dir.resolve().name}", has_checksums=False))
+    return open_lease_file(Root(run_url(run_dir, storage_path), has_checksums=False))
 
 
 def open_lease_file(root: Root) -> LeaseFile:
@@ -189,12 +198,7 @@ class Lease:
 
     def acquire(self) -> None:
         """Take the lease, or raise and name the process that holds it."""
-        found = self._file.read()
-        if found is not None:
-            holder = _parse(found[0], self._file.where)
-            is_here = bool(self._own.machine) and holder.machine == self._own.machine
-            if not (is_here and is_dead(holder.pid)) and self._now() - holder.renewed_s < EXPIRY_S:
-                raise self._held_by(holder)
+        found = self.check_free()
         self._own = replace(self._own, renewed_s=self._now())
         try:
             is_written = self._file.write(self._bytes(), found[1] if found else None)
@@ -206,6 +210,16 @@ class Lease:
             now = self._file.read()  # another process was faster
             raise self._held_by(_parse(now[0], self._file.where) if now else self._own)
         self.check()
+
+    def check_free(self) -> tuple[bytes, str] | None:
+        """Return content and version of an expired lease, or None; raise if a process holds it."""
+        found = self._file.read()
+        if found is not None:
+            holder = _parse(found[0], self._file.where)
+            is_here = bool(self._own.machine) and holder.machine == self._own.machine
+            if not (is_here and is_dead(holder.pid)) and self._now() - holder.renewed_s < EXPIRY_S:
+                raise self._held_by(holder)
+        return found
 
     def renew(self) -> None:
         """Extend the lease; raise if it was lost."""

@@ -38,6 +38,7 @@ LIMITS = {
     "token_chars": 1_000,  # one added token: <loc0000> has 9
     "added_tokens": 100_000,  # Gemma has 6,400
     "listed_files": 10_000,  # of a base model below a URL
+    "run_bytes": 4 << 30,  # a mirrored run folder, without checkpoints
     "run_records": 5_000_000,  # lines of metrics.jsonl
     "run_array_bytes": 512 << 20,  # one array in eval_samples.npz, uncompressed
 }
@@ -63,7 +64,7 @@ def check_limit(name: str, found: float, what: str) -> None:
     shown = f"{found:,}" if isinstance(found, int) and found < 10**18 else str(found)[:30]
     scale = math.ceil(min(found, 10**18) / LIMITS.get(name, 1))
     raise TooMuchError(
-        f"{what} {shown}, above the limit of {limit(name):,}; the file is damaged or not what its name says; "
+        f"{what} {shown}, above the limit of {limit(name):,}; the file is damaged, or another file under this name; "
         f"if it is right, set {MAX_DECODE_S if name == 'decode_s' else SCALE}={scale}"
     )
 

@@ -34,10 +34,10 @@ DATA_PAGES = (5, 8)
 """Header fields of data pages, versions 1 and 2."""
 SCHEMA_KEY, INERT_KEY = b"ARROW:schema", b"inert:schema"
 """The replacement has the same length, which keeps all offsets."""
+MAX_LISTED = 8
+"""Maximum number of column names in a message."""
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """Exceptions of damaged parquet files. Handle PermissionError first: it is an OSError, too."""
-MAX_LISTED = 20
-"""Maximum number of columns that an error lists."""
 READ_OPTIONS = {"buffer_size": BUFFER_BYTES, "pre_buffer": False, "arrow_extensions_enabled": False}
 
 
@@ -64,12 +64,13 @@ def opened(
                 raise
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-            known = parquet.schema_arrow.names
-            if missing := [column for column in columns if column not in known]:
-                more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
+            missing = [column for column in columns if column not in parquet.schema_arrow.names]
+            if missing:
+                names = parquet.schema_arrow.names
+                listed = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
                 raise ValueError(
-                    f"{where} lacks the column '{missing[0]}' (it has {', '.join(known[:MAX_LISTED])}{more}); "
-                    f"download the file again, or correct meta/info.json"
+                    f"{where} lacks the column '{missing[0]}' (it has {listed}); download the file again, or correct "
+                    f"meta/info.json"
                 )
             parquet.require_numbers(columns)
             check_columns(parquet.metadata, [*columns, *texts])

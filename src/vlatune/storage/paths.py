@@ -21,6 +21,11 @@ def local_path(url: str) -> Path:
     return Path(url.partition("://")[2] or url).expanduser()
 
 
+def run_url(run_dir: Path, storage_path: str) -> str:
+    """Return the location of a run in --storage_path."""
+    return f"{storage_path.rstrip('/')}/{run_dir.resolve().name}"
+
+
 def require_run(path: Path, *, files: Sequence[str] = RUN_FILES) -> None:
     """Raise if a run folder contains none of the files."""
     if any((path / name).exists() for name in files):

@@ -1,6 +1,6 @@
 """fsspec filesystems with limited responses, and `--dataset.storage_options`.
 
-Listings are not cached. Retries happen only in remote_retry.py; those of botocore and s3fs are disabled, because nested retries multiply.
+Listings are not cached. Retries happen only in remote_retry.py; the retries of botocore and s3fs are disabled, because nested retries multiply.
 
 s3fs, gcsfs and fsspec's HTTP use aiohttp and read bodies of any length. Here the connection is closed if a body is
 too long or takes too long, and redirects to another scheme, host or port are rejected.

@@ -23,7 +23,7 @@ MAX_RETRY_S = 120.0
 FIRST_BACKOFF_S = 0.2
 """Maximum pause after the first failure; doubled after each further one."""
 MAX_BACKOFF_S = 10.0
-"""Upper limit of the pause, which is drawn uniformly from 0 to the maximum (full jitter)."""
+"""Upper limit of the pause, which is sampled uniformly from 0 to the maximum (full jitter)."""
 
 THROTTLING = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
 """Error codes that mean throttling; some servers send them with status 400."""

@@ -117,7 +117,7 @@ class Root:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise RejectedFileError(
-                f"dataset '{self.url}': {name} exceeds the limit of {max_bytes:,} bytes; it is damaged or not what its name says"
+                f"dataset '{self.url}': {name} exceeds the limit of {max_bytes:,} bytes; it is damaged, or another file under this name"
             )
         return data
 

@@ -39,14 +39,18 @@ def fetch_folder(root: Root, patterns: Sequence[str], on_chunk: Callable[[], obj
     """Return a local copy of the files below a URL that match a pattern; downloads it once."""
     listed = list_files(root, (*patterns, SUMS))
     key = hashlib.sha256(json.dumps([root.url, sorted(listed.items())]).encode()).hexdigest()[:32]
-    parent = make_folder(cache_folder(), "folders")
-    folder = parent / key
-    with open_to_append(parent / f"{key}.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the download
+    folder = make_folder(cache_folder(), "folders") / key
+    make_once(folder, lambda temporary: _download(root, listed, temporary, on_chunk))
+    return folder
+
+
+def make_once(folder: Path, make: Callable[[Path], object]) -> None:
+    """Make a folder unless it exists; other processes of this machine wait until it is complete."""
+    with open_to_append(folder.with_name(f"{folder.name}.lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             with atomic_folder(folder) as temporary:
-                _download(root, listed, temporary, on_chunk)
-    return folder
+                make(temporary)
 
 
 def list_files(root: Root, patterns: Sequence[str]) -> dict[str, tuple[int, str]]:

@@ -8,17 +8,18 @@ from vlatune.checkpoint.store import absolute_storage
 from vlatune.config.settings import RunConfig
 from vlatune.errors import RunStoppedError
 from vlatune.policies.base_folder import REPOSITORY_FILES, base_weights, resolve_folder, short_hash
+from vlatune.run.mirror import BASES, base_url
 from vlatune.storage.files import MAX_JSON_BYTES, read_file
 from vlatune.storage.paths import is_local, is_repository
 from vlatune.storage.root import Root
 from vlatune.storage.url_folder import files_below, upload_folder
 
-BASES = "bases"
+SMALL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class BaseSource:
-    """Where a node finds the base model; plain values, sent to every worker."""
+    """Location of the base model for a node; plain values, sent to every worker."""
 
     folder: str
     """Folder of the driver, used where it exists with the same content."""
@@ -40,7 +41,13 @@ def find_source(config: RunConfig, folder: str) -> BaseSource:
     if not is_local(path) or (is_repository(path) and not Path(path).is_dir()):
         return BaseSource(folder, content, path, config.policy.revision)
     has_store = storage is not None and not is_local(storage)
-    return BaseSource(folder, content, f"{storage.rstrip('/')}/{BASES}/{content}" if storage and has_store else None)
+    return BaseSource(folder, content, base_url(storage, content) if storage and has_store else None)
+
+
+def is_small(source: BaseSource) -> bool:
+    """True if the base model is also uploaded where the run does not need it, for `eval` and `export` elsewhere."""
+    folder = Path(source.folder)
+    return sum((folder / name).stat().st_size for name in files_below(folder, REPOSITORY_FILES)) <= SMALL_BYTES
 
 
 def publish_base(source: BaseSource) -> None:

@@ -27,7 +27,7 @@ from vlatune.data.frames.prefix_store import total_bytes
 from vlatune.data.reader import ReadSpec, read_unit
 from vlatune.feed.plan import Share, make_units, plan_steps
 from vlatune.feed.sizing import usable_cpus
-from vlatune.formatting import format_bytes, format_seconds, format_share
+from vlatune.formatting import format_bytes, format_seconds, format_share, text_table
 from vlatune.run_setup import Setup
 
 RESERVE_BYTES, RESERVE_SHARE = 5 << 30, 0.1
@@ -46,7 +46,7 @@ USED = "used"
 
 @dataclass(frozen=True)
 class StoreLevel:
-    """What storing one result of all samples costs and saves; a row of the table."""
+    """Costs and savings of storing one result of all samples; a row of the table."""
 
     name: str
     sample_bytes: int
@@ -120,9 +120,7 @@ class StorePlan:
         title = f"{self.dataset}: {self.frames.num_samples:,} samples, {self.epochs:.1f} epochs planned"
         header = ["stored", "size", "fits", "disk needed", "measured", f"{what} without", "with", ""]
         rows = [header, *(self._cells(level) for level in self.levels)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return [title, *(f"  {line.rstrip()}" for line in cells)]
+        return [title, *(f"  {line}" for line in text_table(rows))]
 
     def _cells(self, level: StoreLevel) -> list[str]:
         rates = [level.needed_bytes_per_s, level.read_bytes_per_s]

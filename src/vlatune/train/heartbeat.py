@@ -72,25 +72,33 @@ class HeartbeatMonitor:
         self._mail_changed = asyncio.Condition()
 
     async def poll(
-        self, attempt: int, requested: Requested = NO_REQUEST, received: int = 0, *, wait_s: float = WAIT_S
+        self,
+        attempt: int,
+        requested: Requested = NO_REQUEST,
+        received: int = 0,
+        acknowledged: int | None = None,
+        *,
+        wait_s: float = WAIT_S,
     ) -> tuple[list[RankState], Parcel]:
         """Return the workers of this attempt and the records after number `received`.
 
-        Waits for records if there are none. The driver repeats its request with every call, because
-        the actor may be restarted.
+        Records before `acknowledged` (default: `received`) are dropped here and on rank 0. Waits for
+        records if there are none. The driver repeats its request with every call, because the actor
+        may be restarted.
         """
+        acknowledged = received if acknowledged is None else acknowledged
         if attempt != self._attempt:
             self._attempt, self._beats, self._changed_s = attempt, {}, {}
-            self._mail = Mailbox(received)
+            self._mail = Mailbox(acknowledged)
         self._requested = requested
-        self._mail.acknowledge(received)
-        await self._wait_for_mail(lambda: self._mail.end > self._mail.begin, wait_s)
+        self._mail.acknowledge(acknowledged)
+        await self._wait_for_mail(lambda: self._mail.end > received, wait_s)
         now_s = time.monotonic()
         states = [
             RankState(rank, *beat, now_s - self._changed_s[rank], now_s - self._heard_s[rank])
             for rank, beat in sorted(self._beats.items())
         ]
-        return states, self._mail.parcel()
+        return states, self._mail.parcel(received)
 
     async def beat(
         self,

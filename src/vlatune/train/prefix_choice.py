@@ -38,7 +38,7 @@ VERSIONS = tuple(f"versions.{name}" for name in ("vlatune", "torch", "lerobot", 
 
 @dataclass(frozen=True)
 class PrefixFigures:
-    """What keeping the prefix of a run takes and saves."""
+    """Costs and savings of keeping the prefix of a run."""
 
     sample_bytes: int
     """Bytes of a sample with the longest prompt."""
@@ -56,7 +56,7 @@ class PrefixFigures:
 def prefix_figures(
     layout: PrefixLayout, *, samples: int, epochs: float, flops: float, flops_per_s: float
 ) -> PrefixFigures:
-    """Return the figures of a run; `flops` are those of a sample's prefix.
+    """Return the figures of a run; `flops` is the cost of a sample's prefix.
 
     >>> pi05 = PrefixLayout("prefix", 768, 200, width=18 * 2 * 256, dtype="bfloat16")
     >>> figures = prefix_figures(pi05, samples=10_000, epochs=10, flops=4.5e12, flops_per_s=100e12)
@@ -68,7 +68,7 @@ def prefix_figures(
 
 @dataclass(frozen=True)
 class PrefixChoice:
-    """What a run keeps, with the figures that it was chosen by."""
+    """Decision what a run keeps, with its figures."""
 
     settings: PrefixSettings | None
     """None if nothing is kept."""

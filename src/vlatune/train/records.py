@@ -7,7 +7,9 @@ so none is lost if the monitor is restarted or the driver polls late. The receiv
 have already, and what does not follow it.
 """
 
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.errors import RunStoppedError
+from vlatune.run.mirror import HOLD_S, Mirror
 from vlatune.run.run_folder import (
     EVENTS_FILE,
     LOGS,
@@ -101,8 +104,10 @@ class Mailbox:
         del self._records[: max(0, received - self._begin)]
         self._begin = max(self._begin, received)
 
-    def parcel(self) -> Parcel:
-        return self._begin, tuple(self._records)
+    def parcel(self, wanted: int) -> Parcel:
+        """Return the records from number `wanted` on."""
+        first = max(wanted, self._begin)
+        return first, tuple(self._records[first - self._begin :])
 
 
 def new_records(parcel: Parcel, end: int) -> Sequence[Record]:
@@ -113,7 +118,7 @@ def new_records(parcel: Parcel, end: int) -> Sequence[Record]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the run folder holds up to the checkpoint that an attempt resumes from."""
+    """Records of the run folder up to the checkpoint that an attempt resumes from."""
 
     last_loss: float = float("nan")
     validation_errors: dict[int, float] = field(default_factory=dict)
@@ -123,7 +128,10 @@ class Recorded:
 class RunWriter:
     """Writes the records of one attempt to the run folder, without those after its checkpoint."""
 
-    def __init__(self, folder: Path, first_step: int, *, log_samples: bool) -> None:
+    def __init__(self, folder: Path, first_step: int, mirror: Mirror | None = None, *, log_samples: bool) -> None:
+        self._mirror = mirror
+        self._held = (sys.maxsize, 0, 0.0)
+        """First record that waits for a copy to the mirror, number of the copy, and when it was requested."""
         self.received = 0
         """Number of records written in this attempt."""
         self._folder, self._open = folder, ExitStack()
@@ -136,6 +144,15 @@ class RunWriter:
         metrics = read_jsonl(folder / METRICS_FILE)
         last_loss = metrics[-1]["loss"] if metrics else float("nan")
         self.recorded = Recorded(last_loss, read_validation_errors(folder))
+
+    @property
+    def acknowledged(self) -> int:
+        """Return the number of records that rank 0 may drop; those before a checkpoint wait for the mirror."""
+        first, copy, asked_s = self._held
+        if self._mirror and not self._mirror.is_done(copy) and time.monotonic() < asked_s + HOLD_S:
+            return min(first, self.received)
+        self._held = (sys.maxsize, 0, 0.0)
+        return self.received
 
     def write(self, parcel: Parcel) -> None:
         """Write the records that are new."""
@@ -157,6 +174,8 @@ class RunWriter:
                 file.write(f"performance flags: {', '.join(f'{flag} {value}' for flag, value in record.items())}\n")
         else:
             self._files[name].append(record)
+        if name == EVENTS_FILE and self._mirror:  # each checkpoint is preceded by an event
+            self._held = (min(self._held[0], self.received), self._mirror.request(), time.monotonic())
 
     def close(self) -> None:
         self._open.close()

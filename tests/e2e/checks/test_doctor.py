@@ -73,7 +73,7 @@ def intact(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(intact, tmp_path) -> Path:
-    """Return a copy; the base contains the name of its own folder."""
+    """Return a copy; the base contains the name of its folder."""
     return Path(shutil.copytree(intact, tmp_path / "a folder", symlinks=True))
 
 
@@ -213,8 +213,6 @@ def batch_case(folder, tmp_path) -> Case:
 
 
 def test_the_first_batch_has_the_samples_of_the_first_step(batch_case):
-    assert batch_case.setup is not None
-    assert batch_case.batch is not None
     order, rows = batch_case.setup.order, batch_case.batch.rows
     wanted = step_samples(order, epoch_order(order, 0))[0]
     starts = np.cumsum(order.lengths) - order.lengths

@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     given: tuple[str, ...] = ()
     """Flags of the user."""
     follow: Callable[[Path], object] | None = None
-    """What a user does who follows a remedy that no flag can do."""
+    """Actions of a user who follows a remedy without flags."""
     text: str = ""
     """Regular expression of the remedy's instruction."""
 

@@ -34,7 +34,7 @@ def test_the_tiny_model_learns(name, tmp_path):
 
 
 def test_making_a_dataset_is_silent_and_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
-    """In a separate process, because encoders decide once per process whether they print."""
+    """Run in a separate process, because encoders decide once per process whether they print."""
     code = """if True:
         import sys
         from pathlib import Path

@@ -28,7 +28,7 @@ from vlatune.train.driver import launch
 
 COMMANDS = all_commands()
 ELSEWHERE = {"demo"}
-"""Commands that have tests of their own because they take minutes."""
+"""Commands with separate tests because they take minutes."""
 SHORT = ("--steps=2", "--batch_size=2", "--grad_accum=1", "--num_workers=1", "--log_freq=1", "--eval_freq=0")
 SMALL = {
     "act": {"dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "chunk_size": 4, "n_action_steps": 4},

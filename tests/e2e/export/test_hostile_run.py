@@ -156,8 +156,8 @@ def test_a_resume_rejects_edited_moments(change, message, run, dataset_v3, small
 def test_a_resume_with_moments_of_another_shape_is_a_usage_error(run, dataset_v3, small_base) -> None:
     edit_tensors(run, OPTIMIZER, lambda of: of.update({min(of): torch.zeros(1)}))
     ended = measured("train", f"--config_path={run / 'config.json'}", f"--output_dir={run}", "--resume=true")
-    assert (ended.code, "optimizer.safetensors" in ended.said, "Traceback" in ended.said) == (2, True, False), (
-        ended.said
+    assert (ended.code, "optimizer.safetensors" in ended.printed, "Traceback" in ended.printed) == (2, True, False), (
+        ended.printed
     )
 
 
@@ -176,4 +176,4 @@ def test_a_copy_of_an_older_checkpoint_does_not_count_as_newer(run, dataset_v3, 
     shutil.copytree(run / "checkpoints/00000001", run / "checkpoints/00000003")
     resumed = SmallRun(small_config(dataset_v3, small_base, run))
     assert resumed.done == 2
-    assert any("manifest.json is of step 1, expected 3" in line for line in resumed.said)
+    assert any("manifest.json is of step 1, expected 3" in line for line in resumed.printed)

@@ -148,7 +148,7 @@ def loaded(pushed: tuple[Hub, Path, str], run_dir: Path, tmp_path_factory: pytes
 
 
 def test_a_moved_export_is_loaded_after_the_command_in_its_card(loaded):
-    """By LeRobot, without vlatune."""
+    """LeRobot loads it without vlatune."""
     before, after = map(int, loaded["moved"].split())
     assert before > 1 < after
 

@@ -1,4 +1,4 @@
-"""`vlatune train` on two robots with relative actions at a rate of their own, then `eval`, `export` and LeRobot on the export."""
+"""`vlatune train` on two robots with relative actions at another rate, then `eval`, `export` and LeRobot on the export."""
 
 import json
 import subprocess

@@ -135,7 +135,7 @@ def test_loss_and_every_gradient_are_lerobots(setup, rows, batch, theirs, same_n
 
 
 def test_evaluation_is_lerobots(setup, rows, batch, theirs):
-    """Without the latent: the error of actions alone."""
+    """The loss is the error of actions alone, without the latent."""
     module, policy = load(setup, train=False), theirs[0]
     policy.eval()
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_a_run_creates_a_base_model_with_the_given_options(dataset_v3, tmp_path)
 
 
 def test_a_new_backbone_is_pretrained_and_only_downloaded_on_request(tmp_path, monkeypatch):
-    """Without a network; the cache of the tests is empty."""
+    """There is no network, and the cache of the tests is empty."""
     usual = "ResNet18_Weights.IMAGENET1K_V1"
     with pytest.raises(
         ValueError, match=rf"timm/resnet18.tv_in1k is not in the hub's cache; download it with .*={usual}"

@@ -136,7 +136,7 @@ def test_valid_actions_are_counted(dataset_v3, small_base, offsets):
 
 
 def test_each_robot_has_its_own_count(dataset_v3, dataset_v21, small_base):
-    """As if all rows of a micro-batch were its own; without several robots all rows count together."""
+    """Compute the loss as if all rows of a micro-batch were its own; without several robots all rows count together."""
     config = RunConfig(
         dataset=DatasetConfig(root=(str(dataset_v3), str(dataset_v21)), weight=(1.0, 3.0), run_length=4, window_rows=8),
         policy=PolicyConfig(path=str(small_base), train="heads"),

@@ -1,29 +1,22 @@
 """Figures of the train, resume and feed benchmarks, computed from given measurements."""
 
-import itertools
 import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from waiting import wait_until
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.feed.feed_consumers import WARM_UP_BATCHES, consume
 from benchmarks.harness import Results
-from benchmarks.options import PolicyBench, ResumeBench, TrainBench
+from benchmarks.options import ResumeBench, TrainBench
 from benchmarks.processes import (
     OTHERS,
     READERS,
     TRAINING,
-    CpuMeter,
     CpuSeries,
     Mark,
     Program,
@@ -32,7 +25,7 @@ from benchmarks.processes import (
     processes_in,
     watch,
 )
-from benchmarks.resume.killed_run import Comeback, MetricsFollower, RunWatch
+from benchmarks.resume.killed_run import Comeback, MetricsFollower
 from benchmarks.resume.killed_run import RunFigures as KilledRun
 from benchmarks.resume.resume_bench import print_report as print_resume
 from benchmarks.resume.save_cost import OURS as OUR_SAVES
@@ -41,7 +34,7 @@ from benchmarks.tables import COLUMNS
 from benchmarks.train import train_programs as programs
 from benchmarks.train.time_to_quality import Course, over_lerobot, wanted_error
 from benchmarks.train.train_bench import CACHED, OURS, PEERS, Figures, print_report
-from benchmarks.train.train_cases import CASES, TrainJob, find_case
+from benchmarks.train.train_cases import TrainJob
 from benchmarks.train.train_figures import (
     ErrorPoint,
     RunFigures,
@@ -49,11 +42,9 @@ from benchmarks.train.train_figures import (
     first_step_at,
     seconds_to_error,
     steady_window,
-    steps_per_s,
 )
 from vlatune.cli import main
 from vlatune.config.settings import DatasetConfig, PolicyConfig, RunConfig
-from vlatune.registry import PACKAGES
 
 ALWAYS = {"commit", "versions", "hardware", "settings"}
 
@@ -84,13 +75,6 @@ def test_rates_and_cpu_time_are_those_of_the_steady_state():
     assert figures.cpu_s == pytest.approx({TRAINING: 1.5 / 20, READERS: 1 / 20, OTHERS: 0.05 / 20})
 
 
-def test_rates_by_epoch_follow_the_marks():
-    marks = [Mark(10, 10.0), Mark(20, 20.0), Mark(30, 25.0), Mark(40, 30.0)]
-    assert steps_per_s(marks, 20) == pytest.approx([1.0, 2.0])
-    assert steps_per_s(marks, 15) == pytest.approx([1.0, 15 / (25.0 - 15.0)])  # and a part of a third one
-    assert steps_per_s(marks, 100) == pytest.approx([39 / 29])  # not an epoch
-
-
 def test_seconds_to_an_error_are_interpolated_between_checkpoints():
     marks = marks_every(10.0, 4)
     points = [ErrorPoint(0, 1.0), ErrorPoint(20, 0.5), ErrorPoint(40, 0.1)]
@@ -116,23 +100,6 @@ def test_the_target_error_is_slightly_above_lerobots_last():
     assert wanted_error(COURSES, 0.45) == 0.45
     names = ["ours, 1 noise samples", "ours, 8 noise samples"]
     assert over_lerobot(COURSES, 0.5, names) == {names[0]: pytest.approx(5.0), names[1]: None}
-
-
-def test_cpu_time_is_grouped_by_all_titles_and_ended_processes_stay_counted():
-    meter = CpuMeter(session=1, trainer="Trainer", at_s=[0.0, 1.0])
-    meter.titles = {1: {"driver"}, 2: {"ray::IDLE", "ray::ReadLeRobot"}, 3: {"ray::Trainer"}}
-    meter.readings = [{1: 1.0, 2: 4.0, 3: 2.0}, {1: 1.5, 3: 3.0}]
-    cpu = meter.cpu()
-    assert cpu.groups[READERS].tolist() == [4.0, 4.0]
-    assert cpu.spent_s(TRAINING, 0.0, 1.0) == 1.0
-    assert cpu.spent_s(OTHERS, 0.0, 0.5) == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize("policy", PACKAGES)
-def test_every_policy_has_a_default_configuration(policy):
-    options = TrainBench(policy=PolicyBench(policy))
-    assert find_case(options) == CASES[policy]["demo" if policy == "pi05" else "video"]
-    assert find_case(replace(options, config="video", steps=9)).steps == 9
 
 
 @pytest.mark.parametrize(
@@ -247,21 +214,6 @@ def test_the_first_step_after_a_restart_is_found_behind_the_kept_lines(tmp_path)
     assert (follower.first_new_step(), follower.last_step()) == (6, 8)
 
 
-@pytest.mark.parametrize(
-    ("code", "timeout_s", "message"),
-    [
-        ("print('the disk is full'); raise SystemExit(3)", 60, r"exit code 3.*\n.*the disk is full"),
-        ("import time; time.sleep(600)", 0.1, "step 7 within --timeout_s=0.1"),
-    ],
-)
-def test_a_run_that_ends_early_or_takes_too_long_raises_with_its_output(code, timeout_s, message, tmp_path):
-    with (
-        Session([sys.executable, "-c", code], tmp_path / "output.txt", env=os.environ) as session,
-        pytest.raises(RuntimeError, match=message),
-    ):
-        RunWatch(session, tmp_path, timeout_s=timeout_s).wait_for_step(7)
-
-
 def test_the_last_line_of_the_resume_benchmark_has_all_figures(capsys):
     worker, driver = (Comeback(100.0, 120.0, reached_step=30 + redone, resumed_step=30) for redone in (15, 16))
     killed = KilledRun(start_s=30.0, worker=worker, driver=driver, num_saves=6, stall_s=0.01, step_s=0.1)
@@ -273,16 +225,3 @@ def test_the_last_line_of_the_resume_benchmark_has_all_figures(capsys):
     assert (last["checkpoint_bytes"], last["template_checkpoint_bytes"]) == (50, 900)
     assert last["template_stall_over_ours"] == pytest.approx(20.0)  # 10 in one round, 30 in the other
     assert last["stall_share"] == pytest.approx(0.01 / 50.01)
-
-
-def slow_batches(late_s: float) -> Iterator[dict[str, Any]]:
-    for _ in itertools.count():
-        time.sleep(late_s)
-        yield {"index": np.arange(4)}
-
-
-def test_consumers_count_their_wait_after_the_warm_up():
-    done = consume(slow_batches(0.002), 0.002, WARM_UP_BATCHES + 20)
-    assert (done.samples, done.steady_samples) == (4 * WARM_UP_BATCHES + 80, 80)
-    assert 20 * 0.002 <= done.waited_s < done.busy_s
-    assert consume(itertools.islice(slow_batches(0.0), 5), 0.0, 1000).samples == 20

@@ -1,26 +1,21 @@
 """Figures, table and plot of the table benchmark, from given measurements."""
 
 import json
-import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.options import TableBench
-from benchmarks.processes import CpuSeries, Mark, Seen
 from benchmarks.table.table_bench import (
     COLUMNS,
     LEROBOT,
     OURS,
     PROGRAMS,
     Row,
-    data_begin_s,
     make_program,
     print_report,
 )
-from benchmarks.table.template_program import DATA_BEGIN, PROGRESS, TemplateJob
+from benchmarks.table.template_program import TemplateJob
 from benchmarks.table.template_step import TEMPLATE, TEMPLATE_705
 from benchmarks.tables import COLUMNS as PAGE_COLUMNS
 from benchmarks.train.train_cases import TrainJob
@@ -49,27 +44,6 @@ def test_ratios_are_of_the_time_of_a_step_and_files_lie_beside_the_result(tmp_pa
     lines = output.with_suffix(".md").read_text().splitlines()
     assert len(lines) == 2 + len(PROGRAMS)
     assert {line.count("|") for line in lines} == {len(COLUMNS) + 2}
-
-
-def test_bars_are_proportional_and_ours_is_coloured(tmp_path: Path):
-    print_report(TableBench(output=str(tmp_path / "table.json")), ROWS, 0.5)
-    drawn = ET.fromstring((tmp_path / "table.svg").read_text())
-    bars = drawn.findall("{http://www.w3.org/2000/svg}rect")[: len(ROWS)]
-    assert [bar.get("class") for bar in bars] == ["bar", "bar", "bar", "strong"]
-    widths = np.array([float(bar.get("width") or 0) for bar in bars])
-    np.testing.assert_allclose(widths / widths[0], [1.0, 0.5, 0.4, 0.125], atol=0.01)
-
-
-@pytest.mark.parametrize("name", [OURS, TEMPLATE])
-def test_reading_begins_at_the_time_that_the_program_recorded(name: str, tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    file, key = (tmp_path / "run" / "events.jsonl", "time_s") if name == OURS else (tmp_path / PROGRESS, DATA_BEGIN)
-    began_s = time.time() - 5
-    file.write_text(json.dumps({"event": "start", key: began_s}) + "\n{}\n")
-    seen = Seen(0.0, 9.0, (Mark(1, 1.0),), CpuSeries(np.zeros(1), {}), data_begin_s=4.0)
-    ahead_s = time.time() - time.monotonic()
-    assert data_begin_s(name, tmp_path, seen) + ahead_s == pytest.approx(began_s, abs=0.5)
-    assert data_begin_s(LEROBOT, tmp_path, seen) == 4.0
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])

@@ -1,4 +1,4 @@
-"""ACT through a checkpoint: goes on to the bit, with dropout and two rates; its export is LeRobot's."""
+"""ACT resumes bit-exactly from a checkpoint, with dropout and two rates; its export is LeRobot's."""
 
 from dataclasses import replace
 from pathlib import Path

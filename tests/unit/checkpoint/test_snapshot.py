@@ -1,4 +1,4 @@
-"""Saves through a bounded buffer: the right bytes, the memory that is allowed, and nobody waits for ever."""
+"""Saves through a bounded buffer write the right bytes within the allowed memory, and never block forever."""
 
 import threading
 from dataclasses import replace
@@ -14,7 +14,6 @@ from torch import Tensor
 from vlatune.checkpoint.snapshot import SaveAbortedError, Snapshot, Staging, TorchHost, plan_file
 from vlatune.checkpoint.state import tensors_to_save
 from vlatune.checkpoint.store import list_checkpoints
-from vlatune.errors import RunStoppedError
 
 CPU = torch.device("cpu")
 
@@ -93,17 +92,6 @@ def test_what_fits_is_copied_before_anything_is_written_and_may_change_then(tmp_
     check(before, tmp_path)
 
 
-def test_no_more_memory_is_taken_than_allowed(tmp_path):
-    files = {"all.safetensors": {str(number): torch.randn(1000) for number in range(20)}}
-    with TensorBytes() as counter:
-        snapshot = staging(10_000, chunk_bytes=2_000).begin(files)
-        thread = in_background(snapshot, tmp_path)
-        snapshot.copy()
-        thread.join(timeout=60)
-    assert counter.peak["cpu"] <= 10_000
-    check(files, tmp_path)
-
-
 def test_a_writer_that_fails_lets_the_loop_go():
     snapshot = staging(48).begin(make_files())
     loop = threading.Thread(target=snapshot.copy, daemon=True)
@@ -117,21 +105,21 @@ def test_a_copy_that_fails_lets_the_writer_go(tmp_path):
     files = make_files()
     snapshot = staging(48).begin(files)
     files["second.safetensors"].clear()  # as if the device were gone in between
-    told = []
+    reported = []
 
     def write() -> None:
         try:
             for name in snapshot.layouts:
                 snapshot.write(name, tmp_path / name)
         except SaveAbortedError:
-            told.append(True)
+            reported.append(True)
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     with pytest.raises(KeyError):
         snapshot.copy()
     thread.join(timeout=60)
-    assert told == [True]
+    assert reported == [True]
 
 
 @pytest.fixture
@@ -152,20 +140,6 @@ def test_a_runs_save_takes_what_the_config_allows(config):
         assert counter.peak["cpu"] <= config.save_buffer_bytes + 1024  # and the sums of the losses
         (folder,) = list_checkpoints(config.run_dir)
         check(files, folder)
-
-
-def test_a_full_disk_ends_the_run_though_the_buffer_is_small(config, monkeypatch):
-    def full(self: Snapshot, file: str, path: Path) -> None:
-        self._staging.take_full()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Snapshot, "write", full)
-    with running(config) as run:
-        run.step()
-        with pytest.raises(RunStoppedError, match="No space left on device") as raised:
-            run.save()
-        run.checkpointer.finish = lambda: None  # the worker ends here
-    assert "--keep_checkpoints" in str(raised.value)
 
 
 @pytest.mark.gpu

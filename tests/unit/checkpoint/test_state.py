@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint does exactly what it would have done, random draws included."""
+"""Training that resumes from a checkpoint equals uninterrupted training, random numbers included."""
 
 import math
 import random
@@ -30,7 +30,6 @@ from vlatune.checkpoint.state import (
 from vlatune.checkpoint.state_file import TrainState, parse_state, read_state, state_bytes
 from vlatune.checkpoint.store import list_checkpoints
 from vlatune.config.settings import OptimizerConfig, RunConfig
-from vlatune.feed.plan import Share
 from vlatune.policies.base import Binding
 
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_last_bit(config):
 
 
 def test_a_snapshot_is_of_its_moment(config):
-    """The loop goes on while the thread still writes."""
+    """The loop continues while the thread still writes."""
     with running(config) as run:
         train(run, 1)
         before = {name: value.detach().clone() for name, value in run.trainable.items()}
@@ -183,7 +182,7 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda _: b"no tensors", "header"),
         (lambda stored: {name: value for name, value in stored.items() if name != "numpy"}, "'numpy' is missing"),
@@ -193,12 +192,12 @@ def test_random_states_are_each_ranks_own(config, tmp_path):
         (lambda stored: {"python": stored["python"]}, "torch"),
     ],
 )
-def test_damaged_random_states_are_named(tmp_path, change, told):
-    """With a manifest that fits: whoever can write the folder can write that, too."""
+def test_damaged_random_states_are_named(tmp_path, change, reason):
+    """The manifest fits: whoever can write the folder can write the manifest, too."""
     stored = stack_rng([get_rng(CPU)])
     made = change(stored)
     (tmp_path / RNG).write_bytes(made) if isinstance(made, bytes) else save_numpy(made, tmp_path / RNG)
-    with pytest.raises(ValueError, match=rf"'{tmp_path}/{RNG}' is damaged \(.*{told}.*restore the checkpoint"):
+    with pytest.raises(ValueError, match=rf"'{tmp_path}/{RNG}' is damaged \(.*{reason}.*restore the checkpoint"):
         load_rng(tmp_path, 0, 1)
 
 
@@ -239,20 +238,6 @@ def test_weights_that_are_no_finite_floats_are_rejected(tmp_path, file, value):
     save_file(stored | {"0.weight": value}, tmp_path / file)
     with pytest.raises(ValueError, match=rf"{file}': '0\.weight'"):
         load_result(tmp_path, trainable)
-
-
-def test_only_rank_0_has_a_timer_and_a_writer(config):
-    """The others learn of its decision, and give it what they have."""
-    run = SmallRun(replace(config, save_every_s=1e-9))
-    run.checkpointer.begin()
-    assert run.checkpointer.is_due()
-    second = SmallRun(replace(config, save_every_s=1e-9))
-    second.checkpointer._share = Share(1, 2)
-    second.checkpointer.begin()
-    assert not second.checkpointer.is_due()
-    second.checkpointer.save(1, second.loss_sum, 0, gather=lambda mine: [mine])
-    second.checkpointer.finish()
-    assert list_checkpoints(config.run_dir) == []
 
 
 def test_the_state_is_parsed_as_it_was_written():

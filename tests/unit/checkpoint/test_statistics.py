@@ -1,4 +1,4 @@
-"""Statistics that the rows do not bear out: said with the share, computed when asked for, recorded and exported."""
+"""Statistics that disagree with the rows: reported with the share, computed on request, recorded and exported."""
 
 import json
 import re
@@ -36,10 +36,10 @@ def narrow(dataset_v3, small_base, tmp_path) -> RunConfig:
 
 def test_frames_outside_the_statistics_are_warned_of_by_share_and_dimension(narrow, capsys):
     make_setup(narrow, preflight=True)
-    said = capsys.readouterr().err
-    assert re.search(r"observation.state: frames outside q01 and q99, .* dim 0 '\w+': 6\d\.?\d* %;", said)
-    assert "dim 1" not in said
-    assert "--dataset.stats=computed" in said
+    printed = capsys.readouterr().err
+    assert re.search(r"observation.state: frames outside q01 and q99, .* dim 0 '\w+': 6\d\.?\d* %;", printed)
+    assert "dim 1" not in printed
+    assert "--dataset.stats=computed" in printed
 
 
 def test_inspect_warns_of_them_and_its_command_computes_them(narrow, capsys):

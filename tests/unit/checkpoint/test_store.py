@@ -1,13 +1,11 @@
 """A checkpoint is whole or not there, damage is seen, and one valid checkpoint is there at every instant."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
-from unit.checkpoint.kill_at_phase import content, save_twice
 
-from vlatune.checkpoint.local_store import MANIFEST, PHASES, REMOVING, WRITING, LocalStore, Score, parse_manifest
+from vlatune.checkpoint.local_store import MANIFEST, REMOVING, WRITING, LocalStore, Score, parse_manifest
 from vlatune.checkpoint.store import (
     absolute_storage,
     choose,
@@ -162,18 +160,3 @@ def test_a_storage_path_holds_checkpoints_under_the_runs_name(tmp_path):
     with pytest.raises(ValueError, match="--storage_path: URL holds a password") as error:
         open_store(tmp_path / "run", "s3://me:hunter2@bucket/x")
     assert "hunter2" not in str(error.value)
-
-
-KILLED_AT = [(phase, nth) for phase in PHASES if phase not in ("uploading", "uploaded") for nth in (1, 2)]
-
-
-@pytest.mark.parametrize(("phase", "nth"), [one for one in KILLED_AT if one[0] == "file" or one[1] == 1])
-def test_killed_at_any_phase_one_valid_checkpoint_is_there(store, phase, nth):
-    """Keeping one: the second save is killed for real, in another process."""
-    run_dir = store.staging.parent
-    assert save_twice(run_dir, None, kill_at=(phase, nth)) == -signal.SIGKILL
-    found = find_newest(store, warn=pytest.fail) or 0
-    assert found == (2 if PHASES.index(phase) >= PHASES.index("committed") else 1)
-    assert store.read_bytes(found, "weights.bin") == content(found)
-    assert save_twice(run_dir, None, kill_at=None) == 0
-    assert [path.name for path in store.staging.iterdir()] == ["00000002"]

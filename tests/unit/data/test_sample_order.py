@@ -85,7 +85,7 @@ def test_each_dataset_has_its_share_of_an_epoch_except_an_incomplete_batch(spec,
 
 @given(specs(), st.integers(0, 5))
 def test_the_last_batch_is_filled_up_with_the_first_samples(spec, epoch):
-    """With windows of one row, the concatenated lanes are the epoch's samples, then its first ones again."""
+    """The windows have one row, so the concatenated lanes are the epoch's samples, then its first ones again."""
     kept = epoch_order(replace(spec, window_rows=1, drop_last=False), epoch).reshape(-1)
     assert np.array_equal(kept[spec.num_samples :], kept[: len(kept) - spec.num_samples])
 

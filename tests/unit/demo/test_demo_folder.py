@@ -12,7 +12,7 @@ from vlatune.train.driver.resume_rules import check_run
 
 
 def test_partial_datasets_do_not_stop_a_run_but_other_files_do(tmp_path):
-    """In a container, the process that left it may have the number of a living one."""
+    """The process that left it in a container may have the number of a living process."""
     (tmp_path / f".dataset.{os.getppid()}.partial").mkdir()
     check_run(RunConfig(output_dir=str(tmp_path)))
     (tmp_path / f".notes.{os.getppid()}.partial").mkdir()

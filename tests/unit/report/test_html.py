@@ -96,15 +96,15 @@ def complete(tmp_path_factory):
 
 
 def test_the_report_starts_with_the_training_result(complete):
-    learnt = next(text for text in complete.texts if text.startswith("loss 1 to 0.003333; lowest action error"))
+    learned = next(text for text in complete.texts if text.startswith("loss 1 to 0.003333; lowest action error"))
     speed = SECTIONS.index("Speed") + 1
     verdict = next(text for text in complete.texts if text.startswith("compute-bound: as written by the run"))
-    order = ["demo", learnt, "Optimizer steps", *SECTIONS[:speed], verdict, *SECTIONS[speed:]]
+    order = ["demo", learned, "Optimizer steps", *SECTIONS[:speed], verdict, *SECTIONS[speed:]]
     positions = [complete.texts.index(text) for text in order]
     assert positions == sorted(positions)
     for text in ("31.2", "1.2 %", "4.8 s", "0 bytes", "1 min 40 s", TASKS[0]):
         assert text in complete.texts
-    assert "75 % below that of always predicting the mean action" in complete.text
+    assert "75 % below the error of always predicting the mean action" in complete.text
     assert "Checkpoints kept, by optimizer step: 20." in complete.text
     assert "No evaluation yet" not in complete.text
     assert "Nothing was spilled to disk, and nothing was allocated on disk." in complete.texts

@@ -86,7 +86,7 @@ def evaluation(error=0.1, mean=0.3, images=0.25, instruction=0.101):
 
 def test_what_the_four_errors_mean():
     text = eval_meaning(evaluation())
-    assert "67 % below that of always predicting the mean action" in text
+    assert "67 % below the error of always predicting the mean action" in text
     assert "Without the images it is 2.5 times as large, so the model uses the images." in text
     assert "uses the instruction" not in text
 

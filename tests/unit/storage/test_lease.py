@@ -1,4 +1,4 @@
-"""One process at a time holds the lease of a run, in a folder and on S3."""
+"""One process at a time holds the lease of a run, in a folder, on S3 and on GCS."""
 
 import errno
 import fcntl
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 import pytest
 from unit.checkpoint.upload_server import running_upload_server
+from unit.storage.loopback_gcs import running_gcs
 from unit.storage.loopback_s3 import BUCKET, Fault, Proxy
 from waiting import wait_until
 
@@ -35,10 +36,19 @@ def server() -> Iterator[Proxy]:
         yield proxy
 
 
-@pytest.fixture(params=["folder", "s3"])
-def file(request, server, tmp_path) -> LeaseFile:
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[str]:
+    with running_gcs() as address:
+        yield address
+
+
+@pytest.fixture(params=["folder", "s3", "gcs"])
+def file(request, server, gcs, tmp_path) -> LeaseFile:
     if request.param == "folder":
         return open_lease_file(Root(str(tmp_path / "store/run")))
+    if request.param == "gcs":
+        options = {"token": "anon", "endpoint_url": gcs}
+        return open_lease_file(Root(f"gs://{BUCKET}/{tmp_path.name}", storage_options=options, has_checksums=False))
     url = f"s3://{BUCKET}/{tmp_path.name}"
     return open_lease_file(Root(url, storage_options=server.storage_options(), has_checksums=False))
 

@@ -100,7 +100,7 @@ def test_a_random_reader_gets_small_blocks() -> None:
 
 
 def test_the_head_and_the_tail_are_fetched_once() -> None:
-    """As a decoder does: the start, the index at the end, the start again; then the object is opened again."""
+    """Read like a decoder: the start, the index at the end, the start again; then the object is opened again."""
     store = Store(bytes(50 * 1024 * 1024))
     for _ in range(2):
         with opened(store) as file:

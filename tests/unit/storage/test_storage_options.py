@@ -73,7 +73,7 @@ SECRETS = {
 @pytest.mark.parametrize("secret", [*(str(value) for value in SECRETS.values()), *(f"xyz{n}" for n in (1, 6))])
 @pytest.mark.parametrize("error", [ConnectionError, ValueError, PermissionError, KeyError])
 def test_secrets_are_removed_from_errors(secret, error, monkeypatch):
-    """One list: whatever a flag may not hold, no message shows, whoever raised it."""
+    """Flags and messages use one list: what a flag may not hold, no message shows."""
     monkeypatch.setattr("vlatune.storage.remote_retry.MAX_TRIES", 1)
 
     def fail() -> None:

@@ -65,14 +65,6 @@ def test_a_prefix_leaves_the_space_of_frames_that_are_cached_beside_it(config: R
     assert with_cache(setup, StorePlan("data", 3.0, (FRAMES,), None)).kept.cache == cache
 
 
-def test_the_needed_rate_is_the_one_at_which_auto_switches():
-    assert FRAMES.needed_bytes_per_s == pytest.approx(MIN_GAIN * 1000 / 0.01)
-    for factor, is_cached in ((1.01, True), (0.99, False)):
-        level = replace(MANY, read_s=1000 / (factor * MANY.needed_bytes_per_s))
-        assert level.read_bytes_per_s == pytest.approx(factor * FRAMES.needed_bytes_per_s)
-        assert (why_not("auto", 2.0, level) is None) == is_cached
-
-
 @pytest.mark.parametrize(
     ("step", "without_s", "with_s"),
     [

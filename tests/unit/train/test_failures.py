@@ -9,7 +9,7 @@ from vlatune.train.failures import full_device_is_final, root_cause
 
 
 class WorkerGroupError(Exception):
-    """Like Ray Train's, with the workers' errors by rank."""
+    """Stands for Ray Train's error, with the workers' errors by rank."""
 
     def __init__(self, message: str, worker_failures: dict[int, Exception]) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ def test_a_lost_connection_has_a_short_message():
 
 def test_a_dead_process_is_reported_rather_than_the_lost_connection():
     class ActorDiedError(Exception):
-        """Like Ray's."""
+        """Stands for Ray's error."""
 
     lost = RuntimeError("Connection closed by peer")
     reason = root_cause(WorkerGroupError("2 workers failed", {0: lost, 1: ActorDiedError("paragraphs")}))

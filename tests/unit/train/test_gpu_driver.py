@@ -1,4 +1,4 @@
-"""What a worker with a GPU does before it trains: its environment, and why torch cannot use the GPU."""
+"""A worker with a GPU before it trains: its environment, and why torch cannot use the GPU."""
 
 import pytest
 

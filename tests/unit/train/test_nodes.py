@@ -1,4 +1,4 @@
-"""What a node reports before workers start; whole clusters are in tests/e2e/test_namespaces.py."""
+"""Reports of a node before workers start; clusters are in tests/e2e/test_namespaces.py."""
 
 import hashlib
 import time

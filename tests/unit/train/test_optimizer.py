@@ -4,9 +4,7 @@ import pytest
 import torch
 from lerobot.optim import CosineDecayWithWarmupSchedulerConfig
 from lerobot.optim.schedulers import ConstantWithWarmupSchedulerConfig, DiffuserSchedulerConfig
-from safetensors.torch import save_file
 
-from vlatune.checkpoint.state import load_optimizer, load_trainable, tensors_to_save
 from vlatune.config.settings import OptimizerConfig, SchedulerConfig
 from vlatune.train.worker.optimizer import learning_rate, make_groups, make_optimizer, set_learning_rate
 
@@ -25,13 +23,6 @@ def test_rates_equal_lerobots(total_steps):
         assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12), optimizer_step
         optimizer.step()
         theirs.step()
-
-
-def test_the_optimizer_is_fused_and_has_the_configs_numbers():
-    config = OptimizerConfig(lr=0.5, betas=(0.8, 0.7), eps=1e-6, weight_decay=0.25)
-    (group,) = make_optimizer([torch.nn.Parameter(torch.zeros(1))], config).param_groups
-    assert group["fused"] is True
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.7), 1e-6, 0.25)
 
 
 def rates_of(theirs, optimizer: torch.optim.Optimizer, steps: int) -> list[list[float]]:
@@ -79,39 +70,3 @@ def test_each_group_has_its_learning_rate_and_no_parameter_is_lost():
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 0.025]
     assert all(group["fused"] for group in optimizer.param_groups)
-
-
-def test_adam_is_torchs_adam():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer([weight], OptimizerConfig(lr=0.1, weight_decay=0.5, type="adam"))
-    assert type(optimizer) is torch.optim.Adam
-
-
-def test_groups_resume_bit_exactly(tmp_path):
-    """Moments of every group, by name, through the files of a checkpoint."""
-
-    def begun() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
-        generator = torch.Generator().manual_seed(3)
-        names = ("neck.w", "backbone.w", "head.w")
-        weights = {name: torch.nn.Parameter(torch.randn(4, generator=generator)) for name in names}
-        return weights, make_optimizer(make_groups(weights, 0.1, {"backbone": 0.01}), OptimizerConfig(lr=0.1))
-
-    def stepped(weights, optimizer, steps) -> None:
-        for step in steps:
-            set_learning_rate(optimizer, 0.1 / (1 + step))
-            sum(
-                (weight * (step + 1 + place)).square().sum() for place, weight in enumerate(weights.values())
-            ).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    through, optimizer = begun()
-    stepped(through, optimizer, range(3))
-    for name, tensors in tensors_to_save(through, optimizer).items():
-        save_file(dict(tensors), tmp_path / name)
-    stepped(through, optimizer, range(3, 6))
-    again, fresh = begun()
-    load_trainable(tmp_path, again)
-    load_optimizer(tmp_path, again, fresh)
-    stepped(again, fresh, range(3, 6))
-    assert all(torch.equal(again[name], through[name]) for name in through)

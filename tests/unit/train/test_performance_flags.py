@@ -46,13 +46,6 @@ def test_deterministic_kernels_are_temporary(monkeypatch):
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_the_users_cublas_workspace_is_kept(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with deterministic_kernels():
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
 @pytest.mark.gpu
 def test_evaluation_uses_the_kernels_of_training():
     torch.set_float32_matmul_precision("highest")

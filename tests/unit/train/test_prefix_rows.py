@@ -49,14 +49,6 @@ def test_rows_are_written_as_the_bits_of_the_tensor():
     assert store.written["key"].tobytes() == row.view(torch.int16).numpy().tobytes()
 
 
-def test_no_thread_runs_before_the_first_row():
-    store: Any = SlowStore()
-    before = threading.active_count()
-    writer = Writer(store, None)
-    assert threading.active_count() == before
-    writer.close()
-
-
 def make_columns(prompts: list[int]) -> Columns:
     mask = np.arange(40) < np.array(prompts)[:, None]
     names = ("dataset_index", "episode_index", "frame_index")

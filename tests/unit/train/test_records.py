@@ -40,7 +40,7 @@ def test_every_record_is_written_once_and_in_order(tmp_path, seed):
                 wanted = mail.end
                 outbox.acknowledge(mail.begin)
         elif event <= 6:
-            parcel = mail.parcel()
+            parcel = mail.parcel(writer.received)
             late.append(parcel)
             if event > 4:  # else the reply is lost
                 writer.write(parcel)

@@ -45,7 +45,7 @@ CONTINUE_S = 0.2
 OPEN_DECODERS = 8
 """Open local files, one per camera. Remote files are closed after each unit to raise failures."""
 END = (None, np.inf)
-"""In place of a frame and its time after the last frame."""
+"""Marks the end of a file, instead of a frame and its time."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def decode_into(
 ) -> None:
     """Fill row n of `out_NCHW` with the frame at `wanted_s[n]`; times must not descend.
 
-    Errors start with `place`; those of missing or inaccessible files are left to the caller. Time is
+    Errors start with `place`; errors of missing or inaccessible files are left to the caller. Time is
     limited between packets and by the watchdog, because FFmpeg may hang within one.
     """
 

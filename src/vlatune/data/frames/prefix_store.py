@@ -83,7 +83,7 @@ class PrefixSettings:
     cache: CacheSettings
     layout: PrefixLayout
     identities: tuple[bytes, ...]
-    """For each dataset, a digest of everything but the prompt that determines its rows."""
+    """Digest for each dataset of everything but the prompt that determines its rows."""
     cameras: tuple[str, ...]
     """Columns with images, which are not read for samples with a kept row."""
 
@@ -147,7 +147,7 @@ class PrefixStore:
         return 0 if self._cache is None else room_bytes(self._settings)
 
     def split(self, unit: Unit) -> list[Unit]:
-        """Split a unit by whether its images have to be read; those of kept rows do not."""
+        """Split a unit by whether its images have to be read; images of kept rows do not."""
         place = unit.dataset_index, unit.episode_index
         kept = np.array([self.has_sample(*place, frame) for frame in unit.frames.tolist()])
         return [

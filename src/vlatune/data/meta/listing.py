@@ -61,7 +61,7 @@ def one_per_file(
 ) -> tuple[list[int], np.ndarray]:
     """Return the position of one episode per file, and the file number of every episode.
 
-    Files are those of a camera, or the data files without one. File numbers index the first list:
+    The files are a camera's mp4 files, or without a camera the data files. File numbers index the first list:
     [0, 0, 1] for two files, the first with two episodes.
     """
     episodes = meta.episodes

@@ -18,7 +18,7 @@ from vlatune.storage.root import Root
 BASE_COLUMNS = ("episode_index", "length", "dataset_from_index", "data/chunk_index", "data/file_index")
 SPAN_COLUMNS = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
 TASK = "tasks"
-"""Column of meta/episodes with the tasks of an episode; LeRobot uses those of meta/tasks."""
+"""Column of meta/episodes with the tasks of an episode; LeRobot uses the tasks of meta/tasks."""
 FIRST_TASK = "first task"
 """Name of a derived column."""
 TASKS = "meta/tasks.parquet"

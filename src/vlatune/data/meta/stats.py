@@ -109,7 +109,7 @@ def image_stats(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return the first dataset's statistics of cameras, (3, 1, 1); images are not measured here.
 
-    With `imagenet`, mean and std are those of ImageNet, as in LeRobot.
+    With `imagenet`, mean and std are ImageNet's, as in LeRobot.
     """
     found: dict[str, dict[str, np.ndarray]] = {}
     for key, names in needed.items():
@@ -193,7 +193,7 @@ def compute_stats(values_ND: np.ndarray) -> dict[str, np.ndarray]:
 def measure_rows(parts: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
     """Compute statistics of rows, read in parts (n, D); NaN for dims with non-finite values.
 
-    The rows are kept in a temporary file, because those of a large dataset may not fit in memory.
+    The rows are kept in a temporary file, because the rows of a large dataset may not fit in memory.
     """
     num_rows = num_dims = 0
     with tempfile.TemporaryFile() as file:

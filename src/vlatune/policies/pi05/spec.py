@@ -47,7 +47,7 @@ class StatePrompt:
     """Replace `task` by the prompt: the task and the state, already normalised, in 256 bins."""
 
     dims: tuple[int, ...] = ()
-    """With several robots, the number of state dims of each dataset; the prompt has no others."""
+    """Number of state dims of each dataset if there are several robots; the prompt has no others."""
 
     def __call__(self, columns: Columns) -> Columns:
         edges = np.linspace(-1, 1, NUM_STATE_BINS + 1)[:-1]

@@ -22,22 +22,25 @@ from vlatune.findings import raise_failed
 from vlatune.policies.base import ModuleOptions
 from vlatune.report.html import write_report
 from vlatune.run.kept_samples import FIRST_BATCH_FILE, save_samples
+from vlatune.run.mirror import Mirror, mirrored
 from vlatune.run.run_folder import DATA_FILE, SKIPPED_FILE, new_log
 from vlatune.run.summary import read_summary
 from vlatune.run.trackers import tracked
 from vlatune.run_setup import Setup, load_metas, make_setup, write_skipped
 from vlatune.storage.files import write_json, write_text
 from vlatune.storage.lease import Lease
-from vlatune.train.base_source import BaseSource, find_source, publish_base
+from vlatune.train.base_source import BaseSource, find_source, is_small, publish_base
 from vlatune.train.cache_choice import USED, open_stores, with_cache
 from vlatune.train.data_preview import describe_data, mixture_lines, read_first_batch
 from vlatune.train.driver.progress import Progress
 from vlatune.train.driver.ray_cluster import Cluster, has_gpus, local_ray, worker_resources
 from vlatune.train.driver.resume_rules import (
     ResumePoint,
+    check_lease_is_free,
     check_run,
     find_resume_point,
     open_run,
+    restore_run,
     run_lease,
     run_lock,
     with_recorded_prefix,
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
 def train(config: RunConfig) -> None:
     """Start or resume a training run; returns when it is finished and its report is written."""
     validate(config)
+    check_lease_is_free(config)  # before the slow part
     metas = load_metas(config)
     config = with_recorded_prefix(with_base(config, metas, say=_say))
     folder = config.run_dir
@@ -61,6 +65,7 @@ def train(config: RunConfig) -> None:
     run_shape(config, setup)  # transforms a row, and so checks the tokenizer
     check_run(config)  # before the lock file is created in the folder
     with run_lock(folder), run_lease(config) as lease:
+        restore_run(config, say=_say)
         start = find_resume_point(config, setup, say=_say)
         on_gpu = has_gpus()
         kept = choose_prefix(config, start.setup, start.fingerprints, on_gpu=on_gpu)
@@ -76,14 +81,17 @@ def train(config: RunConfig) -> None:
         open_run(config)
         if config.dataset.on_bad_episode == "skip":
             write_skipped(folder, start.setup.skipped)
-        write_json(folder / DATA_FILE, describe_data(start.setup) | {"stores": stores.to_json()})
+        base = find_source(config, start.setup.policy.folder)
+        name = {"base": base.content} if base.is_from_driver else {}
+        write_json(folder / DATA_FILE, describe_data(start.setup) | {"stores": stores.to_json()} | name)
         if not (folder / FIRST_BATCH_FILE).exists():
             save_samples(folder, FIRST_BATCH_FILE, read_first_batch(start.setup))
         start.store.check_writable()
-        with tracked(config):
+        check = lease.check if lease else lambda: None
+        with mirrored(folder, config.storage_path, check) as mirror, tracked(config):
             try:
                 with local_ray(config, folder, run_shape(config, start.setup)) as cluster:
-                    _train_until_done(config, folder, start, cluster, lease)
+                    _train_until_done(config, folder, start, base, cluster, lease, mirror)
             finally:  # failed runs get a report, too
                 _say(f"report: {write_report(folder)}")
     summary = read_summary(folder)
@@ -92,20 +100,26 @@ def train(config: RunConfig) -> None:
 
 
 def _train_until_done(
-    config: RunConfig, folder: Path, start: ResumePoint, cluster: Cluster, lease: Lease | None
+    config: RunConfig,
+    folder: Path,
+    start: ResumePoint,
+    base: BaseSource,
+    cluster: Cluster,
+    lease: Lease | None,
+    mirror: Mirror | None,
 ) -> None:
     from vlatune.train.driver.ray_nodes import check_nodes
     from vlatune.train.driver.ray_supervisor import Termination, handle_signals
 
     _introduce(config, start, folder, cluster.sizing)
-    base = find_source(config, start.setup.policy.folder)
     if not cluster.is_local:
         raise_failed(check_nodes(config, start.setup, worker_resources(cluster.sizing)))
+    if not cluster.is_local or is_small(base):  # others need it to evaluate the run
         publish_base(base)
     termination = Termination()
     termination.lease = lease
     with handle_signals(termination), closing(Progress(folder, config)) as progress:  # also between attempts
-        _run_attempts(config, folder, start, base, cluster, termination, progress)
+        _run_attempts(config, folder, start, base, cluster, termination, progress, mirror)
 
 
 def _run_attempts(
@@ -116,6 +130,7 @@ def _run_attempts(
     cluster: Cluster,
     termination: "Termination",
     progress: Progress,
+    mirror: Mirror | None,
 ) -> None:
     """Run worker groups until one finishes."""
     from vlatune.train.driver.ray_supervisor import Supervisor
@@ -127,7 +142,7 @@ def _run_attempts(
     while True:
         try:
             progress.begin(from_step=start.step or 0, restarts=attempt)
-            with closing(RunWriter(folder, start.step or 0, log_samples=config.log_samples)) as writer:
+            with closing(RunWriter(folder, start.step or 0, mirror, log_samples=config.log_samples)) as writer:
                 sizing = supervisor.wait_for_resources()
                 num_workers, setup = sizing.run.num_workers, start.setup.for_workers(sizing.run.num_workers)
                 if config.min_workers:

@@ -33,7 +33,7 @@ UNWIND_S = 10.0
 POLL_S = 1.0
 WAIT_POLL_S = 0.2
 SMALLER_S = 10.0
-"""Seconds after which an elastic run tries a smaller group; those of an ended group are freed sooner."""
+"""Seconds after which an elastic run tries a smaller group; the resources of an ended group are freed sooner."""
 REPORT_AFTER_S, REPORT_S, LATER_REPORT_S = 2.0, 15.0, 60.0
 
 

@@ -35,7 +35,7 @@ SHARE = "put it on a disk that all nodes share"
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What a node must provide; plain values, sent to every node."""
+    """Requirements of a node; plain values, sent to every node."""
 
     versions: Mapping[str, str]
     datasets: tuple[tuple[Root, str], ...]

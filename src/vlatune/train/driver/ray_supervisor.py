@@ -178,7 +178,9 @@ class Supervisor:
                 self._cluster.kill()
                 wait([outcome], CLUSTER_END_S)
                 return RuntimeError(f"Ray's {part} died")
-            reply = reply or self._monitor.poll.remote(self._attempt, self._requested, writer.received)
+            reply = reply or self._monitor.poll.remote(
+                self._attempt, self._requested, writer.received, writer.acknowledged
+            )
             if not ray.wait([reply], timeout=POLL_S)[0]:
                 continue
             try:

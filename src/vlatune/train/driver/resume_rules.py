@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from vlatune.checkpoint.state_file import TrainState, read_state
-from vlatune.checkpoint.store import Store, absolute_storage, find_newest, open_store
+from vlatune.checkpoint.store import Store, absolute_storage, find_newest, open_store, storage_root
 from vlatune.config.flags import config_from_dict
 from vlatune.config.settings import RunConfig, to_json
 from vlatune.export.policy_files import make_mixture_files, make_policy_files
 from vlatune.run.external_paths import record_paths
+from vlatune.run.mirror import restore
 from vlatune.run.run_folder import (
     CONFIG_FILE,
     DRIVER_LOCK,
@@ -34,12 +35,13 @@ from vlatune.storage.files import (
     make_folder,
     make_output_folder,
     open_to_append,
+    read_json,
     reject_link,
     reject_links_out,
     write_json,
 )
 from vlatune.storage.lease import LEASE_FILE, LOCK_FILE, Lease, held, lease_file
-from vlatune.storage.paths import require_output
+from vlatune.storage.paths import is_local, require_output, run_url
 from vlatune.train.fingerprint import fingerprints
 from vlatune.train.worker_job import CheckpointPlan
 
@@ -92,7 +94,7 @@ def check_changes(config: RunConfig, stored: TrainState, found: Mapping[str, str
 
 
 def accepted(changes: list[Change], allow: tuple[str, ...], what: str) -> list[str]:
-    """Return the descriptions of changes; reject those of groups that are not in `allow`."""
+    """Return the descriptions of changes; reject changes of groups that are not in `allow`."""
     rejected = [change for change in changes if change.group and change.group not in allow]
     if rejected:
         flags = " ".join(f"--allow_changed={group}" for group in dict.fromkeys(change.group for change in rejected))
@@ -195,13 +197,22 @@ def check_run(config: RunConfig) -> None:
     reject_link(folder)
     stored = read_settings(folder)
     if stored is not None:
-        _check_same_run(config, stored)
+        _check_same_run(config, folder, stored)
     elif folder.exists() and not all(_is_ours(entry.name) for entry in folder.iterdir()):
         raise ValueError(
             f"run folder '{folder}' is not empty and holds no run; choose another --output_dir or --job_name"
         )
     elif config.resume and not _has_checkpoints_elsewhere(config):
         require_output(folder, resumes=True)
+
+
+def restore_run(config: RunConfig, *, say: Callable[[str], None]) -> None:
+    """Restore the run folder from --storage_path if it is missing, or was continued on another machine."""
+    if config.storage_path is None or is_local(config.storage_path):
+        return
+    root = storage_root(run_url(config.run_dir, config.storage_path))
+    if restore(config.run_dir, root, lambda copy: _check_same_run(config, copy, read_json(copy, CONFIG_FILE))):
+        say(f"run folder restored from {root.url}")
 
 
 def open_run(config: RunConfig) -> None:
@@ -211,6 +222,8 @@ def open_run(config: RunConfig) -> None:
     make_folder(folder, LOGS)
     write_json(folder / CONFIG_FILE, to_json(replace(config, resume=False, allow_changed=())))
     record_paths(folder, config)
+    if config.storage_path:
+        record_paths(run_url(folder, config.storage_path), config)
     (folder / SUMMARY_FILE).unlink(missing_ok=True)  # a resumed run is not finished
 
 
@@ -234,6 +247,12 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
 
 
+def check_lease_is_free(config: RunConfig) -> None:
+    """Raise if another driver holds the lease, without waiting for the run's setup."""
+    if config.storage_path is not None:
+        Lease(lease_file(config.run_dir, config.storage_path)).check_free()
+
+
 @contextmanager
 def run_lease(config: RunConfig) -> Iterator[Lease | None]:
     """Hold the lease of the checkpoints in --storage_path; the lock covers those in the run folder."""
@@ -244,8 +263,9 @@ def run_lease(config: RunConfig) -> Iterator[Lease | None]:
         yield lease
 
 
-def _check_same_run(config: RunConfig, stored: dict[str, Any]) -> None:
-    folder, summary = config.run_dir, read_summary(config.run_dir)
+def _check_same_run(config: RunConfig, folder: Path, stored: dict[str, Any]) -> None:
+    """Raise if the run in a folder, which may be a copy, is finished or has other settings."""
+    summary, folder = read_summary(folder), config.run_dir
     if summary and not (config.resume and config.steps > summary.optimizer_steps):
         raise ValueError(
             f"run folder '{folder}' already holds a finished run of {summary.optimizer_steps} steps; choose another --job_name or "

@@ -106,7 +106,7 @@ def _width(metas: tuple[DatasetMeta, ...], key: str, most: int, of_run: tuple[Da
         shape, first = meta.features[own].shape, metas[0].features[metas[0].own(key)].shape
         if len(shape) != 1 or shape != first:
             raise ValueError(
-                f"dataset '{meta.root.url}': '{own}' has the shape {shape}, expected a vector as long as that of "
+                f"dataset '{meta.root.url}': '{own}' has the shape {shape}, expected a vector as long as in "
                 f"'{metas[0].root.url}' ({first}); leave the dataset out, or use some of the dims with {SELECT_DIMS}"
             )
         if shape[0] > most:

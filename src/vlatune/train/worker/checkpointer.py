@@ -78,6 +78,8 @@ class Checkpointer:
         self._staging = Staging(TorchHost(device), most_bytes=config.save_buffer_bytes)
         self._writer: BackgroundWriter | None = None
         self._rng: dict[str, Any] | None = None
+        self._copy: Path | None = None
+        """The checkpoint that was restored, shared by the ranks of this node."""
         self._loss_sum, self._loss_count = torch.zeros((), device=device), 0
 
     def restore(self) -> tuple[int, Tensor, int]:
@@ -86,16 +88,16 @@ class Checkpointer:
         zero = torch.zeros((), device=self._device)
         if self._plan.resume_step is None:
             return 0, zero, 0
-        with self._store.opened(self._plan.resume_step) as folder:
-            state = read_state(self._store, self._plan.resume_step)
-            load_trainable(folder, self._learning.trainable)
-            load_optimizer(folder, self._learning.trainable, self._learning.optimizer)
-            if self._learning.ema is not None:
-                load_ema(folder, self._learning.ema)
-            rank, num_workers = self._share.rank, self._share.num_workers
-            self._rng = load_rng(folder, rank, num_workers)
-            if self._learning.loss_sums is not None:
-                load_loss_sums(folder, rank, num_workers, self._learning.loss_sums)
+        folder = self._copy = self._store.local_copy(self._plan.resume_step)
+        state = read_state(self._store, self._plan.resume_step)
+        load_trainable(folder, self._learning.trainable)
+        load_optimizer(folder, self._learning.trainable, self._learning.optimizer)
+        if self._learning.ema is not None:
+            load_ema(folder, self._learning.ema)
+        rank, num_workers = self._share.rank, self._share.num_workers
+        self._rng = load_rng(folder, rank, num_workers)
+        if self._learning.loss_sums is not None:
+            load_loss_sums(folder, rank, num_workers, self._learning.loss_sums)
         return state.optimizer_step, zero + state.loss_sum(rank, num_workers), state.loss_count
 
     def begin(self) -> None:
@@ -135,6 +137,9 @@ class Checkpointer:
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
         table = None if self._learning.loss_sums is None else self._learning.loss_sums.cpu().numpy().copy()  # as above
         everyone = gather((*sums, get_rng(self._device), table))
+        if self._copy:  # all ranks have restored
+            self._store.drop_copy(self._copy)
+            self._copy = None
         tensors = tensors_to_save(self._learning.trainable, self._learning.optimizer, self._learning.ema)
         if not self._writer:
             join_copy(tensors)

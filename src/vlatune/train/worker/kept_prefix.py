@@ -38,7 +38,7 @@ CLOSE_S = 30.0
 
 
 def open_prefix(settings: PrefixSettings, device: torch.device, torch_threads: int) -> PrefixStore:
-    """Return the rows that this device's kernels computed; those of other kernels differ in the last bits."""
+    """Return the rows that this device's kernels computed; other kernels' rows differ in the last bits."""
     if device.type == "cpu":
         kernels: tuple[str | int, ...] = ("cpu", torch.backends.cpu.get_cpu_capability(), torch_threads)
     else:
@@ -76,7 +76,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the training thread has to do for a batch."""
+    """Work of the training thread for a batch."""
 
     missing: tuple[Missing, ...]
     tokens: int
@@ -210,7 +210,7 @@ class KeptPrefix:
 
 
 class FrozenPart:
-    """What only computing rows needs: it leaves the device's memory once every row of the run is kept.
+    """Holds what only computing rows needs: it leaves the device's memory once every row of the run is kept.
 
     It returns for validations, and for good if a row turns out to be lost.
     """
@@ -273,7 +273,7 @@ class Writer:
             self._thread.join(timeout=CLOSE_S)
 
     def _to_host(self, row: Tensor) -> tuple[Tensor, torch.Event | None]:
-        """Start to copy a row on a stream of its own; nothing on the host waits for it."""
+        """Start to copy a row on a separate stream; nothing on the host waits for it."""
         device = self._accelerator
         if device is None:
             return row.contiguous(), None

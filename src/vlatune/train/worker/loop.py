@@ -71,7 +71,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a worker needs besides its job."""
+    """Collaborators of a worker besides its job."""
 
     share: Share
     device: torch.device

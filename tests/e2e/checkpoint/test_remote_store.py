@@ -1,18 +1,19 @@
-"""Checkpoints in an object store: the manifest comes last, and the store's and the network's faults leave the last good one."""
+"""Checkpoints in an object store, and saves that are killed: faults of store, network and process leave the last good one."""
 
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from e2e.checkpoint.kill_at_phase import content, save_twice
 from safetensors.numpy import load_file, save_file
-from unit.checkpoint.kill_at_phase import content, save_twice
 from unit.checkpoint.upload_server import environment, running_upload_server
 from unit.storage.loopback_s3 import BUCKET, Fault, Proxy, put
 
-from vlatune.checkpoint.local_store import MANIFEST, NO_SCORE, PHASES, Score
+from vlatune.checkpoint.local_store import MANIFEST, NO_SCORE, PHASES, LocalStore, Score, Store
 from vlatune.checkpoint.snapshot import BackgroundWriter, Keep
 from vlatune.checkpoint.store import RemoteStore, find_newest, open_store, write_checkpoint
 from vlatune.errors import RunStoppedError
@@ -74,6 +75,27 @@ def test_round_trip_with_the_manifest_last(store, s3):
         assert (folder / "policy" / "config.json").read_text() == "{}"
     assert not folder.exists()
     assert list(store.staging.iterdir()) == []
+
+
+def test_processes_of_a_machine_share_one_copy(store, s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_checkpoint(store, 5, files())
+    s3.reset()
+    copies: list[Path] = []
+    threads = [threading.Thread(target=lambda: copies.append(store.local_copy(5))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (copy,) = set(copies)
+    assert len(copies) == 3
+    assert (load_file(copy / FILE)["weights"] == WEIGHTS).all()
+    assert len(s3.gets(FILE)) == 1
+    store.drop_copy(copy)
+    put(s3, key(store, f"00000005/{FILE}"), bytes(100))
+    with pytest.raises(RuntimeError, match="is damaged"):
+        store.local_copy(5)
+    assert not copy.exists()
 
 
 def test_what_need_not_be_kept_goes_after_the_new_one_is_there(store, s3):
@@ -155,14 +177,28 @@ def test_a_bucket_that_may_not_be_written_is_found_at_the_start(store, s3):
         store.check_writable()
 
 
-@pytest.mark.parametrize(("phase", "nth"), [("uploading", 2), ("uploaded", 1), ("committed", 1), ("removing", 1)])
-def test_killed_at_any_phase_one_valid_checkpoint_is_there(store, phase, nth):
-    """Keeping one: the second save is killed for real, in another process."""
-    run_dir, storage_path = store.staging.parent, f"s3://{BUCKET}/runs"
-    assert save_twice(run_dir, storage_path, kill_at=(phase, nth)) == -signal.SIGKILL
+def check_killed_save(store: Store, run_dir: Path, storage_path: str | None, kill_at: tuple[str, int]) -> None:
+    """Kill the second save in another process; one valid checkpoint is there, and the next save completes."""
+    assert save_twice(run_dir, storage_path, kill_at=kill_at) == -signal.SIGKILL
     found = find_newest(store, warn=pytest.fail) or 0
-    assert found == (2 if PHASES.index(phase) >= PHASES.index("committed") else 1)
+    assert found == (2 if PHASES.index(kill_at[0]) >= PHASES.index("committed") else 1)
     assert store.read_bytes(found, "weights.bin") == content(found)
     assert save_twice(run_dir, storage_path, kill_at=None) == 0
+    assert store.steps() == [2]
+
+
+@pytest.mark.parametrize("kill_at", [("uploading", 2), ("uploaded", 1), ("committed", 1), ("removing", 1)])
+def test_killed_at_any_phase_one_valid_checkpoint_is_there(store, kill_at):
+    check_killed_save(store, store.staging.parent, f"s3://{BUCKET}/runs", kill_at)
     assert store.root.glob("*") == ["00000002"]
     assert list(store.staging.iterdir()) == []
+
+
+LOCAL = [phase for phase in PHASES if phase not in ("uploading", "uploaded")]
+
+
+@pytest.mark.parametrize("kill_at", [("file", 2), *((phase, 1) for phase in LOCAL)])
+def test_killed_at_any_phase_one_valid_local_checkpoint_is_there(tmp_path, kill_at):
+    store = LocalStore(tmp_path / "checkpoints")
+    check_killed_save(store, tmp_path, None, kill_at)
+    assert [path.name for path in store.staging.iterdir()] == ["00000002"]

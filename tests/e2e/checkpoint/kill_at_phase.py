@@ -11,9 +11,7 @@ from pathlib import Path
 from vlatune.checkpoint.store import find_newest, open_store, prune, write_checkpoint
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    ["s3fs", "botocore.session", "unit.checkpoint.kill_at_phase", "vlatune.checkpoint.store"]
-)
+_server.set_forkserver_preload(["s3fs", "botocore.session", "e2e.checkpoint.kill_at_phase", "vlatune.checkpoint.store"])
 
 
 def save_twice(run_dir: Path, storage_path: str | None, *, kill_at: tuple[str, int] | None) -> int | None:
