@@ -6,7 +6,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import CostBench, FeedBench, ReaderBench, ResumeBench, StepBench, TableBench, TrainBench
+from benchmarks.options import (
+    CostBench,
+    FeedBench,
+    PlanBench,
+    ReaderBench,
+    ResumeBench,
+    StepBench,
+    TableBench,
+    TrainBench,
+)
 from vlatune.cli import Command, Program, main
 
 
@@ -21,6 +30,7 @@ COMMANDS = {
         ("feed", FeedBench, "feeding a consumer: rate, waiting time and spilled bytes"),
         ("step", StepBench, "time and host syncs of a training step, compared with LeRobot's"),
         ("cost", CostBench, "doctor's estimate of a step, compared with measured steps on this CPU"),
+        ("plan", PlanBench, "time and memory to plan a run with up to 10^9 frames and 512 workers"),
         ("resume", ResumeBench, "cost of a checkpoint and of a killed process"),
         ("train", TrainBench, "training end to end, compared with `lerobot-train`"),
         ("table", TableBench, "the template, pull request #705, `lerobot-train` and vlatune in one table"),

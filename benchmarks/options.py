@@ -129,14 +129,6 @@ class ResumeBench(BenchOptions):
     """Training workers of the tiny model's run."""
     timeout_s: float = 600.0
     """Timeout in seconds for each start, each restart, and the rest of the run."""
-    width: int = 2048
-    """Width of the large model's language model; other widths follow in PI0.5's proportions."""
-    depth: int = 3
-    """Layers of the large model's language model and action expert (published PI0.5: 18)."""
-    vision_depth: int = 4
-    """Layers of the large model's vision tower (published PI0.5: 27)."""
-    rounds: int = 3
-    """Rounds; each saves the large model once per implementation."""
     seed: int = 0
     """Seed of dataset, weights and sample order."""
 
@@ -236,3 +228,19 @@ class TableBench(BenchOptions):
 class CostBench(BenchOptions):
     rounds: int = 7
     """Measured steps per configuration; the median counts."""
+
+
+@dataclass(frozen=True)
+class PlanBench(BenchOptions):
+    episodes: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    """Numbers of episodes, smallest first; repeat the flag for several."""
+    frames: int = 1000
+    """Mean frames per episode."""
+    num_workers: int = 512
+    """Training workers."""
+    batch_size: int = 2
+    """Samples per worker and micro-step."""
+    lanes: int = 1024
+    """Lanes of the order, a divisor of num_workers * batch_size and a multiple of num_workers."""
+    plot: str | None = None
+    """Draw seconds and memory in this SVG file."""

@@ -39,6 +39,10 @@ def processes_in(session: int) -> dict[int, str]:
     return titles
 
 
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 @contextmanager
 def ends_in_order() -> Iterator[None]:
     """Convert SIGTERM and SIGHUP to KeyboardInterrupt, so that child processes are ended first."""

@@ -1,5 +1,6 @@
-"""Write the tables of docs/performance.md from benchmarks/results: `python -m benchmarks.tables`.
-Each file holds the final JSON line of a benchmark (`--output=benchmarks/results/NAME.json`)."""
+"""Write the tables of docs/performance.md and README.md from benchmarks/results: `python -m benchmarks.tables`.
+Each file holds the final JSON line of a benchmark (`--output=benchmarks/results/NAME.json`). The table benchmark
+also writes the plot and the table that the README shows."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 Result = Mapping[str, Any]
 
@@ -82,6 +84,17 @@ COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, str]]]] = {
             ("redone_steps", "steps repeated"),
         ),
     ),
+    "plan": (
+        "Planning a run with 512 workers",
+        (
+            ("episodes", "episodes"),
+            ("frames", "frames"),
+            ("seconds", "seconds"),
+            ("cpu_seconds", "CPU seconds"),
+            ("peak_bytes", "peak memory, bytes"),
+            ("sent_bytes", "plan, bytes"),
+        ),
+    ),
 }
 """Benchmark -> title of its table, and (figure, heading) of its columns."""
 
@@ -109,6 +122,20 @@ def update(page: str, tables: str) -> str:
     return f"{before}{BEGIN}\n{tables}\n{END}{rest.split(END)[1]}"
 
 
+def render_headline(folder: Path = RESULTS) -> str:
+    """Return plot and table of the table benchmark; empty if it was not measured."""
+    table = folder / "table.md"
+    if not table.exists():
+        return ""
+    plot = "![Seconds per step, bytes spilled and held-out error of each program](benchmarks/results/table.svg)"
+    return f"{plot}\n\n{table.read_text(encoding='utf-8').strip()}\n\nReproduce with `make bench NAME=table`."
+
+
+def make_pages() -> dict[Path, str]:
+    """Return page -> what belongs between its markers."""
+    return {PAGE: render(read_results()), README: render_headline()}
+
+
 def _label(result: Result) -> str:
     settings = result["settings"]
     parts = [settings.get("policy", {}).get("type"), settings.get("config"), settings.get("codec")]
@@ -134,4 +161,5 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(update(PAGE.read_text(encoding="utf-8"), render(read_results())), encoding="utf-8")
+    for page, tables in make_pages().items():
+        page.write_text(update(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

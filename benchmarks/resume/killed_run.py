@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.options import ResumeBench
-from benchmarks.processes import POLL_S, Session, processes_in
+from benchmarks.processes import POLL_S, Session, folder_bytes, processes_in
 from vlatune.batch import ACTION, STATE
 from vlatune.checkpoint.local_store import LocalStore
+from vlatune.checkpoint.store import list_checkpoints
 from vlatune.data.meta.dataset_meta import load_meta
 from vlatune.demo.generate import SyntheticSpec, make_dataset
 from vlatune.policies.pi05.tiny import make_tiny_pi05
@@ -161,6 +162,7 @@ class RunFigures:
     """Seconds that a save blocks the loop, from the run's summary."""
     step_s: float
     """Median seconds of an optimizer step, including data wait."""
+    checkpoint_bytes: int
 
 
 def measure_run(folder: Path, options: ResumeBench, *, say: Callable[[str], None]) -> RunFigures:
@@ -214,6 +216,7 @@ def _add_stall(run_dir: Path, start_s: float, worker: Comeback, driver: Comeback
         num_saves=num_saves,
         stall_s=summary.time_s["checkpoint"] / num_saves,
         step_s=statistics.median(line["step_s"] for line in lines if line["optimizer_step"] > warm),
+        checkpoint_bytes=folder_bytes(list_checkpoints(run_dir)[-1]),
     )
 
 

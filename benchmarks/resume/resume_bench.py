@@ -1,23 +1,18 @@
 """`python -m benchmarks resume`: measure the cost of checkpoints and of lost processes.
 
-A run of a tiny model is killed twice (`killed_run.py`): `stall_share`, `restart_s` and
-`redone_steps`. A large model with trained heads is saved by vlatune and by the template
-(`save_cost.py`): `checkpoint_bytes` and `stall_s`.
+A run of a tiny model is killed twice (`killed_run.py`). The table benchmark compares its checkpoints
+with those of other programs.
 """
 
-import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import format_table, print_last, say
+from benchmarks.harness import print_last, say
 from benchmarks.options import ResumeBench
 from benchmarks.processes import ends_in_order
 from benchmarks.resume.killed_run import Comeback, RunFigures, measure_run, stall_share
-from benchmarks.resume.save_cost import OURS, TEMPLATE, Saves, measure_saves
 from vlatune.config.settings import RunConfig
 
 
@@ -25,12 +20,7 @@ def run(options: ResumeBench) -> None:
     """Print tables and a final JSON line."""
     check(options)
     with ends_in_order(), tempfile.TemporaryDirectory(prefix="vlatune-bench-") as scratch:
-        run_folder, save_folder = Path(scratch) / "small", Path(scratch) / "wide"
-        for folder in (run_folder, save_folder):
-            folder.mkdir()
-        of_run = measure_run(run_folder, options, say=say)
-        by_train = measure_saves(save_folder, options, say=say)
-    print_report(options, of_run, by_train)
+        print_report(options, measure_run(Path(scratch), options, say=say))
 
 
 def check(options: ResumeBench) -> None:
@@ -49,21 +39,9 @@ def check(options: ResumeBench) -> None:
         )
 
 
-def print_report(options: ResumeBench, of_run: RunFigures, by_train: Mapping[str, Saves]) -> None:
-    rows = [
-        _save_row(train, program, saves[program]) for train, saves in by_train.items() for program in (OURS, TEMPLATE)
-    ]
-    header = ["trained", "program", "checkpoint MB", "blocked s", "background s"]
-    sys.stdout.write(format_table(header, rows) + "\n\n")
+def print_report(options: ResumeBench, of_run: RunFigures) -> None:
     sys.stdout.writelines(f"{line}\n" for line in _summary_lines(options, of_run))
-    print_last("resume", figures(options, of_run, by_train), options)
-
-
-def _save_row(train: str, program: str, saves: list[Any]) -> list[str]:
-    stall_s, background_s = (
-        statistics.median(getattr(one, name) for one in saves) for name in ("stall_s", "background_s")
-    )
-    return [train, program, f"{saves[-1].num_bytes / 1e6:.1f}", f"{stall_s:.4f}", f"{background_s:.2f}"]
+    print_last("resume", figures(options, of_run), options)
 
 
 def _summary_lines(options: ResumeBench, of_run: RunFigures) -> list[str]:
@@ -88,16 +66,9 @@ def _shares(options: ResumeBench, of_run: RunFigures) -> dict[str, float]:
     }
 
 
-def figures(options: ResumeBench, of_run: RunFigures, by_train: Mapping[str, Saves]) -> dict[str, Any]:
-    ours, template = by_train["heads"][OURS], by_train["heads"][TEMPLATE]
+def figures(options: ResumeBench, of_run: RunFigures) -> dict[str, Any]:
     return {
-        "checkpoint_bytes": ours[-1].num_bytes,
-        "template_checkpoint_bytes": template[-1].num_bytes,
-        "stall_s": statistics.median(one.stall_s for one in ours),
-        "template_stall_s": statistics.median(one.stall_s for one in template),
-        "template_stall_over_ours": statistics.median(
-            theirs.stall_s / mine.stall_s for mine, theirs in zip(ours, template, strict=True)
-        ),
+        "checkpoint_bytes": of_run.checkpoint_bytes,
         **_shares(options, of_run),
         "run_stall_s": of_run.stall_s,
         "run_step_s": of_run.step_s,
@@ -105,10 +76,6 @@ def figures(options: ResumeBench, of_run: RunFigures, by_train: Mapping[str, Sav
         "start_s": of_run.start_s,
         **_comeback_figures("", of_run.worker),
         **_comeback_figures("driver_", of_run.driver),
-        "saves": {
-            train: {program: [asdict(one) for one in saves[program]] for program in saves}
-            for train, saves in by_train.items()
-        },
     }
 
 

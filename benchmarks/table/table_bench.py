@@ -19,8 +19,7 @@ from typing import Any
 
 from benchmarks.harness import format_table, print_last, say
 from benchmarks.options import StepBench, TableBench, TrainBench
-from benchmarks.processes import Program, Seen, ends_in_order, watch
-from benchmarks.resume.save_cost import folder_bytes
+from benchmarks.processes import Program, Seen, ends_in_order, folder_bytes, watch
 from benchmarks.table.table_plot import Panel, draw_bars
 from benchmarks.table.template_program import DATA_BEGIN, MODEL, PROGRESS, RESULT
 from benchmarks.table.template_step import TEMPLATE, TEMPLATE_705

@@ -25,7 +25,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from benchmarks import peer_readers as peers
-from benchmarks.resume.save_cost import folder_bytes
+from benchmarks.processes import folder_bytes
 from benchmarks.table.template_step import (
     VERSIONS,
     Changes,

@@ -7,12 +7,12 @@ from enum import IntEnum
 
 import numpy as np
 
-ORDER_VERSION = 2
+ORDER_VERSION = 3
 """Version of sample order and noise; a checkpoint with another version cannot be resumed.
 
 Increase it with every change that gives a run another sample order or other noise.
 """
-MIXED_ORDER_VERSION = 3
+MIXED_ORDER_VERSION = 4
 """`ORDER_VERSION` of runs on several datasets."""
 
 
@@ -20,7 +20,9 @@ class Stream(IntEnum):
     """Purpose of a generator; the members list the numbers that seed it."""
 
     ORDER = 1
-    """(seed, epoch): sample order."""
+    """(seed, epoch): order of the runs of frames."""
+    WINDOW = 9
+    """(seed, epoch, lane, first position in the lane): order of the samples of a window."""
     NOISE = 2
     """(seed, slot): noise and time of a training sample."""
     MIXTURE = 3

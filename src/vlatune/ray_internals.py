@@ -155,7 +155,8 @@ def remove_group(group: str) -> None:
 def draining_nodes() -> set[str]:
     """Return the nodes that will be removed (preemption notice or `ray drain-node`), if known.
 
-    Ray Train's watcher uses the same API. Otherwise the loss of a node is noticed when it happens.
+    Ray Train's watcher uses the same API. The public `ray.train.get_preemption_info` is a barrier of
+    all workers. Without this API, the loss of a node is noticed when it happens.
     """
     try:
         from ray._private.state import state

@@ -43,14 +43,12 @@ def command(dataset: Path, base: Path, run: Path) -> list[str]:
     return [*words, "--log_freq=1", "--eval_freq=0", "--dataset.cache=off", "--max_restarts=0"]
 
 
-def train_on_two_nodes(
-    words: list[str], *, hide_on_second: Path | None = None, **env: str
-) -> subprocess.CompletedProcess[str]:
+def train_on_two_nodes(words: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     with (
         tempfile.TemporaryDirectory(prefix="vla", dir="/tmp", ignore_cleanup_errors=True) as folder,
         namespaces() as names,
     ):
-        address = start_nodes(names, Path(folder), hide_on_second=hide_on_second)
+        address = start_nodes(names, Path(folder))
         return run_inside(names[0], words, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **env)
 
 
@@ -63,14 +61,34 @@ def test_workers_connect_over_the_interface_of_the_node(dataset_v3, small_base, 
     assert summary.optimizer_steps == 3
 
 
-def test_node_without_the_dataset_is_named_before_workers_start(dataset_v3, small_base, tmp_path):
-    words = command(dataset_v3, small_base, tmp_path / "run")
-    done = train_on_two_nodes(words, hide_on_second=dataset_v3)
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if str(dataset_v3) in line]
-    assert ADDRESSES[1] in line
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-    assert not list((tmp_path / "run/logs").glob("failure-*"))
+def test_what_only_the_driver_has_is_rejected_before_workers_start(dataset_v3, small_base, tmp_path):
+    """With the address of the node and a remedy; nothing of a run is written."""
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    dataset, base = own / "dataset", own / "base"
+    shutil.copytree(dataset_v3, dataset)
+    shutil.copytree(small_base, base)
+    storage = f"--storage_path={shared / 'checkpoints'}"
+    cases = {
+        "dataset": (command(dataset, small_base, shared / "dataset"), f"dataset '{dataset}'"),
+        "base": (command(dataset_v3, base, shared / "base"), f"base model '{base}'"),
+        "tiny base": ([*command(dataset_v3, small_base, own / "tiny"), "--recipe=tiny", storage], "/own/tiny/base'"),
+        "output": (command(dataset_v3, small_base, own / "run"), f"checkpoints in '{own / 'run'}"),
+    }
+    cases["tiny base"][0].remove(f"--policy.path={small_base}")
+    with (
+        tempfile.TemporaryDirectory(prefix="vla", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        namespaces() as names,
+    ):
+        address = start_nodes(names, Path(folder), hide_on_second=own)
+        for name, (words, problem) in cases.items():
+            done = run_inside(names[0], words, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+            assert done.returncode == 2, done.stdout + done.stderr
+            (line,) = [line for line in done.stderr.splitlines() if problem in line]
+            assert f"node {ADDRESSES[1]}" in line, name
+            assert "disk that all nodes share" in line, name
+            run_dir = Path(next(word for word in words if word.startswith("--output_dir=")).split("=")[1])
+            assert not (run_dir / "metrics.jsonl").exists()
+            assert not list((run_dir / "logs").glob("failure-*"))
 
 
 def test_workers_that_cannot_connect_fail_with_the_address(dataset_v3, small_base, tmp_path):
@@ -78,7 +96,7 @@ def test_workers_that_cannot_connect_fail_with_the_address(dataset_v3, small_bas
     words = command(dataset_v3, small_base, tmp_path / "run")
     done = train_on_two_nodes(words, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert any(f"rank {rank} on {address} " in done.stderr for rank, address in enumerate(ADDRESSES)), done.stderr
+    assert any(f"rank {rank} on {address} " in done.stderr for rank in (0, 1) for address in ADDRESSES), done.stderr
 
 
 def test_node_without_power_is_noticed_and_replaced(dataset_v3, small_base, tmp_path):

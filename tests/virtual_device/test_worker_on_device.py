@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 from parity.policies.flow_parity import make_case
+from run_copies import copy_run
 
 from virtual_device.conftest import run_program
+from vlatune.checkpoint.store import list_checkpoints
 from vlatune.checks.device_memory import plan_footprint
 from vlatune.config.settings import DatasetConfig, OptimizerConfig, PolicyConfig, RunConfig, to_json
 from vlatune.data.meta.dataset_meta import load_meta
@@ -145,19 +148,21 @@ def test_the_frozen_part_leaves_the_device_once_all_is_kept(virtual_library, con
     assert reports[1]["end_bytes"] + 0.9 * frozen < reports[2]["end_bytes"]
 
 
-def run_pairs(library: Path, folder: Path, runs: Sequence[dict[str, Any]], alone: dict[str, Any]) -> list[list[Any]]:
-    """Run each request with two workers on two devices; return the reports of each rank. Rank 0 runs `alone` before."""
+def run_workers(
+    library: Path, folder: Path, runs: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]] = (), *, count: int = 2
+) -> list[list[Any]]:
+    """Run each request with so many workers on two devices; return the reports of each rank. Rank 0 runs `alone` before."""
     ranks = [
         [
-            one | {"device": f"virtual:{rank}", "rank": rank, "rendezvous": str(folder / f"place-{number}")}
+            one | {"device": f"virtual:{rank % 2}", "rank": rank, "rendezvous": str(folder / f"{count}-{number}")}
             for number, one in enumerate(runs)
         ]
-        for rank in (0, 1)
+        for rank in range(count)
     ]
     words, env = [sys.executable, "-m", "virtual_device.run", str(library)], os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen([*words, json.dumps(one)], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for one in ([alone, *ranks[0]], ranks[1])
+        for one in ([*alone, *ranks[0]], *ranks[1:])
     ]
     reports = []
     for process in processes:
@@ -179,7 +184,7 @@ def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, t
         request(replace(config, fsdp=True), "", "sharded"),
         request(replace(config, grad_accum=1), "", "once"),
     ]
-    reports = run_pairs(virtual_library, tmp_path, runs, alone)
+    reports = run_workers(virtual_library, tmp_path, runs, [alone])
     lines = [read_jsonl(Path(one["config"]["output_dir"]) / "metrics.jsonl") for one in (alone, *runs[:3])]
     losses, *others = ([line["loss"] for line in one] for one in lines)
     for other in others:
@@ -193,6 +198,29 @@ def test_two_workers_exchange_gradients_on_the_device(virtual_library, config, t
         assert (ours["prefixes"], plain["prefixes"]) == ([3, 2, 1, 0], [2, 2, 2, 0])
         assert ours["sent_bytes"]["broadcast"] < trained + frozen // 2
         assert ours["peak_bytes"] < single["peak_bytes"] + trained // 10
+
+
+@pytest.mark.slow
+def test_sharded_workers_save_on_the_device_and_others_resume(virtual_library, config, tmp_path):
+    """Saved by two workers, resumed by one with all weights and by four with a quarter each."""
+    policy = replace(config.policy, train="full")
+    config = replace(config, policy=policy, num_workers=2, steps=20, save_freq=12, eval_freq=10, fsdp=True)
+    sharded, plain = request(config, "", "sharded"), request(replace(config, fsdp=False), "", "plain")
+    reports = run_workers(virtual_library, tmp_path, [sharded, plain])
+    assert_equal_runs(sharded, plain, rel=1e-5)
+    for ours, other in reports:
+        assert ours["end_bytes"] < 0.6 * other["end_bytes"]
+    resumed = []
+    for workers in (1, 4):
+        folder = copy_run(Path(sharded["config"]["output_dir"]), tmp_path / f"on {workers}")
+        shutil.rmtree(list_checkpoints(folder)[-1])
+        (folder / "summary.json").unlink()  # as if it had been stopped before its end
+        given = replace(config, num_workers=workers, batch_size=4 // workers, fsdp=workers > 1, resume=True)
+        resumed.append(request(replace(given, output_dir=str(folder)), "virtual:0", folder.name))
+    run_program("run", virtual_library, json.dumps(resumed[:1]))
+    run_workers(virtual_library, tmp_path, resumed[1:], count=4)
+    for one in resumed:
+        assert_equal_runs(one, sharded, rel=1e-5)
 
 
 @pytest.mark.slow

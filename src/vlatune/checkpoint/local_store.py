@@ -46,9 +46,9 @@ class Entry:
     sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Score:
-    """Scores of a checkpoint, lower is better; None if unknown."""
+    """Scores of a checkpoint, lower is better; None if unknown. Read when the manifest is written."""
 
     loss: float | None = None
     """Mean training loss since the previous checkpoint."""

@@ -287,12 +287,16 @@ def check_cluster(case: Case) -> Iterator[Finding]:
     if gpus and is_local and (problem := find_problem(read_gpu())):
         yield finding_of(problem, "cluster")
         return
-    if case.config.policy.compile == "true" and is_local:
-        from vlatune.train.worker.device import compiler_problem
+    wanted = case.config.policy.compile
+    if is_local and (wanted == "true" or (wanted == "auto" and gpus)):
+        from vlatune.train.worker.device import compiler_problem, may_compile
 
-        if problem := compiler_problem("cuda" if gpus else "cpu"):
-            yield replace(finding_of(problem, "cluster"), flags=("--policy.compile=false",))
-            return
+        problem = compiler_problem("cuda" if gpus else "cpu")
+        if problem and (wanted == "true" or may_compile(case.config)):
+            found = finding_of(problem, "cluster", "fail" if wanted == "true" else "warn")
+            yield replace(found, flags=("--policy.compile=false",))
+            if wanted == "true":
+                return
     if not is_local:
         from vlatune.train.driver.ray_nodes import check_nodes
 

@@ -126,7 +126,7 @@ class PolicyConfig:
     """Noise samples per observation; images and instruction are encoded only once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower steps."""
-    compile: Literal["auto", "true", "false"] = "false"
+    compile: Literal["auto", "true", "false"] = "auto"
     """Compile the layers with torch.compile: slower start, faster steps (auto: on CUDA with a compiler)."""
     lora_rank: int = setting(16, minimum=1)
     """Rank of the adapters with --policy.train=lora."""

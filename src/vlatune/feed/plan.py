@@ -121,15 +121,15 @@ def plan_segment(
     end = min(begin + most, last_step)
     parts = list(split_epochs(plan.order, begin, end))
     pieces = _plan_parts(plan.order, share, parts)
-    samples_SG = np.concatenate([step_samples(plan.order, order, first, last) for _, first, last, order in parts])
+    samples_SG = np.concatenate([step_samples(plan.order, order) for *_, order in parts])
     segment = Segment(
         begin, end, reorder_rows(pieces, plan.batch_size, budget.block_rows), count_actions(plan, samples_SG)
     )
     return segment, list(cut_tasks(make_units(plan, share, pieces), budget.block_rows, budget.task_blocks))
 
 
-EpochPart = tuple[int, int, int, np.ndarray]
-"""Epoch, its optimizer steps [begin, end), and its order."""
+EpochPart = tuple[int, int, np.ndarray]
+"""Epoch, the first of some of its optimizer steps, and their order."""
 
 
 def split_epochs(spec: OrderSpec, begin: int, end: int) -> Iterator[EpochPart]:
@@ -137,7 +137,7 @@ def split_epochs(spec: OrderSpec, begin: int, end: int) -> Iterator[EpochPart]:
     while begin < end:
         epoch, batch = divmod(begin, spec.batches_per_epoch)
         stop = min(spec.batches_per_epoch, batch + end - begin)
-        yield epoch, batch, stop, epoch_order(spec, epoch)
+        yield epoch, batch, epoch_order(spec, epoch, batch, stop)
         begin += stop - batch
 
 
@@ -151,8 +151,8 @@ def _plan_parts(spec: OrderSpec, share: Share, parts: Iterable[EpochPart]) -> li
     per_epoch = spec.batches_per_epoch * share.slots_per_step(spec)
     return [
         replace(piece, slots=piece.slots + epoch * per_epoch)
-        for epoch, begin, end, order in parts
-        for piece in plan_pieces(spec, order, share, begin_batch=begin, end_batch=end)
+        for epoch, begin, order in parts
+        for piece in plan_pieces(spec, order, share, begin)
     ]
 
 
@@ -235,15 +235,15 @@ def _split_unit(unit: Unit, rows: int) -> tuple[Unit, Unit]:
     )
 
 
-def plan_pieces(spec: OrderSpec, order: np.ndarray, share: Share, *, begin_batch: int, end_batch: int) -> list[Piece]:
-    """Return the pieces of optimizer steps [begin_batch, end_batch) of an epoch, by first slot."""
+def plan_pieces(spec: OrderSpec, order: np.ndarray, share: Share, begin_batch: int = 0) -> list[Piece]:
+    """Return the pieces of an order that starts with optimizer step `begin_batch` of an epoch, by first slot."""
     pieces: list[Piece] = []
     per_step, starts = spec.samples_per_lane_step, np.cumsum(spec.lengths) - spec.lengths
-    positions = np.arange(begin_batch * per_step, end_batch * per_step)
+    positions = begin_batch * per_step + np.arange(order.shape[1])
     step, within = np.divmod(positions, per_step)
     for local, lane in enumerate(share.lanes(spec)):
         slots = step * share.slots_per_step(spec) + local * per_step + within
-        pieces += _split_lane(spec, order[lane, positions], positions, slots, starts)
+        pieces += _split_lane(spec, order[lane], positions, slots, starts)
     return sorted(pieces, key=lambda piece: int(piece.slots.min()))
 
 

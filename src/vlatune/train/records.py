@@ -1,6 +1,6 @@
 """Bring the records of a run from rank 0 to the driver, which writes the run folder. No Ray.
 
-    rank 0: Outbox  ->  monitor actor: Mailbox  ->  driver: RunWriter
+    rank 0: Mailbox  ->  monitor actor: Mailbox  ->  driver: RunWriter
 
 Records are numbered from 0 in each attempt. Rank 0 keeps a record until the driver has written it,
 so none is lost if the monitor is restarted or the driver polls late. The receivers drop what they
@@ -10,11 +10,9 @@ have already, and what does not follow it.
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,72 +40,47 @@ MAX_PARCEL = 64
 """Maximum number of records in one message; a record of samples has a few KB."""
 
 
-class Outbox:
-    """Records of rank 0 that the driver has not written yet."""
+class Mailbox:
+    """Records that the driver has not written yet, as known to rank 0 or to the monitor."""
 
-    def __init__(self) -> None:
-        self._records: deque[Record] = deque()
-        self._begin = 0
+    def __init__(self, begin: int = 0) -> None:
+        self.begin = begin
+        """Number of records that the driver has written."""
+        self._records: list[Record] = []
         self._changed = threading.Condition()
 
     @property
     def end(self) -> int:
         """Return the number of the next record."""
         with self._changed:
-            return self._begin + len(self._records)
+            return self.begin + len(self._records)
 
-    def put(self, record: Record) -> None:
+    def append(self, record: Record) -> None:
         with self._changed:
             self._records.append(record)
 
-    def parcel(self, wanted: int) -> Parcel:
+    def put(self, parcel: Parcel) -> None:
+        """Add the records that are new; drop them if earlier ones are missing."""
+        with self._changed:
+            self._records += new_records(parcel, self.end)
+
+    def parcel(self, wanted: int = 0) -> Parcel:
         """Return records from number `wanted` on, or from the first one that is still here."""
         with self._changed:
-            skipped = max(0, wanted - self._begin)
-            return self._begin + skipped, tuple(islice(self._records, skipped, skipped + MAX_PARCEL))
+            skipped = max(0, wanted - self.begin)
+            return self.begin + skipped, tuple(self._records[skipped : skipped + MAX_PARCEL])
 
     def acknowledge(self, received: int) -> None:
         """Drop the records before number `received`, which the driver has written."""
         with self._changed:
-            while self._begin < received and self._records:
-                self._records.popleft()
-                self._begin += 1
+            del self._records[: max(0, received - self.begin)]
+            self.begin = max(self.begin, received)
             self._changed.notify_all()
 
     def wait(self, number: int, timeout_s: float) -> bool:
         """Wait until all records before `number` are written; False after the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._begin >= number, timeout_s)
-
-
-class Mailbox:
-    """Records that the monitor holds until the driver has written them."""
-
-    def __init__(self, begin: int = 0) -> None:
-        self._begin = begin
-        self._records: list[Record] = []
-
-    @property
-    def begin(self) -> int:
-        """Return the number of records that the driver has written."""
-        return self._begin
-
-    @property
-    def end(self) -> int:
-        """Return the number of the next record to receive."""
-        return self._begin + len(self._records)
-
-    def put(self, parcel: Parcel) -> None:
-        self._records += new_records(parcel, self.end)
-
-    def acknowledge(self, received: int) -> None:
-        del self._records[: max(0, received - self._begin)]
-        self._begin = max(self._begin, received)
-
-    def parcel(self, wanted: int) -> Parcel:
-        """Return the records from number `wanted` on."""
-        first = max(wanted, self._begin)
-        return first, tuple(self._records[first - self._begin :])
+            return self._changed.wait_for(lambda: self.begin >= number, timeout_s)
 
 
 def new_records(parcel: Parcel, end: int) -> Sequence[Record]:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def test_lerobot_train_runs_with_every_policy(policy, dataset_v3: Path, tmp_path
         (
             "train",
             [
+                "--rounds=1",
                 "--steps=2",
                 "--batch_size=2",
                 "--store_bytes=90000000",
@@ -78,11 +80,21 @@ def test_lerobot_train_runs_with_every_policy(policy, dataset_v3: Path, tmp_path
         ),
         (
             "feed",
-            ["--episodes=4", "--frames=40", "--height=96", "--width=128", "--rows=80", "--step_s=0.2", "--peers=false"],
+            [
+                "--rounds=1",
+                "--episodes=4",
+                "--frames=40",
+                "--height=96",
+                "--width=128",
+                "--rows=80",
+                "--step_s=0.2",
+                "--peers=false",
+            ],
         ),
         (
             "reader",
             [
+                "--rounds=1",
                 "--episodes=4",
                 "--frames=20",
                 "--height=96",
@@ -92,12 +104,12 @@ def test_lerobot_train_runs_with_every_policy(policy, dataset_v3: Path, tmp_path
                 "--peers=false",
             ],
         ),
-        ("resume", ["--interval=10", "--steps=200", "--width=64", "--depth=2", "--vision_depth=1"]),
+        ("resume", ["--interval=10", "--steps=200"]),
     ],
 )
 def test_a_benchmark_prints_its_figures(name, flags, tmp_path, capsys):
     output = tmp_path / "results.json"
-    assert main([name, "--rounds=1", f"--output={output}", *flags], BENCHMARKS) == 0
+    assert main([name, f"--output={output}", *flags], BENCHMARKS) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert output.read_text() == last + "\n"
     figures = json.loads(last)
@@ -113,7 +125,7 @@ def test_a_benchmark_prints_its_figures(name, flags, tmp_path, capsys):
         assert figures["ours_cached_over_limit"] > 0 < figures["cached_cpu_ms_per_row"]
     else:
         assert 0 < figures["stall_share"] < figures["stall_share_measured"] < 1
-        assert figures["checkpoint_bytes"] < figures["template_checkpoint_bytes"]
+        assert figures["checkpoint_bytes"] > 0
         for prefix in ("", "driver_"):
             assert figures[f"{prefix}resumed_step"] >= 10
             assert 0 <= figures[f"{prefix}redone_steps"] <= 20
@@ -128,3 +140,13 @@ def test_the_train_benchmark_has_a_row_for_the_frame_cache(dataset_v3: Path, tmp
     assert figures["cached_over_uncached"] > 0 < figures["first_epoch_over_uncached"]
     (run,) = figures["rounds"][CACHED]
     assert len(run["by_epoch"]) == 2
+
+
+def test_the_plan_benchmark_measures_and_draws_every_size(tmp_path, capsys):
+    flags = ["--episodes=[20, 40]", "--frames=50", "--num_workers=4", "--lanes=8", f"--plot={tmp_path / 'plan.svg'}"]
+    assert main(["plan", *flags], BENCHMARKS) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(figures["sizes"]) == ["20", "40"]
+    assert 0 < figures["sizes"]["20"]["frames"] < figures["frames"]
+    assert figures["seconds"] == sum(figures["stages"].values())
+    assert ElementTree.fromstring((tmp_path / "plan.svg").read_text()).tag.endswith("svg")

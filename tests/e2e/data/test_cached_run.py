@@ -82,6 +82,19 @@ def test_losses_are_equal_without_a_cache_while_it_fills_and_from_it(
 
 
 @pytest.mark.slow
+def test_two_workers_have_equal_losses_with_and_without_a_cache(dataset_v3: Path, small_base: Path, tmp_path: Path):
+    caches = {"uncached": "off", "filling": str(tmp_path / "frames"), "warm": str(tmp_path / "frames")}
+    pair = ("--num_workers=2", "--batch_size=2")
+    uncached, filling, warm = (
+        train(dataset_v3, small_base, tmp_path / name, *pair, f"--dataset.cache={cache}")
+        for name, cache in caches.items()
+    )
+    assert results(filling) == results(uncached)
+    assert results(warm) == results(uncached)
+    assert set(cached_shares(warm)) == {1.0}
+
+
+@pytest.mark.slow
 def test_a_budget_for_a_third_of_the_frames_is_never_exceeded(
     dataset_v3: Path, small_base: Path, uncached: Path, tmp_path: Path
 ):

@@ -28,8 +28,6 @@ from benchmarks.processes import (
 from benchmarks.resume.killed_run import Comeback, MetricsFollower
 from benchmarks.resume.killed_run import RunFigures as KilledRun
 from benchmarks.resume.resume_bench import print_report as print_resume
-from benchmarks.resume.save_cost import OURS as OUR_SAVES
-from benchmarks.resume.save_cost import TEMPLATE, TRAINED, Save
 from benchmarks.tables import COLUMNS
 from benchmarks.train import train_programs as programs
 from benchmarks.train.time_to_quality import Course, over_lerobot, wanted_error
@@ -216,12 +214,12 @@ def test_the_first_step_after_a_restart_is_found_behind_the_kept_lines(tmp_path)
 
 def test_the_last_line_of_the_resume_benchmark_has_all_figures(capsys):
     worker, driver = (Comeback(100.0, 120.0, reached_step=30 + redone, resumed_step=30) for redone in (15, 16))
-    killed = KilledRun(start_s=30.0, worker=worker, driver=driver, num_saves=6, stall_s=0.01, step_s=0.1)
-    own, template = [Save(0.5, 1.0, 50), Save(0.1, 1.1, 50)], [Save(5.0, 0.0, 900), Save(3.0, 0.0, 900)]
-    print_resume(ResumeBench(interval=30), killed, {train: {OUR_SAVES: own, TEMPLATE: template} for train in TRAINED})
+    killed = KilledRun(
+        start_s=30.0, worker=worker, driver=driver, num_saves=6, stall_s=0.01, step_s=0.1, checkpoint_bytes=50
+    )
+    print_resume(ResumeBench(interval=30), killed)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last.keys() >= ALWAYS | {key for key, _ in COLUMNS["resume"][1]}
     assert (last["restart_s"], last["redone_steps"], last["driver_redone_steps"]) == (20.0, 15, 16)
-    assert (last["checkpoint_bytes"], last["template_checkpoint_bytes"]) == (50, 900)
-    assert last["template_stall_over_ours"] == pytest.approx(20.0)  # 10 in one round, 30 in the other
+    assert last["checkpoint_bytes"] == 50
     assert last["stall_share"] == pytest.approx(0.01 / 50.01)

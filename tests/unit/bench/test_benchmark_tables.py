@@ -1,11 +1,21 @@
 """The tables of docs/performance.md are the ones that the committed results give."""
 
-from benchmarks.tables import PAGE, read_results, render, update
+from pathlib import Path
+
+from benchmarks.tables import PAGE, make_pages, read_results, render, render_headline, update
 
 
-def test_the_page_shows_the_committed_results() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == update(page, render(read_results())), "run `python -m benchmarks.tables`"
+def test_the_pages_show_the_committed_results() -> None:
+    for path, tables in make_pages().items():
+        page = path.read_text(encoding="utf-8")
+        assert page == update(page, tables), "run `python -m benchmarks.tables`"
+
+
+def test_the_readme_shows_plot_and_table_once_measured(tmp_path: Path) -> None:
+    assert render_headline(tmp_path) == ""
+    (tmp_path / "table.md").write_text("| vlatune | 0.5 |\n")
+    shown = render_headline(tmp_path)
+    assert shown.index("results/table.svg") < shown.index("| vlatune | 0.5 |")
 
 
 def test_a_figure_of_a_result_is_in_its_table() -> None:

@@ -1,7 +1,5 @@
 """The spy sees what would make the host wait for an accelerator, and nothing else; ours never waits, LeRobot does."""
 
-from itertools import islice, repeat
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,8 @@ import torch
 from benchmarks.base_models import Base, make_base, make_rows
 from benchmarks.options import StepBench
 from benchmarks.step.host_sync import HostSyncSpy
-from vlatune.config.settings import OptimizerConfig, SchedulerConfig
 from vlatune.policies.base import ModuleOptions
 from vlatune.policies.pi05.model import Pi05Module
-from vlatune.train.worker.device import device_batches
-from vlatune.train.worker.non_finite_guard import NonFiniteWatch
-from vlatune.train.worker.optimizer import Ema, Updater, learning_rate, make_optimizer, set_learning_rate
-from vlatune.train.worker.transfer import DeviceBatch
 
 RESIDENT = torch.arange(4.0)
 HOST = torch.arange(4.0)
@@ -111,51 +104,6 @@ def base(tmp_path_factory) -> Base:
     )
 
 
-class Cycle:
-    """The worker's work between two log lines: batches, schedule, three micro-steps, update, average."""
-
-    def __init__(self, base: Base, train: str, flow_samples: int, device: str) -> None:
-        options = ModuleOptions(train, "float32", flow_samples=flow_samples)
-        self.module: Pi05Module = Pi05Module.load(base.spec, base.binding, options).to(device).train()
-        trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(trainable.values(), OptimizerConfig())
-        self.updater = Updater(self.module, list(trainable.values()), self.optimizer, clip_norm=1.0)
-        self.watch, self.ema = NonFiniteWatch(), Ema(trainable, 0.999)
-        self.loss_sum = torch.zeros((), device=device)
-        columns = base.columns(make_rows(base, 2, seed=0), flow_samples=flow_samples)
-        self.batches = device_batches(repeat(columns), torch.device(device))
-        self.ahead: list[DeviceBatch] = []
-
-    def run(self, optimizer_step: int) -> None:
-        set_learning_rate(self.optimizer, learning_rate(optimizer_step, 10, 1e-4, SchedulerConfig()))
-        taken = self.ahead or list(islice(self.batches, 3))
-        self.ahead = []
-        result = self.updater.update((batch.tensors for batch in taken), 3)
-        self.watch.record(result.losses, result.grad_norm, [batch.samples for batch in taken])
-        self.ema.update()
-        self.loss_sum = self.loss_sum + result.loss
-
-    def resident(self) -> list[torch.Tensor]:
-        state = [value for values in self.optimizer.state.values() for value in values.values()]
-        guard = [self.updater.guard.skipped, self.updater.guard._stopped, self.loss_sum]
-        averages = list(self.ema.tensors().values())
-        self.ahead = list(islice(self.batches, 3))
-        batches = [tensor for batch in self.ahead for tensor in batch.tensors.values()]
-        return [*self.module.parameters(), *self.module.buffers(), *state, *guard, *averages, *batches]
-
-
-@pytest.mark.parametrize(
-    ("train", "flow_samples"), [("heads", 1), ("expert", 1), ("expert", 3), ("lora", 1), ("full", 1)]
-)
-def test_an_accumulation_cycle_has_no_host_sync(base, train, flow_samples):
-    cycle = Cycle(base, train, flow_samples, "cpu")
-    cycle.run(0)  # the first makes the optimizer's state
-    with HostSyncSpy(cycle.resident()) as spy:
-        cycle.run(1)
-    assert spy.table() == []
-    cycle.batches.close()
-
-
 def test_lerobots_step_has_at_least_five_host_syncs(base):
     from benchmarks.step.step_ways import LeRobotWay, make_accelerator
 
@@ -167,16 +115,3 @@ def test_lerobots_step_has_at_least_five_host_syncs(base):
     places = " ".join(sync.place for sync in spy.found)
     assert "processor_pi05.py" in places  # the state is pulled to the host
     assert "modeling_pi05.py" in places  # masks from lists, losses to the host
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("train", ["heads", "expert", "lora", "full"])
-def test_cuda_reports_no_host_sync(base, train):
-    cycle = Cycle(base, train, 1, "cuda")
-    cycle.run(0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        cycle.run(1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        cycle.batches.close()

@@ -32,7 +32,7 @@ def plans(draw) -> tuple[OrderSpec, Share, int, int]:
 
 
 def pieces_of(spec: OrderSpec, share: Share, begin: int, end: int, epoch: int = 0) -> list[Piece]:
-    return plan_pieces(spec, epoch_order(spec, epoch), share, begin_batch=begin, end_batch=end)
+    return plan_pieces(spec, epoch_order(spec, epoch, begin, end), share, begin)
 
 
 def samples_by_slot(spec: OrderSpec, pieces: list[Piece]) -> dict[int, int]:
@@ -103,7 +103,7 @@ def test_the_reorder_buffer_is_large_enough_and_not_much_larger(plan, block_rows
 def test_runs_of_one_episode_that_are_needed_at_different_times_are_separate_pieces():
     spec = OrderSpec(lengths=(40,), seed=0, global_batch=1, lanes=1, run_length=4, window_rows=4)
     order = np.array([[*range(4), *range(20, 32), *range(4, 8)]])
-    made = plan_pieces(spec, order, Share(0, 1), begin_batch=0, end_batch=20)
+    made = plan_pieces(spec, order, Share(0, 1))
     assert [piece.frames.tolist() for piece in made] == [
         [0, 1, 2, 3],
         [20, 21, 22, 23],
@@ -123,7 +123,7 @@ def test_runs_of_one_episode_that_are_needed_at_different_times_are_separate_pie
 )
 def test_pieces_end_at_wide_gaps_and_episode_boundaries(order, pieces):
     spec = OrderSpec(lengths=(10, 20), seed=0, global_batch=len(order), lanes=1, run_length=8, window_rows=8)
-    made = plan_pieces(spec, np.array([order]), Share(0, 1), begin_batch=0, end_batch=1)
+    made = plan_pieces(spec, np.array([order]), Share(0, 1))
     assert [(piece.episode, piece.frames.tolist(), piece.slots.tolist()) for piece in made] == pieces
 
 

@@ -2,12 +2,20 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from vlatune.config.settings import PolicyConfig, RunConfig
 from vlatune.evaluate.evaluate_run import choose_device
-from vlatune.train.worker.device import compiler_problem, deterministic_kernels, set_performance_flags, uses_compiler
+from vlatune.train.worker.device import (
+    compiler_problem,
+    deterministic_kernels,
+    may_compile,
+    set_performance_flags,
+    uses_compiler,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +66,22 @@ def test_layers_are_compiled_where_a_compiler_exists(monkeypatch, tmp_path):
     (tmp_path / "g++").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert uses_compiler("true", cpu, deterministic=False)
-    assert not uses_compiler("auto", cpu, deterministic=False)
-    assert not uses_compiler("auto", cuda, deterministic=True)
-    assert not uses_compiler("false", cuda, deterministic=False)
+    auto = RunConfig()
+    always, never = (replace(auto, policy=PolicyConfig(compile=value)) for value in ("true", "false"))
+    assert uses_compiler(always, cpu)
+    assert not uses_compiler(auto, cpu)
+    assert not uses_compiler(never, cuda)
+    assert may_compile(auto)
+    assert not may_compile(replace(auto, deterministic=True))
+    assert not may_compile(replace(auto, fsdp=True))
+    assert not may_compile(replace(auto, policy=PolicyConfig(type="act")))
     (tmp_path / "g++").unlink()
     assert compiler_problem("cpu")
-    assert not uses_compiler("auto", cuda, deterministic=False)  # no gcc either
+    assert not uses_compiler(auto, cuda)  # no gcc either
     with pytest.raises(ValueError, match=r"--policy.compile=true: .*install.*--policy.compile=false"):
-        uses_compiler("true", cpu, deterministic=False)
+        uses_compiler(always, cpu)
+
+
+@pytest.mark.gpu
+def test_layers_are_compiled_on_cuda_by_default():
+    assert uses_compiler(RunConfig(), torch.device("cuda"))

@@ -8,7 +8,7 @@ import pytest
 from vlatune.errors import RunStoppedError
 from vlatune.run.run_folder import EVENTS_FILE, METRICS_FILE, VALIDATIONS_FILE
 from vlatune.run.sinks import read_jsonl
-from vlatune.train.records import MAX_PARCEL, Mailbox, Outbox, Record, RunWriter
+from vlatune.train.records import MAX_PARCEL, Mailbox, Record, RunWriter
 
 
 def line(step: int) -> Record:
@@ -22,13 +22,13 @@ def steps_in(folder: Path, name: str = METRICS_FILE) -> list[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_every_record_is_written_once_and_in_order(tmp_path, seed):
     """Requests and replies are lost, repeated and late, and the monitor loses its memory."""
-    chance, outbox, writer = random.Random(seed), Outbox(), RunWriter(tmp_path, 0, log_samples=False)
+    chance, outbox, writer = random.Random(seed), Mailbox(), RunWriter(tmp_path, 0, log_samples=False)
     mail, wanted, late = Mailbox(), 0, []
     put = 0
     while put < 300 or outbox.end > writer.received:
         for _ in range(chance.randrange(20) if put < 300 else 0):
             put += 1
-            outbox.put(line(put))
+            outbox.append(line(put))
         event = chance.randrange(8)
         if event == 0:
             mail, wanted = Mailbox(writer.received), chance.choice([0, wanted])  # restarted, then polled
@@ -52,9 +52,9 @@ def test_every_record_is_written_once_and_in_order(tmp_path, seed):
 
 
 def test_records_stay_on_rank_0_until_they_are_written():
-    outbox, mail = Outbox(), Mailbox()
+    outbox, mail = Mailbox(), Mailbox()
     for step in range(3):
-        outbox.put(line(step))
+        outbox.append(line(step))
     mail.put(outbox.parcel(0))
     assert not outbox.wait(outbox.end, 0)
     assert outbox.parcel(0) == (0, (line(0), line(1), line(2)))

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from driving import validation_curve
-from local_runs import no_ray, train_flags
+from local_runs import NoDriver, no_ray, run_locally, train_flags
 from local_runs import read_held_out as read_held_out_here
 
 from vlatune import cli
 from vlatune.checkpoint.local_store import LocalStore
 from vlatune.checkpoint.store import list_checkpoints
+from vlatune.config.flags import parse_flags
 from vlatune.config.settings import DatasetConfig, EvalConfig, PolicyConfig, RunConfig
 from vlatune.feed.plan import Share
 from vlatune.run.sinks import read_jsonl
@@ -52,6 +53,22 @@ def test_a_resumed_run_keeps_validations_up_to_its_checkpoint(flags, tmp_path, c
     assert validation_curve(folder)[:2] == first
     assert [step for step, *_ in validation_curve(folder)] == [1, 2, 3]
     assert validation_curve(folder)[-1][2] != 7.0
+
+
+class FailsInValidation(NoDriver):
+    def progress(self, event: str) -> None:
+        if event == "validation":
+            raise torch.OutOfMemoryError
+
+
+def test_a_checkpoint_is_saved_before_a_validation_that_fails(flags, tmp_path):
+    more = ("--steps=4", "--eval_freq=2", "--save_freq=2", f"--output_dir={tmp_path / 'run'}")
+    with pytest.raises(torch.OutOfMemoryError):
+        run_locally(parse_flags([*flags, *more], RunConfig), driver=FailsInValidation())
+    store = LocalStore(tmp_path / "run" / "checkpoints")
+    assert store.steps() == [2]
+    assert store.problem(2) is None
+    assert store.manifest(2).score.val_error is None
 
 
 def test_early_stop_ends_the_run_as_finished(flags, tmp_path, capsys):

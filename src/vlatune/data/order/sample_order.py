@@ -29,7 +29,9 @@ the shortest lane, so the shares hold over any stretch of steps to within a few 
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -43,11 +45,13 @@ def cut_runs(starts: np.ndarray, lengths: np.ndarray, run_length: int, rng: np.r
     """Split episodes that start at samples `starts` into runs, the first with a random length."""
     first = np.minimum(rng.integers(1, run_length + 1, size=len(lengths)), lengths)
     runs = 1 + -(-(lengths - first) // run_length)
-    episode = np.repeat(np.arange(len(lengths)), runs)
-    nth = np.arange(runs.sum()) - np.repeat(np.cumsum(runs) - runs, runs)
-    begin = starts[episode] + np.where(nth == 0, 0, first[episode] + (nth - 1) * run_length)
-    end = np.minimum(starts[episode] + first[episode] + nth * run_length, starts[episode] + lengths[episode])
-    return begin, end
+    last_run = np.cumsum(runs) - 1
+    sizes = np.full(runs.sum(), run_length)
+    sizes[last_run] = lengths - first - (runs - 2) * run_length
+    sizes[last_run - runs + 1] = first
+    end = np.cumsum(sizes)
+    end += np.repeat(starts + lengths - end[last_run], runs)
+    return end - sizes, end
 
 
 def take_stretch(runs: Ranges, first: int, last: int) -> Ranges:
@@ -122,14 +126,15 @@ def mixed_runs(mixture: Mixture, lengths: np.ndarray, run_length: int, *, seed: 
             rng = make_generator(Stream.MIXTURE, seed, number, nth)
             runs = _shuffle_runs(cut_runs(starts[chosen], lengths[chosen], run_length, rng), rng)
             parts.append(take_stretch(runs, first - nth * frames, last - nth * frames))
-    begins, ends = zip(*parts, strict=True)
-    return np.concatenate(begins), np.concatenate(ends)
+    return _join_runs(parts)
 
 
 def _shuffle_runs(runs: Ranges, rng: np.random.Generator) -> Ranges:
-    begin, end = runs
-    shuffled = rng.permutation(len(begin))
-    return begin[shuffled], end[shuffled]
+    """Shuffle the runs in place, because copies of millions of them need much memory."""
+    shuffled = rng.permutation(np.arange(len(runs[0]), dtype=np.uint32))
+    for one in runs:
+        one[:] = one[shuffled]
+    return runs
 
 
 MAX_LANES = 512
@@ -158,7 +163,7 @@ class OrderSpec:
     drop_last: bool = True
     """Drop the incomplete last batch of an epoch instead of filling it up."""
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         return sum(self.lengths)
 
@@ -224,20 +229,44 @@ def cursor_at(spec: OrderSpec, optimizer_steps: int) -> Cursor:
     return Cursor(epoch, batch)
 
 
-def epoch_order(spec: OrderSpec, epoch: int) -> np.ndarray:
-    """Return flat samples (lanes, samples per lane); step k takes columns [k*s, (k+1)*s)."""
-    rng, lengths = make_generator(Stream.ORDER, spec.seed, epoch), np.asarray(spec.lengths, dtype=np.int64)
-    if spec.mixture is None:
-        runs = _shuffle_runs(cut_runs(np.cumsum(lengths) - lengths, lengths, spec.run_length, rng), rng)
-        # Drop the excess, or fill up from the start of the epoch.
-        lanes = np.resize(concatenate_runs(runs), (spec.lanes, spec.samples_per_lane))
-    else:
-        runs = mixed_runs(spec.mixture, lengths, spec.run_length, seed=spec.seed, epoch=epoch)
-        lanes = _deal_lanes(spec, _alternate(spec, spec.mixture, _shuffle_runs(runs, rng)))
-    for lane in range(spec.lanes):
-        for begin, end in itertools.pairwise(window_edges(spec, lane)):
-            rng.shuffle(lanes[lane, begin:end])
+def epoch_order(spec: OrderSpec, epoch: int, begin: int = 0, end: int | None = None) -> np.ndarray:
+    """Return the flat samples of steps [begin, end) of the epoch, (lanes, samples per lane).
+
+    Only the runs are shuffled as a whole: they fit in memory where the samples of an epoch do not.
+    """
+    first, last = (one * spec.samples_per_lane_step for one in (begin, spec.batches_per_epoch if end is None else end))
+    run_begin, run_end = _epoch_runs(spec, epoch)
+    stream_end = np.cumsum(run_end - run_begin)
+    lanes = np.empty((spec.lanes, last - first), dtype=np.int64)
+    for lane, start in enumerate(range(0, spec.lanes * spec.samples_per_lane, spec.samples_per_lane)):
+        edges = window_edges(spec, lane, first, last)
+        a, b = start + edges[0], start + edges[-1]
+        left, right = np.searchsorted(stream_end, (a, b - 1), side="right")
+        inside = slice(left, right + 1)
+        skipped = stream_end[left] - (run_end[left] - run_begin[left])
+        rows = concatenate_runs(take_stretch((run_begin[inside], run_end[inside]), a - skipped, b - skipped))
+        for window, stop in itertools.pairwise(edges.tolist()):
+            make_generator(Stream.WINDOW, spec.seed, epoch, lane, window).shuffle(
+                rows[window - edges[0] : stop - edges[0]]
+            )
+        lanes[lane] = rows[first - edges[0] : last - edges[0]]
     return lanes
+
+
+def _epoch_runs(spec: OrderSpec, epoch: int) -> Ranges:
+    """Return the shuffled runs of all lanes, one lane after the other."""
+    rng, lengths = make_generator(Stream.ORDER, spec.seed, epoch), np.asarray(spec.lengths, dtype=np.int64)
+    if spec.mixture is not None:
+        runs = mixed_runs(spec.mixture, lengths, spec.run_length, seed=spec.seed, epoch=epoch)
+        return _deal_lanes(spec, _alternate(spec, spec.mixture, _shuffle_runs(runs, rng)))
+    runs = _shuffle_runs(cut_runs(np.cumsum(lengths) - lengths, lengths, spec.run_length, rng), rng)
+    missing = spec.lanes * spec.samples_per_lane - spec.num_samples
+    return _join_runs([runs, take_stretch(runs, 0, missing)]) if missing > 0 else runs
+
+
+def _join_runs(parts: Sequence[Ranges]) -> Ranges:
+    begins, ends = zip(*parts, strict=True)
+    return np.concatenate(begins), np.concatenate(ends)
 
 
 def _alternate(spec: OrderSpec, mixture: Mixture, runs: Ranges) -> Ranges:
@@ -253,7 +282,7 @@ def _alternate(spec: OrderSpec, mixture: Mixture, runs: Ranges) -> Ranges:
     return begin[order], end[order]
 
 
-def _deal_lanes(spec: OrderSpec, runs: Ranges) -> np.ndarray:
+def _deal_lanes(spec: OrderSpec, runs: Ranges) -> Ranges:
     """Assign each run to the shortest lane; fill gaps from the excess, then the epoch's start."""
     begin, end = runs
     shortest = [(0, lane) for lane in range(spec.lanes)]
@@ -261,28 +290,36 @@ def _deal_lanes(spec: OrderSpec, runs: Ranges) -> np.ndarray:
     for run, size in enumerate((end - begin).tolist()):
         filled, lane_of[run] = shortest[0]
         heapq.heapreplace(shortest, (filled + size, int(lane_of[run])))
-    own = [np.flatnonzero(lane_of == lane) for lane in range(spec.lanes)]
-    rows = [concatenate_runs((begin[of_lane], end[of_lane])) for of_lane in own]
-    spare = np.concatenate([*(row[spec.samples_per_lane :] for row in rows), concatenate_runs(runs)])
-    lanes, used = np.empty((spec.lanes, spec.samples_per_lane), dtype=np.int64), 0
-    for lane, row in zip(lanes, rows, strict=True):
-        missing = max(0, len(lane) - len(row))
-        lane[:] = np.concatenate([row[: len(lane)], spare[used : used + missing]])
-        used += missing
-    return lanes
+    filled = np.array([filled for filled, _ in sorted(shortest, key=lambda one: one[1])])
+    missing, length = np.maximum(spec.samples_per_lane - filled, 0), spec.samples_per_lane
+    by_lane = np.split(np.argsort(lane_of, kind="stable"), np.cumsum(np.bincount(lane_of, minlength=spec.lanes))[:-1])
+    own = [(begin[of_lane], end[of_lane]) for of_lane in by_lane]
+    excess = [take_stretch(one, length, int(most)) for one, most in zip(own, filled, strict=True)]
+    spare, used = _join_runs([*excess, take_stretch(runs, 0, int(missing.sum()))]), np.cumsum(missing)
+    parts = [
+        part
+        for one, first, last in zip(own, used - missing, used, strict=True)
+        for part in (take_stretch(one, 0, length), take_stretch(spare, first, last))
+    ]
+    return _join_runs(parts)
 
 
-def window_edges(spec: OrderSpec, lane: int) -> np.ndarray:
-    """Return the positions where mixing windows begin: 0, first, first + window, ..., end."""
+def window_edges(spec: OrderSpec, lane: int, begin: int = 0, end: int | None = None) -> np.ndarray:
+    """Return where the mixing windows with samples [begin, end) of a lane begin, and where the last one ends.
+
+    The first window of a lane is shorter, which staggers the windows.
+    """
     per_lane, rows = spec.samples_per_lane, spec.window_rows
     if spec.lanes <= STAGGERED_IN_LINE:
         first = max(1, rows * (lane + 1) // spec.lanes)
     else:  # multiples of the golden ratio also spread the lanes of one of many workers evenly
         first = 1 + rows * (lane * GOLDEN_16 % (1 << 16)) // (1 << 16)
-    return np.unique(np.minimum(np.r_[0, np.arange(first, per_lane + rows, rows)], per_lane))
+    cut = rows - first
+    numbers = np.arange((begin + cut) // rows, ((per_lane if end is None else end) - 1 + cut) // rows + 2)
+    return np.clip(numbers * rows - cut, 0, per_lane)
 
 
 def step_samples(spec: OrderSpec, order: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
-    """Return the flat samples of steps [begin, end) of the epoch, (steps, global batch), lane by lane."""
-    lanes = order.reshape(spec.lanes, spec.batches_per_epoch, -1)[:, begin:end]
+    """Return the flat samples of steps [begin, end) of an order, (steps, global batch), lane by lane."""
+    lanes = order.reshape(spec.lanes, -1, spec.samples_per_lane_step)[:, begin:end]
     return lanes.transpose(1, 0, 2).reshape(-1, spec.global_batch)

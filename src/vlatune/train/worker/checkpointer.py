@@ -5,6 +5,7 @@ few KB and copies the tensors to the host through a bounded buffer; a thread of
 `checkpoint/snapshot.py` does the rest.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,7 @@ class Checkpointer:
         self._copy: Path | None = None
         """The checkpoint that was restored, shared by the ranks of this node."""
         self._loss_sum, self._loss_count = torch.zeros((), device=device), 0
+        self._score, self._is_scored = Score(), threading.Event()
 
     def restore(self) -> tuple[int, Tensor, int]:
         """Load the checkpoint; return its step, this rank's loss sum since the last log line, and
@@ -128,11 +130,12 @@ class Checkpointer:
         loss_count: int,
         gather: Callable[[Any], list[Any]],
         *,
-        val_error: float | None = None,
+        awaits_error: bool = False,
     ) -> None:
         """Copy the state now and write it in the background; all ranks call it at the same step.
 
-        `val_error` is the validation error of these weights, or None if they were not validated.
+        With `awaits_error`, it is committed when its validation error is known, or none will be: after `validated` or
+        `close`.
         """
         sums = torch.stack([loss_sum, self._loss_sum]).tolist()  # device sync: a save copies weights to the host anyway
         table = None if self._learning.loss_sums is None else self._learning.loss_sums.cpu().numpy().copy()  # as above
@@ -151,10 +154,21 @@ class Checkpointer:
             files = self._files(snapshot, state, stack_rng([one[2] for one in everyone]))
             if table is not None:
                 files[LOSSES] = partial(save_arrays, {LOSS_SUMS: np.stack([one[3] for one in everyone])})
-            self._writer.save(done, files, score=Score(mean_loss, val_error), on_failure=snapshot.abort)
+            self._score = Score(mean_loss)
+            if awaits_error:
+                self._is_scored.clear()
+            else:
+                self._is_scored.set()
+            self._writer.save(done, files, score=self._score, on_failure=snapshot.abort)
             snapshot.copy()
             self._writer.check()
         self._loss_sum, self._loss_count = torch.zeros_like(self._loss_sum), 0
+
+    def validated(self, error: float) -> None:
+        """Add the validation error to the last save, if it awaits one."""
+        if not self._is_scored.is_set():
+            self._score.val_error = error
+            self._is_scored.set()
 
     def finish(self) -> None:
         """Wait until the last checkpoint is committed; raises if that failed."""
@@ -163,11 +177,14 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for a save in progress, however the loop ended."""
+        self._is_scored.set()
         if self._writer:
             self._writer.join()
 
     def _on_phase(self, phase: str) -> None:
         self._report_phase(phase)  # first, as it may wait for the driver
+        if phase == "written":
+            self._is_scored.wait()
         if phase in BEFORE_WRITES:
             self._check_lease()
 

@@ -12,7 +12,9 @@ import torch
 import torch.utils.deterministic
 
 from vlatune.batch import Columns
+from vlatune.config.settings import RunConfig
 from vlatune.policies.modeling import use_fast_kernels
+from vlatune.registry import get_policy_info
 from vlatune.train.worker.transfer import Accelerator, HostTransfer, Prefetcher, StreamTransfer, Transfer
 from vlatune.train.worker_job import DETERMINISTIC_ENVIRONMENT
 
@@ -40,14 +42,25 @@ def set_performance_flags(device: torch.device, num_threads: int) -> dict[str, b
     return flags | {"float32_matmul_precision": torch.get_float32_matmul_precision()}
 
 
-def uses_compiler(wanted: str, device: torch.device, *, deterministic: bool) -> bool:
+def uses_compiler(config: RunConfig, device: torch.device) -> bool:
     """Decide whether the worker compiles its layers (--policy.compile); raise if it must and cannot."""
-    if wanted == "false" or (wanted == "auto" and (device.type != "cuda" or deterministic)):
+    wanted = config.policy.compile
+    if wanted == "false" or (wanted == "auto" and (device.type != "cuda" or not may_compile(config))):
         return False
     problem = compiler_problem(device.type)
     if problem and wanted == "true":
         raise ValueError(f"--policy.compile=true: {problem}, or use --policy.compile=false")
+    if problem is None and wanted == "auto":  # an error of the compiler must not end a run that did not ask for it
+        from torch._dynamo import config as compiler_config
+
+        compiler_config.suppress_errors = True
     return problem is None
+
+
+def may_compile(config: RunConfig) -> bool:
+    """True if --policy.compile=auto compiles where it can: kernels of a later start may round differently."""
+    has_layers = "compile" in get_policy_info(config.policy.type).settings
+    return has_layers and not (config.deterministic or config.fsdp)
 
 
 def compiler_problem(device_type: str) -> str | None:

@@ -94,10 +94,7 @@ class Worker:
         self.while_running = ExitStack()
         if self.config.deterministic:
             self.while_running.enter_context(deterministic_kernels())
-        wanted = self.config.policy.compile
-        if wanted == "auto" and self.config.fsdp:
-            wanted = "false"
-        compiles = uses_compiler(wanted, self.device, deterministic=self.config.deterministic)
+        compiles = uses_compiler(self.config, self.device)
         flags = set_performance_flags(self.device, job.torch_threads) | {"compile": compiles}
         seed_all(self.config.seed)
         setup, optimizer = job.setup, self.config.optimizer
@@ -179,13 +176,20 @@ class Worker:
             done += 1
             self._count(done, result)
             agreed = self.consensus.take()
-            is_best = False
-            if self.validator and self.validator.is_due(done):
-                is_best = self._validate(done, self.validator)
-            if self._is_due(done, self.config.log_freq):
+            logs = self._is_due(done, self.config.log_freq)
+            saves = agreed >= Request.SAVE or self._is_due(done, self.config.save_freq)
+            validator = self.validator if self.validator and self.validator.is_due(done) else None
+            if logs:
                 self._log(done, result, rate)
-            if is_best or agreed >= Request.SAVE or self._is_due(done, self.config.save_freq):
-                self._save(done)
+            if saves:  # before the validation, which may fail
+                self._save(done, awaits_error=validator is not None)
+            if validator:
+                is_best = self._validate(done, validator)
+                if done == self.last_step and not logs:  # stopped early
+                    self._log(done, result, rate)
+                if (is_best or done == self.last_step) and not saves:
+                    self._save(done, awaits_error=True)
+                self.checkpointer.validated(validator.errors[done])
             self.consensus.give(self._request())
         by_rank = self.consensus.gather(self.losses.episodes_2E.cpu().numpy())  # device sync: the loop is over
         totals = self.meter.totals()
@@ -302,7 +306,7 @@ class Worker:
         cached, rows = (now - then for now, then in zip(self.cached_rows, before, strict=True))
         return cached / rows if rows else self.cached_rows[0] / max(1, self.cached_rows[1])
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, *, awaits_error: bool = False) -> None:
         begin = time.perf_counter()
         samples = self._gather_samples(done)
         (skipped,) = self._mean_over_workers(torch.stack([self.updater.guard.skipped]))
@@ -310,8 +314,8 @@ class Worker:
         if self.logger:
             self.logger.log_samples(samples)
             self.logger.log_event("checkpoint", done)
-        error = self.validator.errors.get(done) if self.validator else None
-        self.checkpointer.save(done, self.loss_sum, self.loss_count, self.consensus.gather, val_error=error)
+        gather = self.consensus.gather
+        self.checkpointer.save(done, self.loss_sum, self.loss_count, gather, awaits_error=awaits_error)
         self.meter.saved(time.perf_counter() - begin)
 
     def _on_save(self, phase: str) -> None:

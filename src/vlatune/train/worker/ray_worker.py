@@ -22,7 +22,7 @@ from vlatune.run_setup import Setup
 from vlatune.train.base_source import local_base
 from vlatune.train.failures import dump_stacks_on_signal, full_device_is_final, stop_dumping_stacks
 from vlatune.train.heartbeat import Request
-from vlatune.train.records import MAX_PARCEL, Outbox
+from vlatune.train.records import MAX_PARCEL, Mailbox
 from vlatune.train.worker.device import make_transfer
 from vlatune.train.worker.kept_prefix import open_prefix
 from vlatune.train.worker.loop import Runtime, Worker
@@ -96,7 +96,7 @@ class Heartbeat:
         self._request, self._request_number = Request.NOTHING, 0
         self._monitor, self._attempt, self._rank = monitor, attempt, rank
         self._events, self._last_event = 0, "start"
-        self._outbox, self._awaited = Outbox(), 0
+        self._outbox, self._awaited = Mailbox(), 0
         self._ended, self._is_due = False, threading.Event()
         dump_stacks_on_signal()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -113,7 +113,7 @@ class Heartbeat:
 
     def send(self, file: str, record: dict[str, Any]) -> None:
         """Send a record to the driver, which writes it to the run folder; does not wait."""
-        self._outbox.put((file, record))
+        self._outbox.append((file, record))
 
     def wait_until_written(self, timeout_s: float = WRITTEN_S) -> None:
         """Wait until the driver has written all records so far."""
