@@ -146,13 +146,16 @@ def find_recipe(name: str) -> Recipe:
     raise ValueError(f"unknown recipe '{name}'{did_you_mean(name, known)} (there are {', '.join(known)})")
 
 
-def recipes_for(dims: int, *, small: bool) -> list[str]:
-    """Return the recipes that create their own base for `dims` dims, without downloads first."""
+def recipes_for(dims: int, *, small: bool, mixed: bool = False) -> list[str]:
+    """Return the recipes that create their own base for `dims` dims (`mixed`: of several robots), without downloads first."""
     infos = {name: get_policy_info(recipe.config.policy.type) for name, recipe in all_recipes().items()}
     fitting = [
         name
         for name, recipe in all_recipes().items()
-        if recipe.small == small and (small or infos[name].from_scratch) and infos[name].max_dims >= dims
+        if recipe.small == small
+        and (small or infos[name].from_scratch)
+        and infos[name].max_dims >= dims
+        and (not mixed or get_adapter(infos[name].type).mixes_robots)
     ]
     return sorted(fitting, key=lambda name: not small and infos[name].downloads_weights)
 

@@ -57,7 +57,7 @@ from vlatune.policies.base import (
     require_kept,
 )
 from vlatune.policies.base_folder import resolve_folder
-from vlatune.policies.binding import bind, differ, join_bindings, mix_bindings, why_one_robot
+from vlatune.policies.binding import bind_all, differ, join_bindings, mix_bindings, why_one_robot
 from vlatune.policies.normalisation import run_stats
 from vlatune.registry import get_adapter, get_policy_info
 from vlatune.run.run_folder import CONFIG_FILE, SKIPPED_FILE
@@ -213,7 +213,7 @@ def _read_inputs(
     adapter: PolicyAdapter[Any] = get_adapter(config.policy.type)
     folder = resolve_folder(base_path(config), config.policy.revision)
     policy = read_policy(adapter, folder, get_policy_info(config.policy.type), config.policy.overrides)
-    bindings = [bind(policy, meta, meta.names) for meta in metas]
+    bindings = bind_all(policy, metas)
     binding = join_roots(config, adapter, policy, metas, bindings)
     specs = read_specs(config, metas, policy, bindings, binding)
     wanted = select_episodes(metas, config.dataset.episodes, config.dataset.exclude_episodes)

@@ -268,18 +268,16 @@ def _check_names(meta: DatasetMeta) -> Iterator[Finding]:
         yield Finding("warn", "names", f"there is no camera (there are {listed})", place=INFO, remedy="record one")
     most = POLICY.max_dims
     wide = {key: features[key].shape[0] for key in (ACTION, STATE) if key in features and features[key].shape}
-    wide = {key: dims for key, dims in wide.items() if dims > most}
-    for key, dims in wide.items():
+    if (widest := max(wide.values(), default=0)) > most:
         infos = [get_policy_info(name) for name in policy_types()]
-        others = ", ".join(f"--policy.type={info.type}" for info in infos if info.max_dims >= dims)
+        others = ", ".join(f"--policy.type={info.type}" for info in infos if info.max_dims >= widest)
         yield Finding(
             "warn",
             "dims",
-            f"'{key}' has {dims} dims",
+            " and ".join(f"'{key}' has {dims} dims" for key, dims in wide.items() if dims > most),
             place=INFO,
             expected=f"at most {most} for {POLICY.title}'s base models",
-            remedy=f"train another policy ({others}), or use some of the dims, such as the first: "
-            f"{as_flag({key: [f'0:{most}'] for key in wide}, SELECT_DIMS)}",
+            remedy=f"train another policy ({others}), or use some of the dims, such as the first: {select_first(wide)}",
         )
     yield from _list(
         "warn",
@@ -290,6 +288,12 @@ def _check_names(meta: DatasetMeta) -> Iterator[Finding]:
         expected="colour cameras",
         remedy="leave them out of --rename_map and of `cameras`; depth would be decoded as colour",
     )
+
+
+def select_first(widths: Mapping[str, int]) -> str:
+    """Return the flag that selects as many dims of too wide features as the default policy takes."""
+    most = POLICY.max_dims
+    return as_flag({key: [f"0:{most}"] for key, dims in widths.items() if dims > most}, SELECT_DIMS)
 
 
 def _check_stats(meta: DatasetMeta) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ from vlatune.checks.dataset_checks import (
     check_dataset,
     is_normalised,
     read_files,
+    select_first,
 )
 from vlatune.console import printable
 from vlatune.data.features import as_flag, own_map, with_names
@@ -262,15 +263,21 @@ def train_command(found: Sequence[Inspection], rename_map: Mapping[str, str]) ->
     if not has_cameras or any(one.level == "fail" and not one.flags for one in findings):
         return None
     fixes = {flag for one in findings for flag in one.flags}
-    names = dict(rename_map)
+    names: dict[str, str] = dict(rename_map)
     for flag in sorted(fixes):
         if flag.startswith("--rename_map="):
             names |= json.loads(flag.partition("=")[2])
     is_used = {ACTION, STATE, *(own for own, name in names.items() if name in (ACTION, STATE))}
-    widest = max(one.features[own].shape[0] for one in found for own in is_used & one.features.keys())
-    recipe = POLICY.small_recipe if widest <= POLICY.max_dims else recipes_for(widest, small=True)[0]
+    widths: list[dict[str, int]] = [
+        {names.get(own, own): one.features[own].shape[0] for own in is_used & one.features.keys()} for one in found
+    ]
+    widest, mixed = max(dims for each in widths for dims in each.values()), any(one != widths[0] for one in widths)
+    wider = recipes_for(widest, small=True, mixed=mixed) if widest > POLICY.max_dims else []
+    recipe = wider[0] if wider else POLICY.small_recipe
     words = ["vlatune", "train", f"--recipe={recipe}", *(f"--dataset.root={shlex.quote(one.dataset)}" for one in found)]
     words += [as_flag(names)] if names else []
+    if widest > POLICY.max_dims and not wider:
+        words += [select_first(each) for each in widths]
     words += [COMPUTE] if COMPUTE in fixes and len(found) == 1 else []  # always computed for several datasets
     words += [SKIP] if SKIP in fixes else []
     text = " ".join(words)

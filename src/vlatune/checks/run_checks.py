@@ -17,7 +17,7 @@ from vlatune.checks.dataset_checks import SKIP, check_dataset, is_stats_of_255, 
 from vlatune.config.flags import quote_flags
 from vlatune.config.settings import makes_base, makes_small
 from vlatune.config.validate import validate
-from vlatune.data.features import RESERVED, SELECT_DIMS, likely_name, narrow_flags, with_dims, with_names
+from vlatune.data.features import RESERVED, SELECT_DIMS, narrow_flags, similar_vector, with_dims, with_names
 from vlatune.data.frames.resize import letterbox_box
 from vlatune.data.health.bad_episodes import check_first, find_bad_episodes, leave_out, without
 from vlatune.data.health.timestamps import is_small, with_timestamps
@@ -27,7 +27,7 @@ from vlatune.data.transforms import Transform, apply_all
 from vlatune.feed.plan import Share
 from vlatune.findings import Finding, Level, finding_of
 from vlatune.formatting import format_seconds, format_share, plural
-from vlatune.policies.binding import bind
+from vlatune.policies.binding import bind_all
 from vlatune.policies.tokenizer import MAX_LENGTH, Tokenise
 from vlatune.registry import all_recipes, get_policy_info, recipes_for
 from vlatune.run_setup import Setup, dataset_roots, join_roots, make_setup, read_specs
@@ -103,7 +103,7 @@ def check_names(case: Case) -> Iterator[Finding]:
         for key in (ACTION, STATE):
             if meta.own(key) in meta.features:
                 continue
-            likely = likely_name(key, vectors) or next(iter(difflib.get_close_matches(key, vectors, 1, 0.4)), None)
+            likely = similar_vector(key, vectors)
             if likely is None:
                 text, remedy = f"there is no feature '{key}'", "name the feature that holds it with --rename_map"
                 expected = f"one of {', '.join(meta.features)} is the {key}"
@@ -169,7 +169,7 @@ def _too_wide(case: Case, key: str, limits: Mapping[str, int]) -> list[Finding]:
 
 def _wider_policy(case: Case, width: int) -> tuple[str, ...]:
     """Return the flags of the first recipe whose base supports `width` dims and is valid here."""
-    for name in recipes_for(width, small=makes_small(case.config)):
+    for name in recipes_for(width, small=makes_small(case.config), mixed=len(case.metas) > 1):
         policy = all_recipes()[name].config.policy
         words = (f"--recipe={name}", f"--policy.type={policy.type}", f"--policy.train={policy.train}")
         flags = (*words, "--policy.path=null", "--policy.dtype=null")
@@ -193,7 +193,7 @@ def check_cameras(case: Case) -> Iterator[Finding]:
     if is_mistake:
         case.apply(flags)
         case.metas = _renamed(case)
-    bindings = [bind(policy, meta, meta.names) for meta in case.metas]
+    bindings = bind_all(policy, case.metas)
     joint = join_roots(case.config, case.adapter, policy, case.metas, bindings)  # raises if cameras do not match
     used = ", ".join(own if own == name else f"{own} as {name}" for own, name in joint.cameras) or "none"
     masked = f"; without images: {', '.join(joint.missing_cameras)}" if joint.missing_cameras else ""
@@ -252,7 +252,7 @@ def _map_flags(case: Case, maps: Sequence[Mapping[str, str]]) -> tuple[str, ...]
 def check_episodes(case: Case) -> Iterator[Finding]:
     """Check rows and mp4 files of the selected episodes, if large only of the first episode."""
     dataset = case.config.dataset
-    bindings = [bind(case.policy, meta, meta.names) for meta in case.metas]
+    bindings = bind_all(case.policy, case.metas)
     case.binding = join_roots(case.config, case.adapter, case.policy, case.metas, bindings)
     specs = read_specs(case.config, case.metas, case.policy, bindings, case.binding)
     selected = select_episodes(case.metas, dataset.episodes, dataset.exclude_episodes)

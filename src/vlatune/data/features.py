@@ -9,6 +9,7 @@ of the feature then describe the selected dims, and `Feature.dims` holds their i
 recorded rows.
 """
 
+import difflib
 import json
 import math
 import re
@@ -183,6 +184,24 @@ def dim_names(feature: Feature) -> tuple[str, ...] | None:
 def likely_name(key: str, vectors: Collection[str]) -> str | None:
     """Return the vector feature that is likely the state or action under another name."""
     return next((name for name in ALIASES[key] if name in vectors), None)
+
+
+def similar_vector(key: str, vectors: Collection[str]) -> str | None:
+    """Return the vector feature that is the state or action under another or a similar name."""
+    close = difflib.get_close_matches(key, vectors, n=1, cutoff=0.4)
+    return likely_name(key, vectors) or (close[0] if close else None)
+
+
+def no_vector(meta: DatasetMeta, key: str, names: Names) -> ValueError:
+    """Return the error for a dataset without a state or an action; its flag keeps `names` and names both."""
+    vectors = [name for name in meta.features if name not in meta.cameras and name not in {*RESERVED, *names}]
+    known = {names.get(name, name) for name in meta.features}
+    likely = {one: similar_vector(one, vectors) for one in (STATE, ACTION) if one not in known}
+    flag = as_flag({**names, **{likely[one] or f"NAME OF THE {one.split('.')[-1].upper()}": one for one in likely}})
+    hint = f"; did you mean '{likely[key]}'?" if likely[key] else ""
+    return ValueError(
+        f"dataset '{meta.root.url}': no feature '{key}'{hint}; it has {', '.join(meta.features)}; name it with {flag}"
+    )
 
 
 def camera_name(own: str) -> str:

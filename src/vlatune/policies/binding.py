@@ -5,26 +5,32 @@ A mismatch raises on the driver, with the flag that fixes it. Does not import to
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vlatune.batch import ACTION, STATE
 from vlatune.config.flags import quote_flags
-from vlatune.data.features import RESERVED, SELECT_DIMS, as_flag, dim_names, likely_name, narrow_flags, numpy_type
+from vlatune.data.features import SELECT_DIMS, as_flag, dim_names, narrow_flags, no_vector, numpy_type
 from vlatune.data.transforms import MixtureMasks
 from vlatune.errors import did_you_mean
 from vlatune.policies.base import Binding, PolicySpec, SelectedDims
 from vlatune.policies.normalisation import relative_dims
-from vlatune.registry import get_policy_info, policy_types
+from vlatune.registry import get_adapter, get_policy_info, policy_types
 
 if TYPE_CHECKING:
     from vlatune.data.meta.dataset_meta import DatasetMeta, Feature
 
 
-def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> Binding:
-    """Match features by name after applying `rename_map`, and check their dims."""
+def bind_all(spec: PolicySpec, metas: Sequence[DatasetMeta]) -> list[Binding]:
+    """Match the features of every dataset of a run."""
+    return [bind(spec, meta, meta.names, metas) for meta in metas]
+
+
+def bind(
+    spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str], of_run: Sequence[DatasetMeta] = ()
+) -> Binding:
+    """Match features by name after applying `rename_map`, and check their dims; `of_run` are all datasets of the run."""
     for name in rename_map:
         if name not in meta.features:
             hint = did_you_mean(name, meta.features) or f"; it has {', '.join(meta.cameras)}"
@@ -35,7 +41,7 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
     if spec.cameras and not delivered:
         raise ValueError(
             f"none of the dataset's cameras ({', '.join(meta.cameras)}) is a camera of the policy "
-            f"({', '.join(spec.cameras)}); map them with {as_flag({(meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
+            f"({', '.join(spec.cameras)}); map them with {as_flag({**rename_map, (meta.cameras or ('camera',))[0]: spec.cameras[0]})}"
         )
     names = {target for _, target in delivered}
     missing = tuple(camera for camera in spec.cameras if camera not in names)
@@ -43,13 +49,13 @@ def bind(spec: PolicySpec, meta: DatasetMeta, rename_map: Mapping[str, str]) -> 
         free = next((name for name in meta.cameras if renamed[name] not in spec.cameras), "NAME")
         raise ValueError(
             f"dataset '{meta.root.url}': it has no camera '{missing[0]}', which the policy '{spec.folder}' requires; "
-            f"map one with {as_flag({free: missing[0]})}"
+            f"map one with {as_flag({**rename_map, free: missing[0]})}"
         )
     own = {key: _own_vector(meta, key, rename_map) for key in (STATE, ACTION)}
     state, action = own[STATE], own[ACTION]
     most = {STATE: spec.max_state_dim, ACTION: spec.max_action_dim}
     state_dim, action_dim = (
-        _check_width(meta, key, own[key], most, fixed=spec.fixed_inputs) for key in (STATE, ACTION)
+        _check_width(meta, key, own[key], most, of_run or [meta], fixed=spec.fixed_inputs) for key in (STATE, ACTION)
     )
     if spec.relative_exclude is not None and state_dim < action_dim:
         raise ValueError(
@@ -184,16 +190,14 @@ def _check_targets(
 def _own_vector(meta: DatasetMeta, key: str, rename_map: Mapping[str, str]) -> str:
     """Return the dataset's name of the state or action."""
     own = next((name for name in meta.features if rename_map.get(name, name) == key), None)
-    if own is not None:
-        return own
-    vectors = [name for name in meta.features if name not in meta.cameras and name not in RESERVED]
-    likely = likely_name(key, vectors) or next(iter(difflib.get_close_matches(key, vectors, n=1, cutoff=0.4)), None)
-    hint = f"; did you mean '{likely}'?" if likely else ""
-    remedy = f"; name it with {as_flag({likely or 'NAME': key})}"
-    raise ValueError(f"dataset '{meta.root.url}': no feature '{key}'{hint}; it has {', '.join(meta.features)}{remedy}")
+    if own is None:
+        raise no_vector(meta, key, rename_map)
+    return own
 
 
-def _check_width(meta: DatasetMeta, key: str, own: str, limits: Mapping[str, int], *, fixed: bool) -> int:
+def _check_width(
+    meta: DatasetMeta, key: str, own: str, limits: Mapping[str, int], of_run: Sequence[DatasetMeta], *, fixed: bool
+) -> int:
     feature, most = meta.features[own], limits[key]
     shown = f"'{own}'" if own == key else f"'{own}' (mapped to '{key}')"
     if numpy_type(feature) in (None, "object") or not feature.shape:
@@ -204,20 +208,24 @@ def _check_width(meta: DatasetMeta, key: str, own: str, limits: Mapping[str, int
     width = feature.shape[0]
     if width == most or (width < most and not fixed):
         return width
-    select = (
-        f"or use some of its dims, such as the first: {quote_flags(narrow_flags([meta], limits))}"
-        if width > most
-        else ""
-    )
-    remedy = f"supports at most {most}; train a wider policy ({fitting(width)}, without --policy.path), {select}"
+    remedies = [f"train a wider policy ({others}, without --policy.path)"] if (others := _wider(width, of_run)) else []
     if fixed:
-        remedy = f"expects {most}; train without --policy.path, or use another base model{select and ', '}{select}"
-    raise ValueError(f"dataset '{meta.root.url}': {shown} has {width} dims, but the policy {remedy}")
+        remedies = ["train without --policy.path", "use another base model"]
+    if width > most:
+        remedies.append(f"use some of its dims, such as the first: {quote_flags(narrow_flags(of_run, limits))}")
+    expected = f"expects {most}" if fixed else f"supports at most {most}"
+    raise ValueError(
+        f"dataset '{meta.root.url}': {shown} has {width} dims, but the policy {expected}; {', or '.join(remedies)}"
+    )
 
 
-def fitting(dims: int) -> str:
-    """Return the flags of the policies that accept vectors of `dims` dims."""
-    return " or ".join(f"--policy.type={name}" for name in policy_types() if get_policy_info(name).max_dims >= dims)
+def _wider(dims: int, of_run: Sequence[DatasetMeta]) -> str:
+    """Return the flags of the policies that accept vectors of `dims` dims, for several datasets also of several robots."""
+    infos = [get_policy_info(name) for name in policy_types()]
+    fitting = [
+        one for one in infos if one.max_dims >= dims and (len(of_run) == 1 or get_adapter(one.type).mixes_robots)
+    ]
+    return " or ".join(f"--policy.type={one.type}" for one in fitting)
 
 
 def _check_relative(meta: DatasetMeta, own: Mapping[str, str], is_relative: Sequence[bool]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,3 +168,69 @@ def test_the_remedy_removes_the_problem(name: str, tmp_path: Path, capsys, monke
     after = doctor(capsys, with_flags(words, before[0]["flags"]))
     assert before[0]["level"] not in [one["level"] for one in found_in(after)]  # skipped episodes are still a warning
     assert not [one for one in after["findings"] if one["level"] == "fail"], after
+
+
+SIDE = "observation.images.side"
+
+
+def wide(folder: Path) -> Path:
+    return recording(folder, action_names=[f"joint_{number}" for number in range(34)])
+
+
+def other_names(folder: Path) -> Path:
+    return recording(folder, state="state", action="actions")
+
+
+ERRORS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "names": (other_names, ()),
+    "names beside a renamed camera": (other_names, (f'--rename_map={{"{TOP}": "observation.images.front"}}',)),
+    "names for a base": (other_names, ("--policy.path=base",)),
+    "dims": (wide, ()),
+    "dims of one robot of two": (wide, ("--dataset.root=other",)),
+    "dims for a base": (wide, ("--policy.path=base",)),
+    "dims of one robot of two for a base": (wide, ("--dataset.root=other", "--policy.path=base")),
+    "cameras of two datasets": (lambda folder: recording(folder, cameras=(SIDE,)), ("--dataset.root=other",)),
+    "cameras for a base": (lambda folder: recording(folder, cameras=(SIDE,)), ("--policy.path=base",)),
+    "missing video": (damaged(lambda folder: first_video(folder).unlink()), ()),
+}
+"""Mistakes that `vlatune train` rejects with the flags that correct the command."""
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_flags_of_an_error_correct_the_command(name: str, tmp_path: Path, capsys, monkeypatch, small_base: Path):
+    """The corrected command reaches the last check: of its batch, which is larger than the datasets."""
+    make, given = ERRORS[name]
+    make(tmp_path / "data")
+    recording(tmp_path / "other")
+    (tmp_path / "base").symlink_to(small_base)
+    monkeypatch.chdir(tmp_path)
+    words = ["--dataset.root=data", *given, "--batch_size=1000", "--output_dir=run"]
+    if "--policy.path=base" not in given:
+        words.append("--recipe=tiny")
+
+    def error() -> str:
+        assert cli.main(["train", *words]) == cli.MISUSED
+        return capsys.readouterr().err.splitlines()[-1]
+
+    found = error()
+    assert "global batch" not in found
+    flags = [
+        word
+        for word in shlex.split(found.rpartition("; ")[2].rpartition(", or ")[2])
+        if word.startswith("--") and "=" in word
+    ]
+    assert flags, found
+    words = with_flags(words, flags)
+    assert "less than one global batch of 1000" in error()
+
+
+def test_inspect_prints_a_command_for_robots_of_which_one_has_more_dims(tmp_path: Path, capsys, monkeypatch):
+    """The policies that take as many dims do not mix robots, so the command selects dims of that robot."""
+    wide(tmp_path / "data")
+    recording(tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["inspect", "data", "other"]) == cli.OK
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[:2] == ["vlatune", "train"]
+    assert cli.main([*command[1:], "--batch_size=1000", "--output_dir=run"]) == cli.MISUSED
+    assert "less than one global batch of 1000" in capsys.readouterr().err

@@ -200,7 +200,7 @@ def test_each_root_has_its_own_rename_map(roots, tmp_path):
     [
         (
             [],
-            r"there is no feature 'observation.state'; 'state' may be it; name it with --rename_map='{\"state\": \"obs",
+            r"no feature 'observation.state'; did you mean 'state'\?.*; name it with --rename_map='{\"state\": \"observation.state\", \"act",
         ),
         (['--rename_map={"stat": "x"}'], "--rename_map: dataset '.*' has no feature 'stat'; did you mean state"),
         (["--dataset.rename_map={}", "--dataset.rename_map={}"], "--dataset.rename_map: 2 maps for 1 datasets"),

@@ -44,6 +44,7 @@ REJECTED = {
     "chunk_size is an object": (update(CONFIG, chunk_size={}), "chunk_size"),
     "chunk_size of 10^9": (update(CONFIG, chunk_size=10**9), "chunk_size"),
     "a number of 10^400": (update(CONFIG, time_sampling_scale=10**400), "time_sampling_scale"),
+    "a distribution of times with beta 0": (update(CONFIG, time_sampling_beta_beta=0.0), "time_sampling_beta_beta"),
     "image_resolution of 10^9": (update(CONFIG, image_resolution=[10**9, 8]), "image_resolution"),
     "weights are a link out": (link_out(WEIGHTS), "outside of"),
     "weights are a FIFO": (fifo(WEIGHTS), "is a FIFO"),

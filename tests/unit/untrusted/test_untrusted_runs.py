@@ -103,22 +103,8 @@ IN_STATE = {
     "another version": (update(STATE, version=99), "version"),
     "step -1": (update(STATE, optimizer_step=-1), "optimizer_step"),
     "10^30 lanes": (update(STATE, lanes=10**30), "lanes"),
-    "no fingerprints": (update(STATE, fingerprints={}), "fingerprints"),
-    "fingerprints of numbers": (
-        edit(STATE, lambda one: one["fingerprints"].update({"base.weights": 5})),
-        "fingerprints",
-    ),
-    "no binding": (edit(STATE, lambda one: one.pop("binding")), "binding"),
     "a binding of text": (update(STATE, binding="x"), "binding"),
     "60,000 state dims": (binding(state_dim=60_000), "60000"),
-    "10^9 action dims": (binding(action_dim=10**9), "action_dim"),
-    "a name too few": (edit(STATE, lambda one: one["binding"]["action_names"].pop()), "action_names"),
-    "names of numbers": (
-        edit(STATE, lambda one: one["binding"].update(action_names=[1] * one["binding"]["action_dim"])),
-        "action_names",
-    ),
-    "a camera of nobody": (binding(missing_cameras=["observation.images.evil"]), "observation.images.evil"),
-    "a part of a part that is text": (binding(parts=["x"]), "parts"),
     "60,000 state dims of a part": (
         edit(STATE, lambda one: one["binding"].update(parts=[one["binding"] | {"state_dim": 60_000}])),
         "60000",
@@ -165,12 +151,6 @@ def test_resume_of_a_hostile_run(damage, mention, sandbox, vlatune) -> None:
 def test_export_with_a_hostile_state(damage, mention, sandbox, vlatune) -> None:
     with_new_hashes(damage)(sandbox.run)
     vlatune("export", sandbox.run, sandbox.out, code=2, mentions=mention)
-
-
-def test_export_with_a_base_whose_header_is_a_list(sandbox, vlatune) -> None:
-    (sandbox.base / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0[]")
-    words = ["export", sandbox.run, sandbox.out, f"--base={sandbox.base}"]
-    vlatune(*words, code=2, mentions="model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["missing", "a binding of text", "60,000 state dims", "60,000 state dims of a part"])

@@ -24,11 +24,11 @@ from typing import IO, Any
 import av
 
 from vlatune.data.meta.dataset_meta import DatasetMeta
-from vlatune.data.meta.meta_info import MAX_FPS, MIN_FPS
+from vlatune.data.meta.meta_info import LEAVE_OUT, MAX_FPS, MIN_FPS
 from vlatune.storage.files import open_file
 from vlatune.storage.limits import TooMuchError, check_limit, limit
 
-MISSING = "the file is missing; fetch it, or leave bad episodes out with on_bad_episode=skip"
+MISSING = f"the file is missing; fetch it, or {LEAVE_OUT}"
 INSIDE = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"}
 INSIDE |= {b"edts", b"mvex", b"tref", b"udta", b"wave", b"dinf", b"sinf"}
 """Boxes that FFmpeg descends into; oversized boxes end with their parent, as in FFmpeg."""
@@ -181,8 +181,8 @@ def no_frame(nearest_s: float | None, wanted_s: float, tolerance_s: float, *, is
     if is_last and nearest_s is not None:
         nearest += ", the file's last: it has fewer frames than the episode has rows"
     return (
-        f"no frame within {tolerance_s:g} s of {wanted_s:.4f} s ({nearest}); fetch or re-encode the file, raise tolerance_s if the "
-        f"frame is the right one, or leave bad episodes out with on_bad_episode=skip"
+        f"no frame within {tolerance_s:g} s of {wanted_s:.4f} s ({nearest}); fetch or re-encode the file, raise "
+        f"--dataset.tolerance_s if the frame is the right one, or {LEAVE_OUT}"
     )
 
 

@@ -19,6 +19,7 @@ from vlatune.data.health.video_health import check_ends, frame_times, why_no_fra
 from vlatune.data.meta.dataset_meta import DatasetMeta
 from vlatune.data.meta.episodes import find_shared_frames
 from vlatune.data.meta.listing import by_file, check_present
+from vlatune.data.meta.meta_info import LEAVE_OUT
 from vlatune.data.order.partition import Selection, pick
 from vlatune.data.read_spec import CameraSpec, ReadSpec, Unit, frame_place
 from vlatune.data.reader import make_unit
@@ -171,9 +172,8 @@ def leave_out(selection: Selection, metas: Sequence[DatasetMeta], bad: Sequence[
     ]
     is_good = np.array([one not in known for one in episodes], dtype=bool)
     if bad and not is_good.any():
-        raise ValueError(
-            f"all {len(selection)} episodes are bad, so there is nothing to read; the first: {bad[0].reason}"
-        )
+        reason = bad[0].reason.removesuffix(f", or {LEAVE_OUT}")
+        raise ValueError(f"all {len(selection)} episodes are bad, so there is nothing to read; the first: {reason}")
     return pick(selection, is_good)
 
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from vlatune.data.meta.meta_info import LEAVE_OUT
 from vlatune.data.read_spec import DERIVABLE, ReadSpec, Unit
 from vlatune.data.tables import read_rows
 
@@ -126,7 +127,7 @@ def check_rows(spec: ReadSpec, unit: Unit, values: Mapping[str, np.ndarray], fil
             frame, dim = np.argwhere(~np.isfinite(used_ND))[0].tolist()
             recorded_dim = dim if vector.dims is None else vector.dims[dim]
             text = f"frame {frame}: {what} has {used_ND[frame, dim]} in dim {recorded_dim}, expected a finite number"
-            fail(text, "record or convert the episode again, or leave bad episodes out with on_bad_episode=skip")
+            fail(text, f"record or convert the episode again, or {LEAVE_OUT}")
 
 
 def is_not_rising(times_s: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vlatune.data.meta.meta_info import FETCH, shortened
+from vlatune.data.meta.meta_info import FETCH, LEAVE_OUT, shortened
 from vlatune.storage.limits import check_limit
 from vlatune.storage.root import Root
 
@@ -100,7 +100,7 @@ def find_shared_frames(episodes: Episodes, camera: str, fps: float) -> dict[int,
             f"camera '{camera}': episode {episodes.index[first + 1]} begins at {span.from_s[first + 1]:.4f} s of mp4 file "
             f"{span.file[first + 1]}, before the end of episode {episodes.index[first]} ({episodes.length[first]} frames from "
             f"{span.from_s[first]:.4f} s of file {span.file[first]}), so one may show the other's images; convert the dataset "
-            f"again, or leave bad episodes out with on_bad_episode=skip"
+            f"again, or {LEAVE_OUT}"
         )
         wrong = {first: text, first + 1: text} | wrong
     return wrong

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from vlatune.data.meta.dataset_meta import DatasetMeta
+from vlatune.data.meta.meta_info import LEAVE_OUT
 from vlatune.storage.root import Root
 
 MAX_DEPTH = 8
@@ -96,10 +97,8 @@ def check_present(meta: DatasetMeta, cameras: Sequence[str], positions: Sequence
         camera = wanted[missing[0]]
         whose = f", camera '{camera}'" if camera else ""
         of_kind = [name for name, one in wanted.items() if one == camera]
-        number, remedy = (
-            f"one of {len(missing)} missing files",
-            "fetch it, or leave bad episodes out with on_bad_episode=skip",
-        )
+        number = f"one of {len(missing)} missing files" if len(missing) > 1 else "the only missing file"
+        remedy = f"fetch it, or {LEAVE_OUT}"
         if not any(name in present for name in of_kind):
             number, remedy = f"as are all {len(of_kind)} of its files", "fetch them"
         folders = [name for name, size in meta.root.entries().items() if size is None and not name.startswith(".")]

@@ -25,6 +25,7 @@ V21_TEMPLATES = {
 }
 TEMPLATES = {"v3.0": V30_TEMPLATES, "v2.1": V21_TEMPLATES}
 FETCH = "fetch meta/ again, or convert the dataset again"
+LEAVE_OUT = "leave bad episodes out with --dataset.on_bad_episode=skip (read_lerobot: on_bad_episode='skip')"
 CAMERA_DTYPES = ("video", "image")
 MIN_FPS, MAX_FPS = 1e-3, 1e6
 MAX_NESTED = 4

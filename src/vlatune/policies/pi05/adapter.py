@@ -80,6 +80,11 @@ class Pi05Adapter(FlowAdapter[FlowSpec]):
             raise ValueError(
                 f"policy '{folder}': config.json has {variants[0]} with {variants[1]}, expected gemma_2b with gemma_300m"
             )
+        for name in TIME_FIELDS[:2]:
+            if config[name] <= 0:
+                raise ValueError(
+                    f"policy '{folder}': config.json: {name} is {config[name]:g}, expected a number above 0; correct it"
+                )
         size = size or Pi05Size()
         height, width = (int(side) for side in config["image_resolution"])
         num_patches = math.prod(side // size.patch_size for side in (height, width))

@@ -14,8 +14,9 @@ from pathlib import Path
 from vlatune.batch import ACTION, STATE
 from vlatune.config.flags import quote_flags
 from vlatune.config.settings import RunConfig, makes_base, makes_small
-from vlatune.data.features import SELECT_DIMS, as_flag, likely_name, narrow_flags
+from vlatune.data.features import SELECT_DIMS, as_flag, narrow_flags, no_vector
 from vlatune.data.meta.dataset_meta import DatasetMeta
+from vlatune.formatting import plural
 from vlatune.policies.base import Fit
 from vlatune.policies.binding import why_one_robot
 from vlatune.registry import get_adapter, get_policy_info, recipes_for
@@ -37,6 +38,7 @@ def with_base(config: RunConfig, metas: tuple[DatasetMeta, ...], *, say: Callabl
         return config
     config = replace(config, policy=replace(config.policy, path=str((config.run_dir / BASE).resolve())))
     if (config.run_dir / CONFIG_FILE).exists() and (config.run_dir / BASE).is_dir():
+        check_run(config)  # before the base is read, which may be another policy's
         return config  # already used by the run
     policy = get_policy_info(config.policy.type)
     mixed = config.dataset.robots != "one" and _are_several_robots(config, metas)
@@ -61,8 +63,8 @@ def fit_datasets(metas: tuple[DatasetMeta, ...], *, seed: int, max_dims: int, mi
     owner = {camera: next(meta for meta in metas if meta.own(camera) in meta.cameras) for camera in cameras}
     return Fit(
         cameras=cameras,
-        state_dim=max(_width(group, STATE, max_dims) for group in groups),
-        action_dim=max(_width(group, ACTION, max_dims) for group in groups),
+        state_dim=max(_width(group, STATE, max_dims, metas) for group in groups),
+        action_dim=max(_width(group, ACTION, max_dims, metas) for group in groups),
         horizon=max(1, round(HORIZON_S * first.fps)),
         image_size=IMAGE_SIZE,
         tasks=tuple(sorted({task for meta in metas for task in meta.tasks})),
@@ -95,16 +97,12 @@ def _cameras(metas: tuple[DatasetMeta, ...], *, mixed: bool) -> tuple[str, ...]:
     raise ValueError(f"--recipe=tiny: there is no colour camera that all datasets have ({listed}); {remedy}")
 
 
-def _width(metas: tuple[DatasetMeta, ...], key: str, most: int) -> int:
-    """Return the number of dims of a feature; raise if the datasets differ or it is too wide."""
+def _width(metas: tuple[DatasetMeta, ...], key: str, most: int, of_run: tuple[DatasetMeta, ...]) -> int:
+    """Return the number of dims of one robot's feature; raise if its datasets differ or it is too wide."""
     for meta in metas:
         own = meta.own(key)
         if own not in meta.features:
-            likely = likely_name(key, [name for name in meta.features if name not in meta.cameras])
-            hint = f"; '{likely}' may be it" if likely else f"; it has {', '.join(meta.features)}"
-            raise ValueError(
-                f"dataset '{meta.root.url}': there is no feature '{key}'{hint}; name it with {as_flag({likely or 'NAME': key})}"
-            )
+            raise no_vector(meta, key, meta.names)
         shape, first = meta.features[own].shape, metas[0].features[metas[0].own(key)].shape
         if len(shape) != 1 or shape != first:
             raise ValueError(
@@ -112,11 +110,13 @@ def _width(metas: tuple[DatasetMeta, ...], key: str, most: int) -> int:
                 f"'{metas[0].root.url}' ({first}); leave the dataset out, or use some of the dims with {SELECT_DIMS}"
             )
         if shape[0] > most:
-            recipes = [name for small in (True, False) for name in recipes_for(shape[0], small=small)]
-            select = quote_flags(narrow_flags(metas, {STATE: most, ACTION: most}))
+            mixed = len(metas) < len(of_run)
+            names = [name for small in (True, False) for name in recipes_for(shape[0], small=small, mixed=mixed)]
+            other = f"train a policy that takes as many ({' or '.join(f'--recipe={name}' for name in names)}), or "
+            select = quote_flags(narrow_flags(of_run, {STATE: most, ACTION: most}))
             raise ValueError(
-                f"dataset '{meta.root.url}': '{own}' has {shape[0]} dims, the policy takes {most} at most; train a policy that takes "
-                f"as many ({' or '.join(f'--recipe={name}' for name in recipes)}), or use some of the dims, such as the first: {select}"
+                f"dataset '{meta.root.url}': '{own}' has {shape[0]} dims, the policy takes {most} at most; "
+                f"{other if names else ''}use some of the dims, such as the first: {select}"
             )
     return metas[0].features[metas[0].own(key)].shape[0]
 
@@ -134,7 +134,7 @@ def _ensure(run_dir: Path, config: RunConfig, fit: Fit, say: Callable[[str], Non
             return
     say(
         f"no --policy.path: making a {'small ' if small else ''}{policy.title} with random weights for {', '.join(fit.cameras)}, "
-        f"{fit.state_dim} state and {fit.action_dim} action dims, {len(fit.tasks)} tasks in {base}"
+        f"{fit.state_dim} state and {fit.action_dim} action dims, {plural(len(fit.tasks), 'task')} in {base}"
     )
     get_adapter(policy.type).make_base(partial, fit, small=small, place=base)
     write_json(partial / MADE_FOR, made_for)
