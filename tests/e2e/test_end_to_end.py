@@ -231,9 +231,10 @@ def test_trained_and_averaged_weights_of_a_checkpoint_are_evaluated(other_run):
 def test_a_damaged_video_ends_the_run_with_its_name(base_config, dataset_v3, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(dataset_v3, damaged)
-    video = min(damaged.glob("videos/*/*/file-001.mp4"))  # not the first, whose header is read before Ray starts
+    video = min(damaged.glob("videos/*/*/file-001.mp4"))  # not in the first batch, which is read before Ray starts
     video.write_bytes(video.read_bytes()[: video.stat().st_size // 3])
-    config = replace(base_config, dataset=replace(base_config.dataset, root=(str(damaged),)), max_restarts=2)
+    dataset = replace(base_config.dataset, root=(str(damaged),))
+    config = replace(base_config, dataset=dataset, batch_size=2, steps=30, max_restarts=2)
     with pytest.raises(
         ValueError, match=rf"episode \d+, camera 'observation.images.\w+', {video.relative_to(damaged)}"
     ):

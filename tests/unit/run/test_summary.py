@@ -31,7 +31,7 @@ def test_a_summary_is_read_as_it_was_written(tmp_path):
         ({"checkpoints": 5}, "'checkpoints': expected a list"),
         ({"versions": {"ray": 2.6}}, "'versions': 'ray': expected text"),
         ({"verison": {}}, "'verison' is not known"),
-        ({"from_the_future": 1}, "read it with that one"),
+        ({"from_the_future": 1}, "read it with that version"),
     ],
 )
 def test_values_that_no_run_writes_are_rejected(tmp_path, change, message):
