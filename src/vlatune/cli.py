@@ -124,7 +124,7 @@ def train(config: RunConfig) -> None:
 def evaluate(options: EvalConfig, path: str) -> None:
     if options.dataset.root is not None:
         require_dataset(options.dataset.root, argument="--dataset.root")
-    from vlatune.run.mirror import opened_run
+    from vlatune.run.opened_run import opened_run
 
     with opened_run(path) as run:
         if not (run.folder / PRETRAINED_FOLDER).is_dir():  # LeRobot checkpoints have a separate message
@@ -145,7 +145,7 @@ def evaluate(options: EvalConfig, path: str) -> None:
 
 
 def export(options: ExportConfig, run_dir: str, folder: str) -> None:
-    from vlatune.run.mirror import opened_run
+    from vlatune.run.opened_run import opened_run
 
     with opened_run(run_dir) as run:
         require_run(run.folder, files=(CONFIG_FILE,))
@@ -157,7 +157,7 @@ def export(options: ExportConfig, run_dir: str, folder: str) -> None:
 
 
 def report(options: ReportConfig, *run_dirs: str) -> None:
-    from vlatune.run.mirror import opened_run
+    from vlatune.run.opened_run import opened_run
 
     with ExitStack() as opened:
         runs = [opened.enter_context(opened_run(one)) for one in run_dirs]

@@ -9,14 +9,12 @@ store cannot be reached, the run continues, and the next copy includes everythin
 """
 
 import os
-import re
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO
@@ -24,20 +22,16 @@ from typing import IO
 from vlatune.checkpoint.store import CHECKPOINTS, storage_root
 from vlatune.console import warn
 from vlatune.errors import RunStoppedError
-from vlatune.run.external_paths import recorded_paths
 from vlatune.run.run_folder import (
     CONFIG_FILE,
-    DATA_FILE,
     DRIVER_LOCK,
     EVENTS_FILE,
     LOGS,
     RUN_ENTRIES,
-    SAMPLES_FILE,
-    read_settings,
 )
-from vlatune.storage.files import make_folder, read_file, read_json, write_atomic, write_json
+from vlatune.storage.files import make_folder, read_file, write_atomic
 from vlatune.storage.limits import check_limit
-from vlatune.storage.paths import is_local, local_path, run_url
+from vlatune.storage.paths import is_local, run_url
 from vlatune.storage.remote_retry import retried
 from vlatune.storage.root import Root
 from vlatune.storage.url_folder import CHUNK_BYTES, upload_file
@@ -157,69 +151,13 @@ def restore(run_dir: Path, root: Root, check: Callable[[Path], object]) -> bool:
         if own.startswith(events):  # each start adds an event, so another machine's differ
             return False
     with tempfile.TemporaryDirectory(prefix="vlatune-restore-") as temporary:
-        names = _fetch(root, Path(temporary))
+        names = fetch(root, Path(temporary))
         check(Path(temporary))
         for name in sorted(names, key=_config_last):
             make_folder(run_dir, str(Path(name).parent))
             with (Path(temporary) / name).open("rb") as file:
                 write_atomic(run_dir / name, _chunks(file))
     return True
-
-
-@dataclass(frozen=True)
-class OpenRun:
-    """A run named on the command line."""
-
-    folder: Path
-    is_copy: bool = False
-    """True for a temporary copy of a mirrored run."""
-    allowed: Collection[str] = ()
-    """Paths of the run's files that may be opened, in addition to those of `is_allowed`."""
-    base: str | None = None
-    """URL of the base model, if the run's own path does not exist here."""
-
-
-@contextmanager
-def opened_run(run: str) -> Iterator[OpenRun]:
-    """Yield a run given as a folder or as a URL; of a mirrored one, a temporary copy of its small files."""
-    if "://" not in run:
-        yield OpenRun(Path(run))
-        return
-    if is_local(run):
-        yield OpenRun(local_path(run))
-        return
-    url = run.rstrip("/")
-    storage_path, _, name = url.rpartition("/")
-    if not re.fullmatch(r"[^:]+://.+", storage_path) or name in ("", ".", "..") or not name.isprintable():
-        raise ValueError(f"'{run}' is not a run; RUN is a folder, or a URL such as s3://bucket/runs/NAME")
-    root = storage_root(url, "RUN")
-    with tempfile.TemporaryDirectory(prefix="vlatune-run-") as temporary:
-        folder = make_folder(Path(temporary).resolve(), name)
-        try:
-            _fetch(root, folder, skip=(SAMPLES_FILE, f"{LOGS}/*"))
-            base = _use_storage(folder, storage_path)
-            allowed = recorded_paths(url) | {storage_path, *([base] if base else [])}
-            yield OpenRun(folder, is_copy=True, allowed=allowed, base=base)
-        except (ValueError, RuntimeError, OSError) as error:
-            if str(folder) not in str(error):
-                raise
-            kind = ValueError if isinstance(error, ValueError) else RuntimeError
-            raise kind(str(error).replace(str(folder), url)) from error
-
-
-def _use_storage(folder: Path, storage_path: str) -> str | None:
-    """Change the copied settings to the storage they were read from; return the base model's URL there."""
-    settings = read_settings(folder)
-    if settings is None:
-        return None
-    policy, base = settings.get("policy"), None
-    content = read_json(folder, DATA_FILE).get("base") if (folder / DATA_FILE).exists() else None
-    path = policy.get("path") if isinstance(policy, dict) else None
-    is_missing = isinstance(path, str) and is_local(path) and "\0" not in path and not local_path(path).is_dir()
-    if is_missing and isinstance(policy, dict) and isinstance(content, str) and re.fullmatch("[0-9a-f]{16}", content):
-        base = policy["path"] = base_url(storage_path, content)
-    write_json(folder / CONFIG_FILE, settings | {"storage_path": storage_path})
-    return base
 
 
 def list_mirror(root: Root) -> dict[str, int]:
@@ -250,7 +188,7 @@ def _config_last(name: str) -> tuple[bool, bool, str]:
     return name == CONFIG_FILE, name == EVENTS_FILE, name
 
 
-def _fetch(root: Root, folder: Path, skip: Collection[str] = ()) -> list[str]:
+def fetch(root: Root, folder: Path, skip: Collection[str] = ()) -> list[str]:
     """Download the mirrored files whose names do not match `skip`; return the names."""
     sizes = {name: size for name, size in list_mirror(root).items() if not any(fnmatchcase(name, one) for one in skip)}
     check_limit("listed_files", len(sizes), f"'{root.url}' has files:")

@@ -116,7 +116,8 @@ assert not [one for one in sys.modules if one.partition(".")[0] == "vlatune"], "
 
 from pathlib import Path
 from huggingface_hub import snapshot_download
-from vlatune.policies.pi05.size import building_at, read_size
+from vlatune.policies.model_size import building_at
+from vlatune.policies.pi05.size import read_size
 import torch
 
 config = PreTrainedConfig.from_pretrained(name)

@@ -8,7 +8,8 @@ import fsspec
 import pytest
 from waiting import wait_until
 
-from vlatune.run.mirror import Mirror, list_mirror, opened_run, restore
+from vlatune.run.mirror import Mirror, list_mirror, restore
+from vlatune.run.opened_run import opened_run
 from vlatune.run.run_folder import EVENTS_FILE, METRICS_FILE
 from vlatune.storage.root import Root
 from vlatune.train.records import RunWriter
