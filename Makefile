@@ -16,7 +16,7 @@ TESTS ?= $(E2E) tests/unit tests/parity tests/virtual_device
 help:
 	@echo "make setup   build .venv from requirements.lock"
 	@echo "make demo    make a small dataset, fine-tune a small PI0.5 on it, evaluate it, write the report"
-	@echo "make test    run unit tests, parity with LeRobot and a few end-to-end runs; about ten minutes on two cores"
+	@echo "make test    run unit tests, parity with LeRobot and a few end-to-end runs; seven minutes on two cores"
 	@echo "make test-e2e  run the tests that make test leaves out, except the slow ones"
 	@echo "make test-all  run all tests, also faults, long runs and pages in Chromium; over an hour"
 	@echo "make fuzz    change files at random and read them, FUZZ_MINUTES=20"
