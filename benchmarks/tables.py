@@ -24,9 +24,9 @@ COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, str]]]] = {
             ("time_to_first_step_s", "first step, s"),
             ("time_to_quality_over_lerobot", "x sooner to LeRobot's error"),
             ("spilled_bytes", "bytes spilled"),
-            ("cached_over_uncached", "frame cache, x without"),
-            ("cached_over_lerobot", "frame cache, x `lerobot-train`"),
-            ("first_epoch_over_uncached", "its first epoch, x without"),
+            ("cached_over_uncached", "later epochs with cache or kept prefix, x without"),
+            ("cached_over_lerobot", "later epochs, x `lerobot-train`"),
+            ("first_epoch_over_uncached", "first epoch with cache, x without"),
         ),
     ),
     "table": (
