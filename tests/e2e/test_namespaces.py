@@ -62,7 +62,7 @@ def test_workers_connect_over_the_interface_of_the_node(dataset_v3, small_base, 
 
 
 def test_what_only_the_driver_has_is_rejected_before_workers_start(dataset_v3, small_base, tmp_path):
-    """With the address of the node and a remedy; nothing of a run is written."""
+    """The message has the address of the node and a remedy; nothing of a run is written."""
     own, shared = tmp_path / "own", tmp_path / "shared"
     dataset, base = own / "dataset", own / "base"
     shutil.copytree(dataset_v3, dataset)

@@ -1,4 +1,4 @@
-"""What to read from a dataset and how it is delivered (`ReadSpec`), and where it is stored (`Unit`)."""
+"""Describe what to read from a dataset and how it is delivered (`ReadSpec`), and where it is stored (`Unit`)."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol

@@ -59,7 +59,7 @@ Roots = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Request:
-    """What to read from all datasets and how: the arguments of `read_lerobot`, see its docstring."""
+    """Describe what to read from all datasets: the arguments of `read_lerobot`, see its docstring."""
 
     resize: tuple[int, int] | None = (224, 224)
     action_horizon: int | None = 50

@@ -209,7 +209,7 @@ def test_masks_are_made_for_the_kernels_once_per_step(cases: Cases, kind: str, d
 @pytest.mark.parametrize("train", ["expert", "lora", "full"])
 @each_kind
 def test_deterministic_kernels_get_expanded_heads(cases: Cases, kind: str, train: str) -> None:
-    """With folded heads their backward would be serial; what needs no gradient stays folded."""
+    """The backward pass is not serial, as it is with folded heads; what needs no gradient stays folded."""
     from vlatune.train.worker.device import deterministic_kernels
 
     case = cases(kind)

@@ -1,4 +1,4 @@
-"""What the folder of an ACT policy states. Without torch."""
+"""Define what is read from the folder of an ACT policy. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the folder of a Diffusion Policy states. Without torch."""
+"""Define what is read from the folder of a Diffusion Policy. Imports no torch."""
 
 from dataclasses import dataclass
 
