@@ -76,7 +76,8 @@ class DiffusionModule(ImageModule):
     def predict(self, batch: Mapping[str, Tensor], noise_BTP: Tensor) -> Tensor:
         """Predict the full horizon, starting at the first observation's action."""
         condition, sample = self._condition(batch), noise_BTP
-        generators = [torch.Generator(sample.device).manual_seed(SAMPLING_SEED) for _ in sample]
+        # On the CPU, so that the actions are the same on every device.
+        generators = [torch.Generator().manual_seed(SAMPLING_SEED) for _ in sample]
         for time in self._times:
             time_B = torch.full(sample.shape[:1], time, dtype=torch.long, device=sample.device)
             output = self.policy.diffusion.unet(sample, time_B, global_cond=condition)
