@@ -241,7 +241,8 @@ class RunConfig:
     save_every_s: float = setting(600.0, minimum=0)
     """Maximum seconds between checkpoints (0 disables)."""
     save_buffer_bytes: int = setting(4 * 1024**3, minimum=1024**2)
-    """Maximum host memory for saving in the background; training waits for the rest."""
+    """Maximum host memory for saving in the background (at most an eighth of the RAM); training waits
+    for the rest."""
     keep_checkpoints: int = setting(3, minimum=1)
     """Number of latest checkpoints to keep."""
     keep_best: int = setting(0, minimum=0)

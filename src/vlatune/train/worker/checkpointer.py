@@ -40,6 +40,7 @@ from vlatune.config.settings import RunConfig, to_json
 from vlatune.data.order.sample_order import OrderSpec, cursor_at
 from vlatune.export.policy_files import POLICY_FOLDER
 from vlatune.feed.plan import Share
+from vlatune.feed.sizing import usable_ram_bytes
 from vlatune.policies.base import Binding
 from vlatune.storage.lease import check_lease, lease_file
 from vlatune.train.worker_job import CheckpointPlan
@@ -76,7 +77,8 @@ class Checkpointer:
         self._plan, self._config, self._order, self._binding = plan, config, order, binding
         self._learning, self._share, self._device = learning, share, device
         self._store = open_store(Path(plan.run_dir), plan.storage_path)
-        self._staging = Staging(TorchHost(device), most_bytes=config.save_buffer_bytes)
+        most_bytes = buffer_bytes(config.save_buffer_bytes, usable_ram_bytes())
+        self._staging = Staging(TorchHost(device), most_bytes=most_bytes)
         self._writer: BackgroundWriter | None = None
         self._rng: dict[str, Any] | None = None
         self._copy: Path | None = None
@@ -219,3 +221,12 @@ class Checkpointer:
 
 def _write_bytes(data: bytes, path: Path) -> None:
     path.write_bytes(data)
+
+
+def buffer_bytes(wanted: int, ram_bytes: int) -> int:
+    """Return the size of the save buffer: at most an eighth of the RAM, because it is page-locked on GPUs.
+
+    >>> buffer_bytes(4 << 30, ram_bytes=16 << 30) >> 30
+    2
+    """
+    return min(wanted, ram_bytes // 8)
