@@ -194,6 +194,7 @@ class Worker:
         by_rank = self.consensus.gather(self.losses.episodes_2E.cpu().numpy())  # device sync: the loop is over
         totals = self.meter.totals()
         if self.kept:
+            self.kept.close()  # writes waiting rows: the driver may end the workers of a finished run
             rows, kept = np.sum(self.consensus.gather((self.kept.rows, self.kept.kept_rows)), axis=0).tolist()
             totals |= {"kept_prefix_samples": kept, "kept_prefix_share": kept / max(1, rows)}
         self.checkpointer.finish()
