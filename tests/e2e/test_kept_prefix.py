@@ -152,7 +152,7 @@ def test_samples_without_a_kept_prefix_read_cached_frames(dataset_v3, tmp_path):
         [line[name] for line in read_jsonl(partly / "metrics.jsonl")][-18:]
         for name in ("kept_prefix_share", "cached_share")
     )
-    assert 0.2 < sum(kept) / 18 < 0.8
+    assert 0.1 < sum(kept) / 18 < 0.9
     assert sum(kept) / 18 + sum(cached) / 18 == pytest.approx(1.0, abs=0.15)
     assert sum(one.stat().st_blocks * 512 for one in store.iterdir()) <= budget
     assert {line["cached_share"] for line in read_jsonl(everything / "metrics.jsonl")} == {0.0}

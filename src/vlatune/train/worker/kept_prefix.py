@@ -201,8 +201,10 @@ class KeptPrefix:
             yield from ((int(dataset), episode, frame) for frame in range(length))
 
     def take_share(self) -> float:
-        """Return the share of kept rows since the last call."""
+        """Return the share of kept rows since the last call, or of all if there were none: batches are read ahead."""
         (rows, kept), self._counted = self._counted, (self.rows, self.kept_rows)
+        if rows == self.rows:
+            rows = kept = 0
         return (self.kept_rows - kept) / max(1, self.rows - rows)
 
     def close(self) -> None:
